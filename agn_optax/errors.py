@@ -1,0 +1,83 @@
+"""Every exception that agn_optax raises on purpose.
+
+    AgnOptaxError
+    ├── InvalidArgumentError (ValueError)     a setting is outside what it may be
+    │   └── InvalidTypeError (TypeError)      ... because it is not that kind of thing at all
+    ├── MissingArgumentError (ValueError)     an update came without something that it needs
+    ├── TreeMismatchError (ValueError)        two trees differ; the first differing path is named
+    ├── UnboundAxisError (NameError)          the axis name is not bound where the update is traced
+    ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
+    ├── AmbiguousCenterError (LookupError)    an optimizer state holds more than one
+    └── CenterError                           a center outside the program refused a call
+        ├── NotInitializedError               it has no parameters (yet)
+        ├── AlreadyInitializedError           somebody else initialized it
+        └── WorkerStateError (RuntimeError)   a worker's calls came in an impossible order
+
+Each is also the builtin exception that a caller would expect, so ``except ValueError`` keeps
+working. They are raised before anything changes: the state you hold is still good.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AgnOptaxError",
+    "AlreadyInitializedError",
+    "AmbiguousCenterError",
+    "CenterError",
+    "CenterNotFoundError",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "MissingArgumentError",
+    "NotInitializedError",
+    "TreeMismatchError",
+    "UnboundAxisError",
+    "WorkerStateError",
+]
+
+
+class AgnOptaxError(Exception):
+    """The root: catches everything below and nothing else."""
+
+
+class InvalidArgumentError(AgnOptaxError, ValueError):
+    """A setting is outside what it may be; the message says what came and what was expected."""
+
+
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """A setting is not that kind of thing at all (``inner=None``, a boolean period)."""
+
+
+class MissingArgumentError(AgnOptaxError, ValueError):
+    """An update came without ``params`` or an extra argument that it needs."""
+
+
+class TreeMismatchError(AgnOptaxError, ValueError):
+    """Two trees differ in structure, shape or kind of leaf; names the first differing path."""
+
+
+class UnboundAxisError(AgnOptaxError, NameError):
+    """``axis_name`` is not bound by a vmap, pmap or shard_map around the update."""
+
+
+class CenterNotFoundError(AgnOptaxError, LookupError):
+    """The optimizer state holds no center."""
+
+
+class AmbiguousCenterError(AgnOptaxError, LookupError):
+    """The optimizer state holds more than one center, so "the center" means nothing."""
+
+
+class CenterError(AgnOptaxError):
+    """A center outside the program refused a call."""
+
+
+class NotInitializedError(CenterError):
+    """The center has no parameters yet: no chief has started."""
+
+
+class AlreadyInitializedError(CenterError):
+    """Another worker initialized the center; its parameters are kept."""
+
+
+class WorkerStateError(CenterError, RuntimeError):
+    """A worker's calls came in an impossible order (an exchange before its start, say)."""

@@ -1,0 +1,70 @@
+"""Finding the center in an optimizer state, wherever wrappers have put it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax import errors
+from agn_optax.rules._forms import ExchangeState
+
+PyTree = Any
+
+
+def _find(opt_state: PyTree) -> ExchangeState:
+    def is_found(node: Any) -> bool:
+        return isinstance(node, ExchangeState)
+
+    leaves = tree_flatten_with_path(opt_state, is_leaf=is_found)[0]
+    found = [(path, node) for path, node in leaves if is_found(node)]
+    if not found:
+        raise errors.CenterNotFoundError(
+            f"no center in this {type(opt_state).__name__}: expected the state of one of "
+            "agn_optax's optimizers, or of a chain, mask or other wrapper around it"
+        )
+    if len(found) > 1:
+        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
+        raise errors.AmbiguousCenterError(
+            f"expected one center, found {len(found)}: at {places}; pass one of them"
+        )
+    return found[0][1]
+
+
+def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
+    """The center variable held by an optimizer state.
+
+    Looks through ``chain``, ``masked``, ``multi_transform``, ``inject_hyperparams``,
+    ``MultiSteps`` and any other wrapper whose state is a pytree.
+
+    Args:
+      opt_state: state of one of this package's optimizers, or a state that contains it.
+      params: current parameters, which fill in for leaves that a mask keeps away from the center.
+        None leaves them as ``optax.MaskedNode()``.
+
+    Returns:
+      The center, with the structure and shapes of the parameters and the center's dtypes. These
+      are the arrays of the state itself: copy them if you donate it.
+
+    Raises:
+      CenterNotFoundError: there is none.
+      AmbiguousCenterError: there is more than one; pass the part of the state that you mean.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> tx = optax.chain(optax.clip(1.0), agn_optax.agn(optax.sgd(0.1), period=4))
+      >>> print(agn_optax.center_params(tx.init(jnp.array([1.0, 2.0]))))
+      [1. 2.]
+    """
+    center = _find(opt_state).center
+    if params is None:
+        return center
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(
+        lambda c, p: p if is_masked(c) else c, center, params, is_leaf=is_masked
+    )

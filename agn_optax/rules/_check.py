@@ -1,0 +1,154 @@
+"""Checks of what callers hand in: each raises before anything is changed, or returns."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax import errors
+
+PyTree = Any
+
+
+def show(value: Any) -> str:
+    """``value`` short enough to stand in a message, with its type where that is the point."""
+    if isinstance(value, str | numbers.Number) or value is None:
+        return repr(value)
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__} {name}" if name else type(value).__name__
+
+
+def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
+    """``value`` as an optimizer that ignores extra arguments it does not know."""
+    if not isinstance(value, optax.GradientTransformation):
+        hint = "; call it first" if callable(value) else ""
+        raise errors.InvalidTypeError(
+            f"{argument} must be an optax.GradientTransformation, such as optax.sgd(0.1), "
+            f"got {show(value)}{hint}"
+        )
+    return optax.with_extra_args_support(value)
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def positive_int(value: Any, argument: str) -> Any:
+    """``value`` if it is a positive whole number.
+
+    Arrays pass too, so that ``inject_hyperparams`` may hand them in; a traced one has no value
+    to look at.
+    """
+    if is_traced(value):
+        return value
+    wanted = f"{argument} must be a positive int, got "
+    if isinstance(value, bool | np.bool_):
+        raise errors.InvalidTypeError(f"{wanted}{value!r}")
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
+            raise errors.InvalidTypeError(f"{wanted}an array {value.dtype}{list(value.shape)}")
+        if value != np.floor(value) or value < 1:
+            raise errors.InvalidArgumentError(f"{wanted}{value.item()!r}")
+        return value
+    if not isinstance(value, int | np.integer):
+        kind = errors.InvalidArgumentError if isinstance(value, float) else errors.InvalidTypeError
+        raise kind(wanted + show(value))
+    if value < 1:
+        raise errors.InvalidArgumentError(f"{wanted}{value!r}")
+    return int(value)
+
+
+def rate(value: Any, argument: str, *, low: float, high: float, low_open: bool = False) -> Any:
+    """``value`` if it is a real number between ``low`` and ``high``; traced ones pass unseen."""
+    if is_traced(value):
+        return value
+    interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    wanted = f"{argument} must be a number in {interval}, got "
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise errors.InvalidTypeError(f"{wanted}an array {value.dtype}{list(value.shape)}")
+        number = float(value)
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise errors.InvalidTypeError(wanted + show(value))
+    else:
+        number = float(value)
+    above = number > low if low_open else number >= low
+    if not (above and number <= high) or math.isinf(number):
+        raise errors.InvalidArgumentError(f"{wanted}{number!r}")
+    return value
+
+
+def float_dtype(value: Any, argument: str) -> Any:
+    """``value`` as a floating dtype, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise errors.InvalidTypeError(
+            f"{argument} must be a floating dtype or None, got {show(value)}"
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise errors.InvalidArgumentError(f"{argument} must be a floating dtype, got {dtype}")
+    return dtype
+
+
+def float_leaves(tree: PyTree, what: str) -> None:
+    """Every leaf of ``tree`` is a real floating array."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise errors.TreeMismatchError(
+                f"{what}{keystr(path)} has dtype {dtype}; real floating leaves are expected. "
+                "Leave others out with optax.masked or optax.multi_transform"
+            )
+
+
+def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
+    """``tree`` has the paths and shapes of ``like``."""
+    leaves, other = tree_flatten_with_path(tree)[0], tree_flatten_with_path(like)[0]
+    for (path, leaf), (like_path, like_leaf) in zip(leaves, other, strict=False):
+        if path != like_path:
+            raise errors.TreeMismatchError(
+                f"{what} and {like_what} are different trees: the first difference is at "
+                f"{what}{keystr(path)}, where {like_what} has {keystr(like_path) or 'a leaf'}"
+            )
+        if jnp.shape(leaf) != jnp.shape(like_leaf):
+            raise errors.TreeMismatchError(
+                f"{what}{keystr(path)} has shape {list(jnp.shape(leaf))}, "
+                f"but {like_what}{keystr(path)} has {list(jnp.shape(like_leaf))}"
+            )
+    if len(leaves) != len(other):
+        longer, shorter = (what, like_what) if len(leaves) > len(other) else (like_what, what)
+        extra = max(leaves, other, key=len)[min(len(leaves), len(other))][0]
+        raise errors.TreeMismatchError(
+            f"{what} and {like_what} are different trees: {longer} has {longer}{keystr(extra)}, "
+            f"which {shorter} has not"
+        )
+
+
+def params_given(params: PyTree, who: str) -> None:
+    if params is None:
+        raise errors.MissingArgumentError(
+            f"{who} needs the current parameters: call update(grads, state, params), got params=None"
+        )
+
+
+def axis_bound(axis_name: Any) -> None:
+    """``axis_name`` is bound where this is traced."""
+    if axis_name is None:
+        return
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise errors.UnboundAxisError(
+            f"axis_name {axis_name!r} is not bound here: call update inside jax.shard_map, jax.pmap "
+            f"or jax.vmap with that axis name, or leave axis_name out for a single worker"
+        ) from None

@@ -1,0 +1,252 @@
+"""The pieces that the rules are made of: optax transformations, each useful alone in a chain."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax.rules import _check
+
+PyTree = Any
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
+
+    sum: PyTree  # as the updates, in the accumulator's dtype
+    steps: jax.Array  # int32 scalar: updates summed
+
+
+def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+    r"""Turns updates into their running sum.
+
+    .. math:: s_t = s_{t-1} + u_t, \qquad s_0 = 0
+
+    The sum never begins anew by itself: whoever owns the state starts a new window with a fresh
+    ``init``, as an exchange does.
+
+    Args:
+      dtype: floating dtype of the sum; None keeps the dtype of the parameters. A float32 sum of
+        bfloat16 gradients does not lose the small ones.
+
+    Returns:
+      A transformation whose updates are the sums so far and whose state has ``.sum`` and
+      ``.steps``.
+
+    Raises:
+      InvalidArgumentError: ``dtype`` is not a floating dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = accumulate()
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for _ in range(3):
+      ...     total, state = tx.update(jnp.array([1.0, 2.0]), state)
+      >>> print(total, state.steps)
+      [3. 6.] 3
+
+    References:
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+    """
+    dtype = _check.float_dtype(dtype, "dtype")
+
+    def init_fn(params: PyTree) -> AccumulateState:
+        return AccumulateState(
+            sum=optax.tree.zeros_like(params, dtype=dtype), steps=jnp.zeros((), jnp.int32)
+        )
+
+    def update_fn(
+        updates: PyTree, state: AccumulateState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, AccumulateState]:
+        del params, extra_args
+        _check.same_tree(updates, state.sum, "updates", "the accumulated sum")
+        total = jax.tree.map(lambda s, u: s + u.astype(s.dtype), state.sum, updates)
+        return total, AccumulateState(sum=total, steps=optax.safe_increment(state.steps))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class NormalizeState(NamedTuple):
+    """State of `normalize`."""
+
+    updates_seen: jax.Array  # int32 scalar: updates since init
+
+
+def normalize() -> optax.GradientTransformationExtraArgs:
+    r"""Divides the updates by the number of steps that they sum up.
+
+    .. math:: u \leftarrow u / \max(\text{steps}, 1)
+
+    ``steps`` is an extra argument of ``update``. Without it, the transformation counts its own
+    updates since ``init``, which is the number of steps of an `accumulate` that stands before it
+    in the chain: ``optax.chain(accumulate(), normalize())`` is the running mean.
+
+    Returns:
+      A transformation that keeps the dtypes of its updates.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = optax.chain(accumulate(), normalize())
+      >>> state = tx.init(jnp.zeros(()))
+      >>> for gradient in (1.0, 2.0, 6.0):
+      ...     mean, state = tx.update(jnp.asarray(gradient), state)
+      >>> print(mean)
+      3.0
+      >>> print(normalize().update(jnp.asarray(6.0), normalize().init(jnp.zeros(())), steps=4)[0])
+      1.5
+
+    References:
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+    """
+
+    def init_fn(params: PyTree) -> NormalizeState:
+        del params
+        return NormalizeState(updates_seen=jnp.zeros((), jnp.int32))
+
+    def update_fn(
+        updates: PyTree,
+        state: NormalizeState,
+        params: PyTree = None,
+        *,
+        steps: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, NormalizeState]:
+        del params, extra_args
+        state = NormalizeState(optax.safe_increment(state.updates_seen))
+        return _divide(updates, jnp.maximum(state.updates_seen if steps is None else steps, 1)), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
+    r"""Adds the gradient of an elastic spring between the parameters and a center.
+
+    .. math:: u \leftarrow u + \text{rate} \cdot (x - c)
+
+    which is the gradient of :math:`\tfrac{\text{rate}}{2} \lVert x - c \rVert^2`. ``center`` is an
+    extra argument of ``update`` with the structure and shapes of the parameters.
+
+    Args:
+      rate: stiffness of the spring, a non-negative scalar (may be a traced array).
+
+    Returns:
+      A stateless transformation that keeps the dtypes of its updates; the difference is taken in
+      the wider of the dtypes of parameters and center.
+
+    Raises:
+      InvalidArgumentError: ``rate`` is negative, infinite or not a number.
+      MissingArgumentError: ``update`` came without ``params`` or ``center``.
+      TreeMismatchError: updates, parameters and center are different trees.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = elastic_pull(0.5)
+      >>> x, c = jnp.array([1.0, 3.0]), jnp.array([1.0, 1.0])
+      >>> print(tx.update(jnp.zeros(2), tx.init(x), x, center=c)[0])
+      [0. 1.]
+
+    References:
+      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging SGD*, 2015.
+    """
+    _check.rate(rate, "rate", low=0.0, high=float("inf"))
+
+    def update_fn(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        *,
+        center: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del extra_args
+        _check.params_given(params, "elastic_pull")
+        if center is None:
+            raise errors.MissingArgumentError(
+                "elastic_pull needs the extra argument center: update(grads, state, params, "
+                "center=center), got none"
+            )
+        _check.same_tree(updates, params, "updates", "params")
+        _check.same_tree(center, params, "center", "params")
+
+        def pull(u: jax.Array, x: jax.Array, c: jax.Array) -> jax.Array:
+            wide = _wider(u.dtype, x.dtype, c.dtype)
+            spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
+            return (u.astype(wide) + spring).astype(u.dtype)
+
+        return jax.tree.map(pull, updates, params, center), state
+
+    return optax.GradientTransformationExtraArgs(_init_empty, update_fn)
+
+
+def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
+    r"""Divides the updates by one more than their staleness.
+
+    .. math:: u \leftarrow u / (\tau + 1)
+
+    ``staleness`` (:math:`\tau`), the number of center updates since the message's anchor was read,
+    is an extra argument of ``update``: a non-negative integer scalar. Put it first in a center
+    optimizer, and late messages move the center less.
+
+    Returns:
+      A stateless transformation that keeps the dtypes of its updates.
+
+    Raises:
+      MissingArgumentError: ``update`` came without ``staleness``.
+      InvalidArgumentError: ``staleness`` is negative (seen where it is not traced).
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = optax.chain(scale_by_staleness(), optax.sgd(1.0))
+      >>> print(tx.update(jnp.array([8.0]), tx.init(jnp.zeros(1)), staleness=3)[0])
+      [-2.]
+
+    References:
+      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed Parameter
+      Servers*, 2017.
+    """
+
+    def update_fn(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        *,
+        staleness: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del params, extra_args
+        if staleness is None:
+            raise errors.MissingArgumentError(
+                "scale_by_staleness needs the extra argument staleness: "
+                "update(grads, state, params, staleness=0), got none"
+            )
+        if isinstance(staleness, int) and staleness < 0:
+            raise errors.InvalidArgumentError(f"staleness must not be negative, got {staleness}")
+        return _divide(updates, jnp.asarray(staleness) + 1), state
+
+    return optax.GradientTransformationExtraArgs(_init_empty, update_fn)
+
+
+def _init_empty(params: PyTree) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()
+
+
+def _wider(*dtypes: Any) -> Any:
+    """The dtype that holds all of ``dtypes``, also where JAX promotes strictly."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
+def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
+    """``updates / divisor`` in their own dtypes; whole numbers over 256 do not fit in bfloat16."""
+
+    def divide(u: jax.Array) -> jax.Array:
+        wide = _wider(u.dtype, jnp.float32)
+        return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
+
+    return jax.tree.map(divide, updates)

@@ -1,0 +1,153 @@
+"""The round: THE place where local steps and exchanges are written.
+
+    every local step     x <- x + inner(penalty(g));   r <- record(r, g)          local_step
+    at an exchange       k  = contribution(r, x, a, steps)   at the worker        contribute
+                         m  = message(k, c)                  at the center  )
+                         c' = c + center_optimizer(m)        at the center  )     move_center
+                         x  = adopt(x, c or c')              at the worker        adopt
+
+`exchange` is the four in a row. An optimizer state that holds its center calls `exchange`; a
+worker and a center outside the program call the same pieces, with a wire (or nothing) between
+them. No other code knows the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax.rules import _check
+from agn_optax.rules._rule import Rule
+
+PyTree = Any
+
+
+class LocalState(NamedTuple):
+    """What a worker keeps of its own: the state of the local phase."""
+
+    local_steps: jax.Array  # int32 scalar: local steps since the last exchange
+    inner_state: PyTree  # the inner optimizer's
+    record: PyTree  # state of the rule's record; EmptyState for rules that keep none
+    anchor: PyTree  # the center as last adopted, where no other copy serves; else None
+
+
+def init_local(
+    rule: Rule, inner: optax.GradientTransformationExtraArgs, params: PyTree, anchor: PyTree
+) -> LocalState:
+    """The local phase before its first step; ``anchor`` is kept as it is."""
+    return LocalState(
+        local_steps=jnp.zeros((), jnp.int32),
+        inner_state=inner.init(params),
+        record=rule.record.init(params),
+        anchor=anchor,
+    )
+
+
+def local_step(
+    rule: Rule,
+    inner: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: LocalState,
+    params: PyTree,
+    anchor: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, LocalState]:
+    """One local step: updates for ``params``, and the state with the gradient recorded."""
+    _, record = rule.record.update(grads, state.record, params)
+    if rule.penalty is not None:
+        stateless = rule.penalty.init(params)
+        grads, _ = rule.penalty.update(grads, stateless, params, center=anchor)
+    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+    return optax.tree.cast_like(updates, params), LocalState(
+        local_steps=optax.safe_increment(state.local_steps),
+        inner_state=inner_state,
+        record=record,
+        anchor=state.anchor,
+    )
+
+
+def contribute(rule: Rule, state: LocalState, params: PyTree, anchor: PyTree) -> PyTree:
+    """What this worker sends at an exchange."""
+    return rule.contribution(
+        state.record,
+        params if rule.needs_params else None,
+        anchor if rule.needs_anchor else None,
+        state.local_steps,
+    )
+
+
+def move_center(
+    rule: Rule,
+    contribution: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    *,
+    staleness: Any = 0,
+    axis_name: Any = None,
+) -> tuple[PyTree, PyTree]:
+    """The center and its optimizer's state after one exchange."""
+    message = contribution if rule.message is None else rule.message(contribution, center)
+    message = optax.tree.cast_like(message, center)
+    if axis_name is not None:
+        reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean}[rule.combine]
+        message = jax.tree.map(lambda m: reduce(m, axis_name), message)
+    updates, center_state = rule.center.update(  # type: ignore[call-arg]
+        message, center_state, center, staleness=jnp.asarray(staleness, jnp.int32)
+    )
+    return optax.apply_updates(center, updates), center_state
+
+
+def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
+    """The parameters after the worker has taken back ``center``, the one that the rule adopts."""
+    if rule.adopt is not None:
+        return rule.adopt(params, center)
+    # Exactly the center. The select reads the old parameters in name only: without it, jit drops
+    # them as unused, their donated buffer is lost, and every output of the exchange moves over by
+    # one buffer, each with a copy.
+    return jax.tree.map(lambda x, c: jnp.where(True, c.astype(x.dtype), x), params, center)
+
+
+def begin_round(rule: Rule, state: LocalState, params: PyTree, adopted: PyTree) -> LocalState:
+    """The local phase at the start of the next round: an empty record, the new anchor."""
+    # The empty record is written over the old one. Said without the old one, it would be built
+    # aside and copied, and the old one copied too to get it out of the way.
+    never = state.local_steps < 0
+    record = jax.tree.map(
+        lambda empty, old: jnp.where(never, old, empty), rule.record.init(params), state.record
+    )
+    return LocalState(
+        local_steps=jnp.zeros((), jnp.int32),
+        inner_state=state.inner_state,
+        record=record,
+        anchor=None if state.anchor is None else adopted,
+    )
+
+
+def exchange(
+    rule: Rule,
+    params: PyTree,
+    state: LocalState,
+    center: PyTree,
+    center_state: PyTree,
+    *,
+    axis_name: Any = None,
+) -> tuple[PyTree, LocalState, PyTree, PyTree]:
+    """An exchange with a center at hand, as ``(params, state, center, center_state)``."""
+    anchor = center if state.anchor is None else state.anchor
+    contribution = contribute(rule, state, params, anchor)
+    moved, center_state = move_center(
+        rule, contribution, center, center_state, axis_name=axis_name
+    )
+    adopted = center if rule.adopts == "before" else moved
+    params = adopt(rule, params, adopted)
+    return params, begin_round(rule, state, params, adopted), moved, center_state
+
+
+def check_step(grads: PyTree, params: PyTree, who: str) -> None:
+    """What a local step is called with can be used at all."""
+    _check.params_given(params, who)
+    _check.same_tree(grads, params, "grads", "params")
+    _check.float_leaves(grads, "grads")

@@ -1,0 +1,90 @@
+"""Periods: how many local steps stand between two exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from agn_optax import errors
+from agn_optax.rules import _check
+
+# Exchanges made so far -> local steps of the round that begins.
+PeriodSchedule = Callable[[Any], Any]
+
+
+def as_schedule(period: Any) -> PeriodSchedule:
+    """``period`` as a function of the exchanges made so far; a constant is checked now.
+
+    Of a schedule only the first round can be checked before it runs.
+    """
+    if isinstance(period, optax.GradientTransformation) or not callable(period):
+        constant = _check.positive_int(period, "period")
+        return lambda exchanges: constant
+    _check.positive_int(period(0), "period(0), the first round's period,")
+    return period
+
+
+def _steps(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise errors.InvalidArgumentError(f"steps must be an int of 0 or more, got {value!r}")
+
+
+def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
+    r"""A period schedule that trains alone for ``steps`` steps before the first round.
+
+    .. math:: \lambda(k) = \begin{cases} \text{steps} + \text{period} & k = 0 \\
+              \text{period} & k > 0 \end{cases}
+
+    The first exchange then carries the whole warm-up.
+
+    Args:
+      period: local steps of every later round, a positive int.
+      steps: local-only steps before the first round.
+
+    Returns:
+      A function of the exchanges made so far, for the argument ``period`` of any optimizer here.
+
+    Raises:
+      InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
+
+    Example:
+      >>> schedule = local_warmup(10, steps=100)
+      >>> schedule(0), schedule(1), schedule(2)
+      (110, 10, 10)
+    """
+    _check.positive_int(period, "period")
+    _steps(steps)
+    return lambda exchanges: period + steps * (exchanges == 0)
+
+
+def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
+    r"""A period schedule that exchanges at each of the first ``steps`` steps (post-local SGD).
+
+    .. math:: \lambda(k) = \begin{cases} 1 & k < \text{steps} \\
+              \text{period} & k \ge \text{steps} \end{cases}
+
+    Args:
+      period: local steps of every later round, a positive int.
+      steps: steps, and so exchanges, before the first longer round.
+
+    Returns:
+      A function of the exchanges made so far, for the argument ``period`` of any optimizer here.
+
+    Raises:
+      InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
+
+    Example:
+      >>> schedule = synchronous_warmup(10, steps=3)
+      >>> [schedule(exchanges) for exchanges in range(5)]
+      [1, 1, 1, 10, 10]
+
+    References:
+      Tao Lin, Sebastian U. Stich, Kumar Kshitij Patel, Martin Jaggi, *Don't Use Large
+      Mini-Batches, Use Local SGD*, 2018.
+    """
+    _check.positive_int(period, "period")
+    _steps(steps)
+    return lambda exchanges: 1 + (period - 1) * (exchanges >= steps)

@@ -1,0 +1,339 @@
+"""The rule record, and the rules: what tells one method of the family from another, and no more.
+
+A rule is data. It owns no parameters, no loop, no device and no clock; `_exchange` is the one
+place that says in which order its parts are called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax.rules import _check
+from agn_optax.rules._combinators import (
+    accumulate,
+    elastic_pull,
+    normalize,
+    scale_by_staleness,
+)
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    r"""One method: what a worker keeps, what it sends, how the center moves, what it takes back.
+
+    .. math::
+        \text{local step:}\quad & x \leftarrow x + \text{inner}(\text{penalty}(g));
+            \qquad r \leftarrow \text{record}(r, g) \\
+        \text{exchange:}\quad & m = \text{message}(\text{contribution}(r, x, a, \text{steps}), c) \\
+            & c' = c + \text{center}(m); \qquad x \leftarrow \text{adopt}(x, c \text{ or } c')
+
+    Messages follow the gradient convention: the center optimizer descends along them. A new method
+    is a new ``Rule``; every placement (in an optimizer state, on a mesh, in a center outside the
+    program) then runs it.
+
+    Attributes:
+      name: shown in messages.
+      center: the center optimizer. ``update`` gets the message, its own state, the center, and the
+        extra argument ``staleness`` (int32 scalar).
+      contribution: ``(record, params, anchor, steps) -> tree``, made where the worker is. ``record``
+        is the state of the transformation ``record``; ``steps`` the local steps really made, an
+        int32 scalar. What the rule does not say it needs may be None.
+      message: ``(contribution, center) -> message``, made where the center is, for rules that need
+        the center as it is now; None if the contribution is the message.
+      record: an optax transformation that is fed the gradients of every local step and whose state
+        is the record; a fresh ``init`` begins the next window.
+      penalty: an optax transformation of every local gradient, before the inner optimizer; gets the
+        anchor as the extra argument ``center``. None for none.
+      combine: how the messages of the workers of one mesh become one.
+      adopt: ``(params, center) -> params``, how a worker takes the center back, or None: the
+        parameters become the center.
+      adopts: whether the worker adopts the center as it was before or after its own message.
+      needs_params: whether ``contribution`` or ``adopt`` reads the worker's parameters.
+      needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor.
+
+    Example:
+      SlowMo's ancestor BMUF, block momentum on the mean of the workers' displacements:
+
+      >>> import dataclasses, optax
+      >>> from agn_optax import rules
+      >>> bmuf = dataclasses.replace(rules.average(), name="bmuf", center=optax.sgd(1.0, momentum=0.5))
+      >>> bmuf.combine
+      'mean'
+    """
+
+    name: str
+    center: optax.GradientTransformation
+    contribution: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
+    message: Callable[[PyTree, PyTree], PyTree] | None = None
+    record: optax.GradientTransformation = dataclasses.field(default_factory=optax.identity)
+    penalty: optax.GradientTransformation | None = None
+    combine: Literal["sum", "mean"] = "sum"
+    adopt: Callable[[PyTree, PyTree], PyTree] | None = None
+    adopts: Literal["before", "after"] = "after"
+    needs_params: bool = True
+    needs_anchor: bool = False
+
+    def __post_init__(self) -> None:
+        # Wrapped here, once, so that the round may hand every part the extra arguments it has.
+        for part in ("center", "record", "penalty"):
+            if part != "penalty" or self.penalty is not None:
+                wrapped = _check.optimizer(getattr(self, part), f"{part} of rule {self.name!r}")
+                object.__setattr__(self, part, wrapped)
+
+
+def check_rule(value: Any) -> None:
+    """``value`` is a rule."""
+    if not isinstance(value, Rule):
+        hint = "; call it first" if callable(value) else ""
+        raise errors.InvalidTypeError(
+            f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
+            f"got {_check.show(value)}{hint}"
+        )
+
+
+def _displacement(record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array) -> PyTree:
+    """``a - x``: what the local steps took away from the anchor.
+
+    Under parameters of a narrower dtype than the center's, the worker adopted the rounded anchor,
+    so the rounding is not part of its displacement: the center keeps its low bits.
+    """
+    del record, steps
+
+    def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
+        return a.astype(x.dtype).astype(a.dtype) - x.astype(a.dtype)
+
+    return jax.tree.map(subtract, anchor, params)
+
+
+def _per_step(tree: PyTree, steps: jax.Array) -> PyTree:
+    transformation = normalize()
+    return transformation.update(tree, transformation.init(tree), steps=steps)[0]
+
+
+def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Rule:
+    r"""Accumulated gradient normalization as TensorFlow's AGNOptimizer does it.
+
+    .. math::
+        s \leftarrow s + g \text{ at every local step}; \qquad m = s / \lambda; \qquad
+        c' = c + \text{center}(m); \qquad x \leftarrow c'
+
+    Args:
+      center: the center optimizer; it sees the mean gradient of the window, so its learning rate
+        means what it means for a single step.
+      record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
+
+    Returns:
+      The rule, with messages of the size of the parameters.
+
+    Raises:
+      InvalidTypeError: ``center`` is not an optax optimizer.
+
+    Example:
+      >>> import optax
+      >>> from agn_optax import rules
+      >>> rules.agn(optax.adam(1e-3)).name
+      'agn'
+
+    References:
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+    """
+    return Rule(
+        name="agn",
+        center=center,
+        record=accumulate(dtype=record_dtype),
+        contribution=lambda record, params, anchor, steps: _per_step(record.sum, steps),
+        needs_params=False,
+    )
+
+
+def agn_window() -> Rule:
+    r"""Accumulated gradient normalization in the paper's form: the mean local update.
+
+    .. math:: m = (a - x) / \lambda; \qquad c' = c - m; \qquad x \leftarrow c'
+
+    It normalizes what the inner optimizer did with the gradients rather than the gradients, so it
+    needs no record. dist-keras calls it ADAG.
+
+    Returns:
+      The rule.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.agn_window().needs_anchor
+      True
+
+    References:
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+    """
+    return Rule(
+        name="agn_window",
+        center=optax.sgd(1.0),
+        contribution=lambda record, params, anchor, steps: _per_step(
+            _displacement(record, params, anchor, steps), steps
+        ),
+        needs_anchor=True,
+    )
+
+
+def downpour() -> Rule:
+    r"""DOWNPOUR: the center takes every worker's displacement whole.
+
+    .. math:: m = a - x; \qquad c' = c - m; \qquad x \leftarrow c'
+
+    Returns:
+      The rule.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.downpour().combine
+      'sum'
+
+    References:
+      Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
+    """
+    return Rule(
+        name="downpour", center=optax.sgd(1.0), contribution=_displacement, needs_anchor=True
+    )
+
+
+def dynsgd() -> Rule:
+    r"""DynSGD: DOWNPOUR that trusts late messages less.
+
+    .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
+
+    where :math:`\tau` is the staleness, counted where the center is. On a mesh every message is
+    fresh, and dynsgd is downpour.
+
+    Returns:
+      The rule.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.dynsgd().name
+      'dynsgd'
+
+    References:
+      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed Parameter
+      Servers*, 2017.
+    """
+    return dataclasses.replace(
+        downpour(), name="dynsgd", center=optax.chain(scale_by_staleness(), optax.sgd(1.0))
+    )
+
+
+def average() -> Rule:
+    r"""Model averaging (local SGD): the center becomes the mean of the workers.
+
+    .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c - m = \tfrac1n \sum_i x_i;
+        \qquad x \leftarrow c'
+
+    The mean is over the workers of one mesh; a center outside the program takes messages one by
+    one, and each is then a mean of one.
+
+    Returns:
+      The rule.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.average().combine
+      'mean'
+
+    References:
+      Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
+    """
+    return dataclasses.replace(downpour(), name="average", combine="mean")
+
+
+def diloco(center: optax.GradientTransformation | None = None) -> Rule:
+    r"""DiLoCo: model averaging whose mean displacement goes through an outer optimizer.
+
+    .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c + \text{center}(m); \qquad x \leftarrow c'
+
+    Args:
+      center: the outer optimizer; None is the paper's ``optax.sgd(0.7, momentum=0.9,
+        nesterov=True)``. Use AdamW as the inner one.
+
+    Returns:
+      The rule.
+
+    Raises:
+      InvalidTypeError: ``center`` is not an optax optimizer.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.diloco().combine
+      'mean'
+
+    References:
+      Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*,
+      2023.
+    """
+    if center is None:
+        center = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return dataclasses.replace(average(), name="diloco", center=center)
+
+
+def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
+    r"""Elastic averaging: worker and center pull at each other and neither gives in.
+
+    .. math::
+        g \leftarrow g + \rho (x - a) \text{ at every local step}; \qquad
+        e = \alpha (x - c); \qquad x \leftarrow x - e; \qquad c' = c + e
+
+    ``e`` uses the center before this worker's message, and that is what the worker adopts as its
+    anchor. With a Nesterov inner optimizer this is EAMSGD.
+
+    Args:
+      moving_rate: :math:`\alpha`, in (0, 1].
+      rho: :math:`\rho \ge 0`, the elastic penalty towards the anchor in the local gradients.
+        TensorFlow's default is ``moving_rate / learning_rate``; 0 is advised when asynchronous.
+
+    Returns:
+      The rule.
+
+    Raises:
+      InvalidArgumentError: ``moving_rate`` or ``rho`` is out of range.
+
+    Example:
+      >>> from agn_optax import rules
+      >>> rules.easgd(0.1).adopts
+      'before'
+
+    References:
+      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging SGD*, 2015.
+    """
+    _check.rate(moving_rate, "moving_rate", low=0.0, high=1.0, low_open=True)
+    _check.rate(rho, "rho", low=0.0, high=float("inf"))
+    # A rho that is an array may change from step to step; only a plain 0 is known to stay away.
+    penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)
+
+    def adopt(params: PyTree, center: PyTree) -> PyTree:
+        # x - e, with e the gradient of the spring: a descent step of size 1.
+        pull = elastic_pull(moving_rate)
+        zeros = jax.tree.map(jnp.zeros_like, center)
+        force, _ = pull.update(zeros, pull.init(params), params, center=center)
+        return jax.tree.map(
+            lambda x, e: (x.astype(e.dtype) - e).astype(x.dtype), params, force
+        )
+
+    return Rule(
+        name="easgd",
+        center=optax.sgd(moving_rate),
+        contribution=lambda record, params, anchor, steps: params,
+        message=lambda params, center: jax.tree.map(
+            lambda c, x: c - x.astype(c.dtype), center, params
+        ),
+        penalty=penalty,
+        adopt=adopt,
+        adopts="before",
+        needs_anchor=penalty is not None,
+    )
