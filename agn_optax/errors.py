@@ -2,19 +2,20 @@
 
     AgnOptaxError
     ├── InvalidArgumentError (ValueError)     a setting is outside what it may be
-    │   └── InvalidTypeError (TypeError)      ... because it is not that kind of thing at all
-    ├── MissingArgumentError (ValueError)     an update came without something that it needs
-    ├── TreeMismatchError (ValueError)        two trees differ; the first differing path is named
-    ├── UnboundAxisError (NameError)          the axis name is not bound where the update is traced
+    │   └── InvalidTypeError (TypeError)      it is not that kind of thing at all
+    ├── MissingArgumentError (ValueError)     an update lacks something it needs
+    ├── TreeMismatchError (ValueError)        trees differ; the first path is named
+    ├── UnboundAxisError (NameError)          the axis name is not bound here
     ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
-    ├── AmbiguousCenterError (LookupError)    an optimizer state holds more than one
-    └── CenterError                           a center outside the program refused a call
+    ├── AmbiguousCenterError (LookupError)    ... or more than one
+    └── CenterError                           a center refused a call
         ├── NotInitializedError               it has no parameters (yet)
         ├── AlreadyInitializedError           somebody else initialized it
-        └── WorkerStateError (RuntimeError)   a worker's calls came in an impossible order
+        └── WorkerStateError (RuntimeError)   calls came in an impossible order
 
-Each is also the builtin exception that a caller would expect, so ``except ValueError`` keeps
-working. They are raised before anything changes: the state you hold is still good.
+Each is also the builtin exception that a caller would expect, so ``except ValueError``
+keeps working. They are raised before anything changes: the state you hold is still
+good.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AgnOptaxError(Exception):
 
 
 class InvalidArgumentError(AgnOptaxError, ValueError):
-    """A setting is outside what it may be; the message says what came and what was expected."""
+    """A setting is outside what it may be; says what came and what was expected."""
 
 
 class InvalidTypeError(InvalidArgumentError, TypeError):
@@ -52,7 +53,7 @@ class MissingArgumentError(AgnOptaxError, ValueError):
 
 
 class TreeMismatchError(AgnOptaxError, ValueError):
-    """Two trees differ in structure, shape or kind of leaf; names the first differing path."""
+    """Two trees differ in structure, shape or kind of leaf; names the first path."""
 
 
 class UnboundAxisError(AgnOptaxError, NameError):
@@ -80,4 +81,4 @@ class AlreadyInitializedError(CenterError):
 
 
 class WorkerStateError(CenterError, RuntimeError):
-    """A worker's calls came in an impossible order (an exchange before its start, say)."""
+    """A worker's calls came in an impossible order: an exchange before its start."""

@@ -1,10 +1,11 @@
 """The mathematics: pure optax and jax; no device, no clock, no I/O.
 
-`_combinators` are the pieces, `_rule` the records made of them, `_exchange` the one place where a
-round is written, `_forms` the three ways to run it with the center in an optimizer state,
-`_optimizers` the drop-in optimizers.
+`_combinators` are the pieces, `_rule` the records made of them, `_exchange` the one
+place where a round is written, `_forms` the three ways to run it with the center in an
+optimizer state, `_optimizers` the drop-in optimizers.
 
-The names here are the rule records; the drop-in optimizers of the same names are in `agn_optax`.
+The names here are the rule records; the drop-in optimizers of the same names are in
+`agn_optax`.
 """
 
 from agn_optax.rules._rule import (

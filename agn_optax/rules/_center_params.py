@@ -22,8 +22,8 @@ def _find(opt_state: PyTree) -> ExchangeState:
     found = [(path, node) for path, node in leaves if is_found(node)]
     if not found:
         raise errors.CenterNotFoundError(
-            f"no center in this {type(opt_state).__name__}: expected the state of one of "
-            "agn_optax's optimizers, or of a chain, mask or other wrapper around it"
+            f"no center in this {type(opt_state).__name__}: expected the state of one "
+            "of agn_optax's optimizers, or of a chain, mask or other wrapper around it"
         )
     if len(found) > 1:
         places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
@@ -41,16 +41,17 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 
     Args:
       opt_state: state of one of this package's optimizers, or a state that contains it.
-      params: current parameters, which fill in for leaves that a mask keeps away from the center.
-        None leaves them as ``optax.MaskedNode()``.
+      params: current parameters, which fill in for leaves that a mask keeps away from
+        the center. None leaves them as ``optax.MaskedNode()``.
 
     Returns:
-      The center, with the structure and shapes of the parameters and the center's dtypes. These
-      are the arrays of the state itself: copy them if you donate it.
+      The center, with the structure and shapes of the parameters and the center's
+      dtypes. These are the arrays of the state itself: copy them if you donate it.
 
     Raises:
       CenterNotFoundError: there is none.
-      AmbiguousCenterError: there is more than one; pass the part of the state that you mean.
+      AmbiguousCenterError: there is more than one; pass the part of the state that you
+        mean.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax

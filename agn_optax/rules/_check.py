@@ -1,4 +1,4 @@
-"""Checks of what callers hand in: each raises before anything is changed, or returns."""
+"""Checks of what callers hand in: each raises before anything changes, or returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PyTree = Any
 
 
 def show(value: Any) -> str:
-    """``value`` short enough to stand in a message, with its type where that is the point."""
+    """``value`` short enough to stand in a message."""
     if isinstance(value, str | numbers.Number) or value is None:
         return repr(value)
     name = getattr(value, "__name__", None)
@@ -30,8 +30,8 @@ def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArg
     if not isinstance(value, optax.GradientTransformation):
         hint = "; call it first" if callable(value) else ""
         raise errors.InvalidTypeError(
-            f"{argument} must be an optax.GradientTransformation, such as optax.sgd(0.1), "
-            f"got {show(value)}{hint}"
+            f"{argument} must be an optax.GradientTransformation, such as "
+            f"optax.sgd(0.1), got {show(value)}{hint}"
         )
     return optax.with_extra_args_support(value)
 
@@ -43,8 +43,8 @@ def is_traced(value: Any) -> bool:
 def positive_int(value: Any, argument: str) -> Any:
     """``value`` if it is a positive whole number.
 
-    Arrays pass too, so that ``inject_hyperparams`` may hand them in; a traced one has no value
-    to look at.
+    Arrays pass too, so that ``inject_hyperparams`` may hand them in; a traced one has
+    no value to look at.
     """
     if is_traced(value):
         return value
@@ -53,27 +53,39 @@ def positive_int(value: Any, argument: str) -> Any:
         raise errors.InvalidTypeError(f"{wanted}{value!r}")
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
-            raise errors.InvalidTypeError(f"{wanted}an array {value.dtype}{list(value.shape)}")
+            raise errors.InvalidTypeError(
+                f"{wanted}an array {value.dtype}{list(value.shape)}"
+            )
         if value != np.floor(value) or value < 1:
             raise errors.InvalidArgumentError(f"{wanted}{value.item()!r}")
         return value
     if not isinstance(value, int | np.integer):
-        kind = errors.InvalidArgumentError if isinstance(value, float) else errors.InvalidTypeError
+        kind = (
+            errors.InvalidArgumentError
+            if isinstance(value, float)
+            else errors.InvalidTypeError
+        )
         raise kind(wanted + show(value))
     if value < 1:
         raise errors.InvalidArgumentError(f"{wanted}{value!r}")
     return int(value)
 
 
-def rate(value: Any, argument: str, *, low: float, high: float, low_open: bool = False) -> Any:
-    """``value`` if it is a real number between ``low`` and ``high``; traced ones pass unseen."""
+def rate(
+    value: Any, argument: str, *, low: float, high: float, low_open: bool = False
+) -> Any:
+    """``value`` if it is a number between ``low`` and ``high``; traced ones pass."""
     if is_traced(value):
         return value
-    interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    interval = (
+        f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
+    )
     wanted = f"{argument} must be a number in {interval}, got "
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise errors.InvalidTypeError(f"{wanted}an array {value.dtype}{list(value.shape)}")
+            raise errors.InvalidTypeError(
+                f"{wanted}an array {value.dtype}{list(value.shape)}"
+            )
         number = float(value)
     elif isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
@@ -96,7 +108,9 @@ def float_dtype(value: Any, argument: str) -> Any:
             f"{argument} must be a floating dtype or None, got {show(value)}"
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise errors.InvalidArgumentError(f"{argument} must be a floating dtype, got {dtype}")
+        raise errors.InvalidArgumentError(
+            f"{argument} must be a floating dtype, got {dtype}"
+        )
     return dtype
 
 
@@ -106,8 +120,8 @@ def float_leaves(tree: PyTree, what: str) -> None:
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise errors.TreeMismatchError(
-                f"{what}{keystr(path)} has dtype {dtype}; real floating leaves are expected. "
-                "Leave others out with optax.masked or optax.multi_transform"
+                f"{what}{keystr(path)} has dtype {dtype}; real floating leaves are "
+                "expected. Leave others out with optax.masked or optax.multi_transform"
             )
 
 
@@ -117,8 +131,9 @@ def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
     for (path, leaf), (like_path, like_leaf) in zip(leaves, other, strict=False):
         if path != like_path:
             raise errors.TreeMismatchError(
-                f"{what} and {like_what} are different trees: the first difference is at "
-                f"{what}{keystr(path)}, where {like_what} has {keystr(like_path) or 'a leaf'}"
+                f"{what} and {like_what} are different trees: the first difference is "
+                f"at {what}{keystr(path)}, where {like_what} has "
+                f"{like_what}{keystr(like_path)}"
             )
         if jnp.shape(leaf) != jnp.shape(like_leaf):
             raise errors.TreeMismatchError(
@@ -126,18 +141,21 @@ def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
                 f"but {like_what}{keystr(path)} has {list(jnp.shape(like_leaf))}"
             )
     if len(leaves) != len(other):
-        longer, shorter = (what, like_what) if len(leaves) > len(other) else (like_what, what)
+        longer, shorter = (
+            (what, like_what) if len(leaves) > len(other) else (like_what, what)
+        )
         extra = max(leaves, other, key=len)[min(len(leaves), len(other))][0]
         raise errors.TreeMismatchError(
-            f"{what} and {like_what} are different trees: {longer} has {longer}{keystr(extra)}, "
-            f"which {shorter} has not"
+            f"{what} and {like_what} are different trees: {longer} has "
+            f"{longer}{keystr(extra)}, which {shorter} has not"
         )
 
 
 def params_given(params: PyTree, who: str) -> None:
     if params is None:
         raise errors.MissingArgumentError(
-            f"{who} needs the current parameters: call update(grads, state, params), got params=None"
+            f"{who} needs the current parameters: call update(grads, state, params), "
+            "got params=None"
         )
 
 
@@ -149,6 +167,7 @@ def axis_bound(axis_name: Any) -> None:
         jax.lax.axis_size(axis_name)
     except NameError:
         raise errors.UnboundAxisError(
-            f"axis_name {axis_name!r} is not bound here: call update inside jax.shard_map, jax.pmap "
-            f"or jax.vmap with that axis name, or leave axis_name out for a single worker"
+            f"axis_name {axis_name!r} is not bound here: call update inside "
+            "jax.shard_map, jax.pmap or jax.vmap with that axis name, or leave "
+            "axis_name out for a single worker"
         ) from None

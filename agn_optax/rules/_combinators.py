@@ -1,8 +1,7 @@
-"""The pieces that the rules are made of: optax transformations, each useful alone in a chain."""
+"""What the rules are made of: optax transformations, each useful alone in a chain."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _check
+from agn_optax.rules import _check, _trees
 
 PyTree = Any
 
@@ -27,16 +26,16 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
 
     .. math:: s_t = s_{t-1} + u_t, \qquad s_0 = 0
 
-    The sum never begins anew by itself: whoever owns the state starts a new window with a fresh
-    ``init``, as an exchange does.
+    The sum never begins anew by itself: whoever owns the state starts a new window with
+    a fresh ``init``, as an exchange does.
 
     Args:
-      dtype: floating dtype of the sum; None keeps the dtype of the parameters. A float32 sum of
-        bfloat16 gradients does not lose the small ones.
+      dtype: floating dtype of the sum; None keeps the dtype of the parameters. A
+        float32 sum of bfloat16 gradients does not lose the small ones.
 
     Returns:
-      A transformation whose updates are the sums so far and whose state has ``.sum`` and
-      ``.steps``.
+      A transformation whose updates are the sums so far and whose state has ``.sum``
+      and ``.steps``.
 
     Raises:
       InvalidArgumentError: ``dtype`` is not a floating dtype.
@@ -51,22 +50,29 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
       [3. 6.] 3
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
     dtype = _check.float_dtype(dtype, "dtype")
 
     def init_fn(params: PyTree) -> AccumulateState:
         return AccumulateState(
-            sum=optax.tree.zeros_like(params, dtype=dtype), steps=jnp.zeros((), jnp.int32)
+            sum=optax.tree.zeros_like(params, dtype=dtype),
+            steps=jnp.zeros((), jnp.int32),
         )
 
     def update_fn(
-        updates: PyTree, state: AccumulateState, params: PyTree = None, **extra_args: Any
+        updates: PyTree,
+        state: AccumulateState,
+        params: PyTree = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
         del params, extra_args
         _check.same_tree(updates, state.sum, "updates", "the accumulated sum")
         total = jax.tree.map(lambda s, u: s + u.astype(s.dtype), state.sum, updates)
-        return total, AccumulateState(sum=total, steps=optax.safe_increment(state.steps))
+        return total, AccumulateState(
+            sum=total, steps=optax.safe_increment(state.steps)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -82,9 +88,10 @@ def normalize() -> optax.GradientTransformationExtraArgs:
 
     .. math:: u \leftarrow u / \max(\text{steps}, 1)
 
-    ``steps`` is an extra argument of ``update``. Without it, the transformation counts its own
-    updates since ``init``, which is the number of steps of an `accumulate` that stands before it
-    in the chain: ``optax.chain(accumulate(), normalize())`` is the running mean.
+    ``steps`` is an extra argument of ``update``. Without it, the transformation counts
+    its own updates since ``init``, which is the number of steps of an `accumulate` that
+    stands before it in the chain: ``optax.chain(accumulate(), normalize())`` is the
+    running mean.
 
     Returns:
       A transformation that keeps the dtypes of its updates.
@@ -97,11 +104,13 @@ def normalize() -> optax.GradientTransformationExtraArgs:
       ...     mean, state = tx.update(jnp.asarray(gradient), state)
       >>> print(mean)
       3.0
-      >>> print(normalize().update(jnp.asarray(6.0), normalize().init(jnp.zeros(())), steps=4)[0])
+      >>> tx = normalize()
+      >>> print(tx.update(jnp.asarray(6.0), tx.init(jnp.zeros(())), steps=4)[0])
       1.5
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
 
     def init_fn(params: PyTree) -> NormalizeState:
@@ -118,7 +127,9 @@ def normalize() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[PyTree, NormalizeState]:
         del params, extra_args
         state = NormalizeState(optax.safe_increment(state.updates_seen))
-        return _divide(updates, jnp.maximum(state.updates_seen if steps is None else steps, 1)), state
+        return _divide(
+            updates, jnp.maximum(state.updates_seen if steps is None else steps, 1)
+        ), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -128,15 +139,16 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
 
     .. math:: u \leftarrow u + \text{rate} \cdot (x - c)
 
-    which is the gradient of :math:`\tfrac{\text{rate}}{2} \lVert x - c \rVert^2`. ``center`` is an
-    extra argument of ``update`` with the structure and shapes of the parameters.
+    which is the gradient of :math:`\tfrac{\text{rate}}{2} \lVert x - c \rVert^2`.
+    ``center`` is an extra argument of ``update`` with the structure and shapes of the
+    parameters.
 
     Args:
       rate: stiffness of the spring, a non-negative scalar (may be a traced array).
 
     Returns:
-      A stateless transformation that keeps the dtypes of its updates; the difference is taken in
-      the wider of the dtypes of parameters and center.
+      A stateless transformation that keeps the dtypes of its updates; the difference is
+      taken in the wider of the dtypes of parameters and center.
 
     Raises:
       InvalidArgumentError: ``rate`` is negative, infinite or not a number.
@@ -151,7 +163,8 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
       [0. 1.]
 
     References:
-      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging SGD*, 2015.
+      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging
+      SGD*, 2015.
     """
     _check.rate(rate, "rate", low=0.0, high=float("inf"))
 
@@ -167,14 +180,14 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
         _check.params_given(params, "elastic_pull")
         if center is None:
             raise errors.MissingArgumentError(
-                "elastic_pull needs the extra argument center: update(grads, state, params, "
-                "center=center), got none"
+                "elastic_pull needs the extra argument center: "
+                "update(grads, state, params, center=center), got none"
             )
         _check.same_tree(updates, params, "updates", "params")
         _check.same_tree(center, params, "center", "params")
 
         def pull(u: jax.Array, x: jax.Array, c: jax.Array) -> jax.Array:
-            wide = _wider(u.dtype, x.dtype, c.dtype)
+            wide = _trees.wider(u.dtype, x.dtype, c.dtype)
             spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
             return (u.astype(wide) + spring).astype(u.dtype)
 
@@ -188,9 +201,9 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
 
     .. math:: u \leftarrow u / (\tau + 1)
 
-    ``staleness`` (:math:`\tau`), the number of center updates since the message's anchor was read,
-    is an extra argument of ``update``: a non-negative integer scalar. Put it first in a center
-    optimizer, and late messages move the center less.
+    ``staleness`` (:math:`\tau`), the number of center updates since the message's
+    anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
+    Put it first in a center optimizer, and late messages move the center less.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
@@ -206,8 +219,8 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
       [-2.]
 
     References:
-      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed Parameter
-      Servers*, 2017.
+      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
+      Parameter Servers*, 2017.
     """
 
     def update_fn(
@@ -225,7 +238,9 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
                 "update(grads, state, params, staleness=0), got none"
             )
         if isinstance(staleness, int) and staleness < 0:
-            raise errors.InvalidArgumentError(f"staleness must not be negative, got {staleness}")
+            raise errors.InvalidArgumentError(
+                f"staleness must not be negative, got {staleness}"
+            )
         return _divide(updates, jnp.asarray(staleness) + 1), state
 
     return optax.GradientTransformationExtraArgs(_init_empty, update_fn)
@@ -236,17 +251,11 @@ def _init_empty(params: PyTree) -> optax.EmptyState:
     return optax.EmptyState()
 
 
-def _wider(*dtypes: Any) -> Any:
-    """The dtype that holds all of ``dtypes``, also where JAX promotes strictly."""
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes)
-
-
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
-    """``updates / divisor`` in their own dtypes; whole numbers over 256 do not fit in bfloat16."""
+    """``updates / divisor``, in float32 at least: bfloat16 has no 257."""
 
     def divide(u: jax.Array) -> jax.Array:
-        wide = _wider(u.dtype, jnp.float32)
+        wide = _trees.wider(u.dtype, jnp.float32)
         return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
 
     return jax.tree.map(divide, updates)

@@ -1,14 +1,17 @@
 """The round: THE place where local steps and exchanges are written.
 
-    every local step     x <- x + inner(penalty(g));   r <- record(r, g)          local_step
-    at an exchange       k  = contribution(r, x, a, steps)   at the worker        contribute
+    every local step     x <- x + inner(penalty(g));   r <- record(r, g)
+    local_step
+    at an exchange       k  = contribution(r, x, a, steps)   at the worker
+    contribute
                          m  = message(k, c)                  at the center  )
-                         c' = c + center_optimizer(m)        at the center  )     move_center
+                         c' = c + center_optimizer(m)        at the center  )
+                         move_center
                          x  = adopt(x, c or c')              at the worker        adopt
 
-`exchange` is the four in a row. An optimizer state that holds its center calls `exchange`; a
-worker and a center outside the program call the same pieces, with a wire (or nothing) between
-them. No other code knows the order.
+`exchange` is the four in a row. An optimizer state that holds its center calls
+`exchange`; a worker and a center outside the program call the same pieces, with a wire
+(or nothing) between them. No other code knows the order.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ class LocalState(NamedTuple):
 
 
 def init_local(
-    rule: Rule, inner: optax.GradientTransformationExtraArgs, params: PyTree, anchor: PyTree
+    rule: Rule,
+    inner: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    anchor: PyTree,
 ) -> LocalState:
     """The local phase before its first step; ``anchor`` is kept as it is."""
     return LocalState(
@@ -52,13 +58,17 @@ def local_step(
     grads: PyTree,
     state: LocalState,
     params: PyTree,
-    anchor: PyTree,
+    center: PyTree,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, LocalState]:
-    """One local step: updates for ``params``, and the state with the gradient recorded."""
+    """One local step: updates for ``params``, and the state with the gradient recorded.
+
+    ``center`` is the anchor where the state keeps none.
+    """
     _, record = rule.record.update(grads, state.record, params)
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
+        anchor = _anchor(state, center)
         grads, _ = rule.penalty.update(grads, stateless, params, center=anchor)
     updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
     return optax.tree.cast_like(updates, params), LocalState(
@@ -69,12 +79,16 @@ def local_step(
     )
 
 
-def contribute(rule: Rule, state: LocalState, params: PyTree, anchor: PyTree) -> PyTree:
-    """What this worker sends at an exchange."""
+def _anchor(state: LocalState, center: PyTree) -> PyTree:
+    return center if state.anchor is None else state.anchor
+
+
+def contribute(rule: Rule, state: LocalState, params: PyTree, center: PyTree) -> PyTree:
+    """What this worker sends; ``center`` is the anchor where the state keeps none."""
     return rule.contribution(
         state.record,
         params if rule.needs_params else None,
-        anchor if rule.needs_anchor else None,
+        _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
 
@@ -89,34 +103,42 @@ def move_center(
     axis_name: Any = None,
 ) -> tuple[PyTree, PyTree]:
     """The center and its optimizer's state after one exchange."""
-    message = contribution if rule.message is None else rule.message(contribution, center)
+    message = (
+        contribution if rule.message is None else rule.message(contribution, center)
+    )
     message = optax.tree.cast_like(message, center)
     if axis_name is not None:
-        reduce = {"sum": jax.lax.psum, "mean": jax.lax.pmean}[rule.combine]
-        message = jax.tree.map(lambda m: reduce(m, axis_name), message)
-    updates, center_state = rule.center.update(  # type: ignore[call-arg]
+        combine = {"sum": jax.lax.psum, "mean": jax.lax.pmean}
+        message = combine[rule.combine](message, axis_name)
+    updates, center_state = rule.center.update(
         message, center_state, center, staleness=jnp.asarray(staleness, jnp.int32)
     )
     return optax.apply_updates(center, updates), center_state
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
-    """The parameters after the worker has taken back ``center``, the one that the rule adopts."""
+    """The parameters after taking back ``center``, the version that the rule adopts."""
     if rule.adopt is not None:
         return rule.adopt(params, center)
-    # Exactly the center. The select reads the old parameters in name only: without it, jit drops
-    # them as unused, their donated buffer is lost, and every output of the exchange moves over by
-    # one buffer, each with a copy.
-    return jax.tree.map(lambda x, c: jnp.where(True, c.astype(x.dtype), x), params, center)
+    # Exactly the center. The select reads the old parameters in name only: without it,
+    # jit drops them as unused, their donated buffer is lost, and every output of the
+    # exchange moves over by one buffer, each with a copy.
+    return jax.tree.map(
+        lambda x, c: jnp.where(True, c.astype(x.dtype), x), params, center
+    )
 
 
-def begin_round(rule: Rule, state: LocalState, params: PyTree, adopted: PyTree) -> LocalState:
-    """The local phase at the start of the next round: an empty record, the new anchor."""
-    # The empty record is written over the old one. Said without the old one, it would be built
-    # aside and copied, and the old one copied too to get it out of the way.
+def begin_round(
+    rule: Rule, state: LocalState, params: PyTree, adopted: PyTree
+) -> LocalState:
+    """The local phase as the next round starts: an empty record, the new anchor."""
+    # The empty record is written over the old one. Said without the old one, it would
+    # be built aside and copied, and the old one copied too to get it out of the way.
     never = state.local_steps < 0
     record = jax.tree.map(
-        lambda empty, old: jnp.where(never, old, empty), rule.record.init(params), state.record
+        lambda empty, old: jnp.where(never, old, empty),
+        rule.record.init(params),
+        state.record,
     )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
@@ -135,9 +157,8 @@ def exchange(
     *,
     axis_name: Any = None,
 ) -> tuple[PyTree, LocalState, PyTree, PyTree]:
-    """An exchange with a center at hand, as ``(params, state, center, center_state)``."""
-    anchor = center if state.anchor is None else state.anchor
-    contribution = contribute(rule, state, params, anchor)
+    """An exchange with a center at hand: ``(params, state, center, center_state)``."""
+    contribution = contribute(rule, state, params, center)
     moved, center_state = move_center(
         rule, contribution, center, center_state, axis_name=axis_name
     )

@@ -1,11 +1,13 @@
-"""Three forms of one method whose center lives in the optimizer state: same state, same numbers.
+"""Three forms of a method whose center lives in the optimizer state.
 
-- *drop-in* (`exchange_every`): ``tx.update`` decides in the graph whether the period is full. Works
-  wherever an optax optimizer does.
-- *split* (`phases`): local phase and exchange are programs of their own, for loops that count
-  their steps. No branch is compiled, and adoption is exact.
-- *round* (`scan_round`): the local steps of a period are scanned and the exchange ends them, all
-  in one program.
+All have the same state and give the same numbers:
+
+- *drop-in* (`exchange_every`): ``tx.update`` decides in the graph whether the period is
+  full. Works wherever an optax optimizer does.
+- *split* (`phases`): local phase and exchange are programs of their own, for loops that
+  count their steps. No branch is compiled, and adoption is exact.
+- *round* (`scan_round`): the local steps of a period are scanned and the exchange ends
+  them, all in one program.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax.rules import _check, _exchange, _period
+from agn_optax.rules import _check, _exchange, _period, _trees
 from agn_optax.rules._rule import Rule, check_rule
 
 PyTree = Any
@@ -48,30 +50,30 @@ def phases(
     axis_name: Any = None,
     center_dtype: Any = None,
 ) -> Phases:
-    """A rule as two programs, for loops that count their own steps: local phase and exchange.
+    """A rule as two programs, for loops that count their steps: the split form.
 
-    ``update(grads, state, params, **extra)`` is the local phase: the inner step and the record, at
-    every step. ``exchange(params, state)`` ends a round: the parameters become what the rule
-    adopts, bit for bit. Jit both, donate parameters and state, and call the second after every
-    period of the first.
+    ``update(grads, state, params, **extra)`` is the local phase: the inner step and the
+    record, at every step. ``exchange(params, state)`` ends a round: the parameters
+    become what the rule adopts, bit for bit. Jit both, donate parameters and state, and
+    call the second after every period of the first.
 
     Args:
       inner: the inner optimizer.
       rule: a record of `agn_optax.rules`.
-      axis_name: name of the mesh axis whose members are the workers, bound by vmap, pmap or
-        shard_map around ``exchange``; None for one worker.
-      center_dtype: floating dtype of center and center optimizer; None keeps the parameters'.
-        float32 under bfloat16 parameters is a master copy.
+      axis_name: name of the mesh axis whose members are the workers, bound by vmap,
+        pmap or shard_map around ``exchange``; None for one worker.
+      center_dtype: floating dtype of center and center optimizer; None keeps the
+        parameters'. float32 under bfloat16 parameters is a master copy.
 
     Returns:
-      ``Phases(init, update, exchange)``; the state is that of `exchange_every`, so that the two
-      forms can take turns.
+      ``Phases(init, update, exchange)``; the state is that of `exchange_every`, so that
+      the two forms can take turns.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` came without ``params``.
-      TreeMismatchError: gradients, parameters and state do not belong together, or have leaves
-        that are not real floating arrays.
+      TreeMismatchError: gradients, parameters and state do not belong together, or have
+        leaves that are not real floating arrays.
       UnboundAxisError: ``axis_name`` is not bound around ``exchange``.
 
     Example:
@@ -92,15 +94,16 @@ def phases(
     inner = _check.optimizer(inner, "inner")
     check_rule(rule)
     center_dtype = _check.float_dtype(center_dtype, "center_dtype")
-    # On a mesh the center itself is the anchor, unless workers adopt it as it was before.
+    # On a mesh the center itself is the anchor, unless workers adopt it as it was
+    # before.
     keep_anchor = rule.needs_anchor and rule.adopts == "before"
 
     def init_fn(params: PyTree) -> ExchangeState:
         _check.float_leaves(params, "params")
-        copy = _copy_in(center_dtype)
-        center = copy(params)
+        center = _trees.copy(params, center_dtype)
+        anchor = _trees.copy(center) if keep_anchor else None
         return ExchangeState(
-            local=_exchange.init_local(rule, inner, params, copy(params) if keep_anchor else None),
+            local=_exchange.init_local(rule, inner, params, anchor),
             center=center,
             center_state=rule.center.init(center),
             exchanges=jnp.zeros((), jnp.int32),
@@ -111,20 +114,27 @@ def phases(
     ) -> tuple[PyTree, ExchangeState]:
         _exchange.check_step(updates, params, rule.name)
         _check.same_tree(params, state.center, "params", "center")
-        anchor = state.center if state.local.anchor is None else state.local.anchor
         updates, local = _exchange.local_step(
-            rule, inner, updates, state.local, params, anchor, extra_args
+            rule, inner, updates, state.local, params, state.center, extra_args
         )
         return updates, state._replace(local=local)
 
-    def exchange_fn(params: PyTree, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
+    def exchange_fn(
+        params: PyTree, state: ExchangeState
+    ) -> tuple[PyTree, ExchangeState]:
         _check.params_given(params, rule.name)
         _check.same_tree(params, state.center, "params", "center")
         _check.axis_bound(axis_name)
-        params, *moved = _exchange.exchange(
-            rule, params, state.local, state.center, state.center_state, axis_name=axis_name
+        params, local, center, center_state = _exchange.exchange(
+            rule,
+            params,
+            state.local,
+            state.center,
+            state.center_state,
+            axis_name=axis_name,
         )
-        return params, ExchangeState(*moved, exchanges=optax.safe_increment(state.exchanges))
+        exchanges = optax.safe_increment(state.exchanges)
+        return params, ExchangeState(local, center, center_state, exchanges)
 
     return Phases(init_fn, update_fn, exchange_fn)
 
@@ -137,50 +147,55 @@ def exchange_every(
     axis_name: Any = None,
     center_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Any rule as a drop-in optax optimizer: local steps, and an exchange every ``period`` steps.
+    r"""Any rule as a drop-in optax optimizer that exchanges every ``period`` steps.
 
     .. math::
-        x \leftarrow x + \text{inner}(g); \quad \text{and at every } \lambda\text{-th step: }
+        x \leftarrow x + \text{inner}(g); \quad
+        \text{and at every } \lambda\text{-th step: }
         c' = c + \text{center}(m), \; x \leftarrow \text{adopt}(x)
 
-    Its updates are meant to be applied as they are: put it last in a chain. Adoption happens
-    through ``params + updates``, so the parameters become the center to rounding; where that
-    matters, use `phases` or `scan_round`. The center is read with `center_params`.
+    Its updates are meant to be applied as they are: put it last in a chain. Adoption
+    happens through ``params + updates``, so the parameters become the center to
+    rounding; where that matters, use `phases` or `scan_round`. The center is read with
+    `center_params`.
 
     Args:
       inner: the inner optimizer, which makes the local steps.
       rule: a record of `agn_optax.rules`.
-      period: local steps between exchanges, a positive int; or a function from the exchanges made
-        so far (int32 scalar) to the length of the round that begins, such as `local_warmup` or
-        `synchronous_warmup` give. A scalar array, as ``inject_hyperparams`` makes of either, is
-        taken as it is.
-      axis_name: name of the mesh axis whose members are the workers, bound by vmap, pmap or
-        shard_map around ``update``; None for one worker. Every member must start from the same
-        center.
-      center_dtype: floating dtype of center and center optimizer; None keeps the parameters'.
-        Give it as a string under ``inject_hyperparams``, which takes callables for schedules.
+      period: local steps between exchanges, a positive int; or a function from the
+        exchanges made so far (int32 scalar) to the length of the round that begins,
+        such as `local_warmup` or `synchronous_warmup` give. A scalar array, as
+        ``inject_hyperparams`` makes of either, is taken as it is.
+      axis_name: name of the mesh axis whose members are the workers, bound by vmap,
+        pmap or shard_map around ``update``; None for one worker. Every member must
+        start from the same center.
+      center_dtype: floating dtype of center and center optimizer; None keeps the
+        parameters'. Give it as a string under ``inject_hyperparams``, which takes
+        callables for schedules.
 
     Returns:
-      An optax optimizer with `ExchangeState`; updates have the dtypes of the parameters.
+      An optax optimizer with `ExchangeState`; updates have the dtypes of the
+      parameters.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number.
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` came without ``params``.
-      TreeMismatchError: gradients, parameters and state do not belong together, or have leaves
-        that are not real floating arrays.
+      TreeMismatchError: gradients, parameters and state do not belong together, or have
+        leaves that are not real floating arrays.
       UnboundAxisError: ``axis_name`` is not bound around ``update``.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
-      >>> tx = agn_optax.exchange_every(optax.sgd(0.1), agn_optax.rules.downpour(), period=2)
+      >>> rule = agn_optax.rules.downpour()
+      >>> tx = agn_optax.exchange_every(optax.sgd(0.25), rule, period=2)
       >>> params = jnp.array([1.0])
       >>> state = tx.init(params)
       >>> for _ in range(2):
       ...     updates, state = tx.update(jnp.array([1.0]), state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> print(params, agn_optax.center_params(state))
-      [0.8] [0.8]
+      [0.5] [0.5]
     """
     period_of = _period.as_schedule(period)
     split = phases(inner, rule, axis_name=axis_name, center_dtype=center_dtype)
@@ -192,23 +207,25 @@ def exchange_every(
         updates, state = split.update(updates, state, params, **extra_args)
         due = state.local.local_steps >= period_of(state.exchanges)
 
-        # A loop of zero or one trips, not a cond: cond copies whatever passes through it, a loop
-        # updates its carry in place.
+        # A loop of zero or one trips, not a cond: cond copies whatever passes through
+        # it, a loop updates its carry in place.
         def exchange_if_due(trip: Callable[[Any], Any], carry: Any) -> Any:
             def body(_: Any, carry: Any) -> Any:
                 return jax.tree.map(_vary_like, trip(carry), carry)
 
             return jax.lax.fori_loop(0, due.astype(jnp.int32), body, carry)
 
-        def exchanged(updates: PyTree, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
+        def exchanged(
+            updates: PyTree, state: ExchangeState
+        ) -> tuple[PyTree, ExchangeState]:
             adopted, state = split.exchange(optax.apply_updates(params, updates), state)
             return _difference(adopted, params), state
 
         if rule.needs_params or rule.adopts == "before":
             return exchange_if_due(lambda carry: exchanged(*carry), (updates, state))
-        # The message takes nothing from the parameters, so the loop need not wait for the updates
-        # to be written down: they stay fused with their application, and only `where` reads the
-        # center.
+        # The message takes nothing from the parameters, so the loop need not wait for
+        # the updates to be written down: they stay fused with their application, and
+        # only `where` reads the center.
         moved = exchange_if_due(lambda carry: exchanged(updates, carry)[1], state)
         adopted = _exchange.adopt(rule, params, moved.center)
         updates = jax.tree.map(
@@ -220,12 +237,14 @@ def exchange_every(
 
 
 def scan_round(
-    local_step: Callable[[PyTree, ExchangeState, PyTree], tuple[PyTree, ExchangeState, PyTree]],
+    local_step: Callable[
+        [PyTree, ExchangeState, PyTree], tuple[PyTree, ExchangeState, PyTree]
+    ],
     exchange: Callable[[PyTree, ExchangeState], tuple[PyTree, ExchangeState]],
     *,
     unroll: int | bool = 1,
 ) -> Callable[[PyTree, ExchangeState, PyTree], tuple[PyTree, ExchangeState, PyTree]]:
-    """A whole round as one function to compile: the local steps scanned, then the exchange.
+    """A whole round as one function to compile: local steps scanned, then the exchange.
 
     Args:
       local_step: ``(params, state, batch) -> (params, state, metrics)``, which calls
@@ -234,17 +253,20 @@ def scan_round(
       unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
 
     Returns:
-      ``(params, state, batches) -> (params, state, metrics)``. Every leaf of ``batches`` has the
-      period as its first dimension; ``metrics`` come back stacked the same way.
+      ``(params, state, batches) -> (params, state, metrics)``. Every leaf of
+      ``batches`` has the period as its first dimension; ``metrics`` come back stacked
+      the same way.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
       >>> tx = agn_optax.phases(optax.sgd(0.1), agn_optax.rules.average())
       >>> def local_step(params, state, target):
-      ...     loss, grads = jax.value_and_grad(lambda p: 0.5 * (p - target) ** 2)(params)
+      ...     objective = lambda p: 0.5 * (p - target) ** 2
+      ...     loss, grads = jax.value_and_grad(objective)(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state, loss
-      >>> run = jax.jit(agn_optax.scan_round(local_step, tx.exchange), donate_argnums=(0, 1))
+      >>> whole_round = agn_optax.scan_round(local_step, tx.exchange)
+      >>> run = jax.jit(whole_round, donate_argnums=(0, 1))
       >>> params = jnp.asarray(1.0)
       >>> params, state, losses = run(params, tx.init(params), jnp.zeros(3))
       >>> print(losses.shape, state.exchanges)
@@ -255,20 +277,15 @@ def scan_round(
         params: PyTree, state: ExchangeState, batches: PyTree
     ) -> tuple[PyTree, ExchangeState, PyTree]:
         def body(carry: Any, batch: PyTree) -> Any:
-            *carry, metrics = local_step(*carry, batch)
-            return tuple(carry), metrics
+            params, state, metrics = local_step(carry[0], carry[1], batch)
+            return (params, state), metrics
 
-        (params, state), metrics = jax.lax.scan(body, (params, state), batches, unroll=unroll)
+        (params, state), metrics = jax.lax.scan(
+            body, (params, state), batches, unroll=unroll
+        )
         return *exchange(params, state), metrics
 
     return round_fn
-
-
-def _copy_in(dtype: Any) -> Callable[[PyTree], PyTree]:
-    """Really copies: parameters and state can then both be donated."""
-    return lambda tree: jax.tree.map(
-        lambda leaf: jnp.array(leaf, dtype=dtype or jnp.result_type(leaf), copy=True), tree
-    )
 
 
 def _difference(new: PyTree, old: PyTree) -> PyTree:
@@ -277,6 +294,9 @@ def _difference(new: PyTree, old: PyTree) -> PyTree:
 
 
 def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """``new`` as varying over mesh axes as ``old`` is, which a loop's carry must stay."""
-    missing = jax.typeof(old).manual_axis_type.varying - jax.typeof(new).manual_axis_type.varying
+    """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
+    missing = (
+        jax.typeof(old).manual_axis_type.varying
+        - jax.typeof(new).manual_axis_type.varying
+    )
     return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new

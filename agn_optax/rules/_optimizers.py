@@ -10,7 +10,8 @@ from agn_optax import errors
 from agn_optax.rules import _check, _rule
 from agn_optax.rules._forms import exchange_every
 
-# TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period / num_worker.
+# TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period /
+# num_worker.
 _BETA = 0.9
 
 
@@ -23,18 +24,20 @@ def agn(
     record_dtype: Any = None,
     center_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Accumulated gradient normalization, the counterpart of TensorFlow's AGNOptimizer.
+    r"""Accumulated gradient normalization (TensorFlow's AGNOptimizer).
 
     .. math::
         x \leftarrow x + \text{inner}(g), \; s \leftarrow s + g; \quad
-        \text{every } \lambda \text{ steps: } c \leftarrow c + \text{center}(s / \lambda), \;
+        \text{every } \lambda \text{ steps: }
+        c \leftarrow c + \text{center}(s / \lambda), \;
         x \leftarrow c, \; s \leftarrow 0
 
     Args:
       inner: the inner optimizer; its state is kept across exchanges.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
       center: the center optimizer; None is the inner one, with a state of its own.
-      axis_name: mesh axis of the workers, whose mean gradients are summed; None for one worker.
+      axis_name: mesh axis of the workers, whose mean gradients are summed; None for one
+        worker.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
@@ -52,11 +55,14 @@ def agn(
       (3, 2)
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
     inner = _check.optimizer(inner, "inner")
     rule = _rule.agn(inner if center is None else center, record_dtype=record_dtype)
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def agn_window(
@@ -68,13 +74,14 @@ def agn_window(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization in the paper's form, without a record.
 
-    .. math:: \text{every } \lambda \text{ steps: } c \leftarrow c - (c - x) / \lambda, \;
-        x \leftarrow c
+    .. math:: \text{every } \lambda \text{ steps: }
+        c \leftarrow c - (c - x) / \lambda, \; x \leftarrow c
 
     Args:
       inner: the inner optimizer.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      axis_name: mesh axis of the workers, whose messages are summed; None for one worker.
+      axis_name: mesh axis of the workers, whose messages are summed; None for one
+        worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
     Returns:
@@ -88,10 +95,13 @@ def agn_window(
       >>> tx = agn_optax.agn_window(optax.sgd(0.1), period=5)
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
     rule = _rule.agn_window()
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def downpour(
@@ -103,13 +113,14 @@ def downpour(
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR: every worker's displacement is added to the center whole.
 
-    .. math:: \text{every } \lambda \text{ steps: } c \leftarrow c - \sum_i (c - x_i), \;
-        x_i \leftarrow c
+    .. math:: \text{every } \lambda \text{ steps: }
+        c \leftarrow c - \sum_i (c - x_i), \; x_i \leftarrow c
 
     Args:
       inner: the inner optimizer.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      axis_name: mesh axis of the workers, whose messages are summed; None for one worker.
+      axis_name: mesh axis of the workers, whose messages are summed; None for one
+        worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
     Returns:
@@ -126,7 +137,9 @@ def downpour(
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
     rule = _rule.downpour()
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def dynsgd(
@@ -138,16 +151,18 @@ def dynsgd(
 ) -> optax.GradientTransformationExtraArgs:
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
-    .. math:: \text{every } \lambda \text{ steps: } c \leftarrow c - (c - x) / (\tau + 1), \;
-        x \leftarrow c
+    .. math:: \text{every } \lambda \text{ steps: }
+        c \leftarrow c - (c - x) / (\tau + 1), \; x \leftarrow c
 
-    With the center in the optimizer state no message is stale, and the numbers are DOWNPOUR's; the
-    rule shows its difference on a center that several workers share (`agn_optax.LocalCenter`).
+    With the center in the optimizer state no message is stale, and the numbers are
+    DOWNPOUR's; the rule shows its difference on a center that several workers share
+    (`agn_optax.LocalCenter`).
 
     Args:
       inner: the inner optimizer.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      axis_name: mesh axis of the workers, whose messages are summed; None for one worker.
+      axis_name: mesh axis of the workers, whose messages are summed; None for one
+        worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
     Returns:
@@ -161,11 +176,13 @@ def dynsgd(
       >>> tx = agn_optax.dynsgd(optax.sgd(0.1), period=5)
 
     References:
-      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed Parameter
-      Servers*, 2017.
+      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
+      Parameter Servers*, 2017.
     """
     rule = _rule.dynsgd()
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def average(
@@ -175,7 +192,7 @@ def average(
     axis_name: Any = None,
     center_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Model averaging (local SGD), the counterpart of TensorFlow's ModelAverageOptimizer.
+    r"""Model averaging, or local SGD (TensorFlow's ModelAverageOptimizer).
 
     .. math:: \text{every } \lambda \text{ steps: } c \leftarrow \tfrac1n \sum_i x_i, \;
         x_i \leftarrow c
@@ -203,7 +220,9 @@ def average(
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
     rule = _rule.average()
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def diloco(
@@ -217,14 +236,17 @@ def diloco(
     r"""DiLoCo: the workers' mean displacement goes through an outer (center) optimizer.
 
     .. math:: \text{every } \lambda \text{ steps: }
-        c \leftarrow c + \text{center}\big(\tfrac1n \sum_i (c - x_i)\big), \; x_i \leftarrow c
+        c \leftarrow c + \text{center}\big(\tfrac1n \sum_i (c - x_i)\big), \;
+        x_i \leftarrow c
 
     Args:
       inner: the inner optimizer, AdamW in the paper.
       period: :math:`\lambda`, local steps between exchanges (500 in the paper); see
         `exchange_every`.
-      center: the outer optimizer; None is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
-      axis_name: mesh axis of the workers, whose displacements are averaged; None for one worker.
+      center: the outer optimizer; None is ``optax.sgd(0.7, momentum=0.9,
+        nesterov=True)``.
+      axis_name: mesh axis of the workers, whose displacements are averaged; None for
+        one worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
     Returns:
@@ -238,11 +260,13 @@ def diloco(
       >>> tx = agn_optax.diloco(optax.adamw(4e-4), period=500)
 
     References:
-      Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*,
-      2023.
+      Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of
+      Language Models*, 2023.
     """
     rule = _rule.diloco(center)
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )
 
 
 def easgd(
@@ -259,27 +283,31 @@ def easgd(
 
     .. math::
         g \leftarrow g + \rho (x - a); \quad \text{every } \lambda \text{ steps: }
-        e_i = \alpha (x_i - c), \; x_i \leftarrow x_i - e_i, \; c \leftarrow c + \sum_i e_i
+        e_i = \alpha (x_i - c), \; x_i \leftarrow x_i - e_i, \;
+        c \leftarrow c + \sum_i e_i
 
     Args:
-      inner: the inner optimizer. A Nesterov one, ``optax.sgd(lr, 0.9, nesterov=True)``, makes
-        this EAMSGD.
+      inner: the inner optimizer. A Nesterov one, ``optax.sgd(lr, 0.9, nesterov=True)``,
+        makes this EAMSGD.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      moving_rate: :math:`\alpha` in (0, 1]; None is ``0.9 / period / num_workers``, as in
-        TensorFlow.
-      num_workers: workers of the axis, a positive int; only the default of ``moving_rate`` reads
+      moving_rate: :math:`\alpha` in (0, 1]; None is ``0.9 / period / num_workers``, as
+        in TensorFlow.
+      num_workers: workers of the axis, a positive int; only the default of
+        ``moving_rate`` reads
         it. None is one worker where there is no axis.
-      rho: :math:`\rho \ge 0`, the elastic penalty in the local gradients. TensorFlow's default is
-        ``moving_rate / learning_rate``.
-      axis_name: mesh axis of the workers, whose forces on the center are summed; None for one.
+      rho: :math:`\rho \ge 0`, the elastic penalty in the local gradients. TensorFlow's
+        default is ``moving_rate / learning_rate``.
+      axis_name: mesh axis of the workers, whose forces on the center are summed; None
+        for one.
       center_dtype: floating dtype of the center; None keeps the parameters'.
 
     Returns:
       An optax optimizer with `ExchangeState`.
 
     Raises:
-      InvalidArgumentError: ``moving_rate`` or ``rho`` is out of range, or ``moving_rate`` has no
-        default because ``num_workers`` is missing or the period is a schedule.
+      InvalidArgumentError: ``moving_rate`` or ``rho`` is out of range, or
+        ``moving_rate`` has no default because ``num_workers`` is missing or the period
+        is a schedule.
       AgnOptaxError: as `exchange_every` does.
 
     Example:
@@ -290,19 +318,24 @@ def easgd(
       >>> tx = agn_optax.easgd(inner, 10, num_workers=4, axis_name="workers")
 
     References:
-      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging SGD*, 2015.
+      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging
+      SGD*, 2015.
     """
     if num_workers is not None:
         _check.positive_int(num_workers, "num_workers")
     if moving_rate is None:
         if num_workers is None and axis_name is not None:
             raise errors.InvalidArgumentError(
-                "easgd needs moving_rate or num_workers where axis_name is given, got neither"
+                "easgd needs moving_rate or num_workers where axis_name is given, "
+                "got neither"
             )
         if callable(period):
             raise errors.InvalidArgumentError(
-                "easgd needs moving_rate where period is a schedule, got moving_rate=None"
+                "easgd needs moving_rate where period is a schedule, "
+                "got moving_rate=None"
             )
         moving_rate = _BETA / _check.positive_int(period, "period") / (num_workers or 1)
     rule = _rule.easgd(moving_rate, rho=rho)
-    return exchange_every(inner, rule, period, axis_name=axis_name, center_dtype=center_dtype)
+    return exchange_every(
+        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+    )

@@ -29,7 +29,9 @@ def as_schedule(period: Any) -> PeriodSchedule:
 def _steps(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise errors.InvalidArgumentError(f"steps must be an int of 0 or more, got {value!r}")
+    raise errors.InvalidArgumentError(
+        f"steps must be an int of 0 or more, got {value!r}"
+    )
 
 
 def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
@@ -45,7 +47,8 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
       steps: local-only steps before the first round.
 
     Returns:
-      A function of the exchanges made so far, for the argument ``period`` of any optimizer here.
+      A function of the exchanges made so far, for the argument ``period`` of any
+      optimizer here.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
@@ -61,7 +64,7 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
 
 
 def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
-    r"""A period schedule that exchanges at each of the first ``steps`` steps (post-local SGD).
+    r"""A period schedule that first exchanges at every step (post-local SGD).
 
     .. math:: \lambda(k) = \begin{cases} 1 & k < \text{steps} \\
               \text{period} & k \ge \text{steps} \end{cases}
@@ -71,7 +74,8 @@ def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
       steps: steps, and so exchanges, before the first longer round.
 
     Returns:
-      A function of the exchanges made so far, for the argument ``period`` of any optimizer here.
+      A function of the exchanges made so far, for the argument ``period`` of any
+      optimizer here.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.

@@ -1,7 +1,7 @@
-"""The rule record, and the rules: what tells one method of the family from another, and no more.
+"""The rule record, and the rules: what tells one method from another, and no more.
 
-A rule is data. It owns no parameters, no loop, no device and no clock; `_exchange` is the one
-place that says in which order its parts are called.
+A rule is data. It owns no parameters, no loop, no device and no clock; `_exchange` is
+the one place that says in which order its parts are called.
 """
 
 from __future__ import annotations
@@ -28,35 +28,40 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    r"""One method: what a worker keeps, what it sends, how the center moves, what it takes back.
+    r"""One method: what a worker keeps and sends, how the center moves, who adopts it.
 
     .. math::
         \text{local step:}\quad & x \leftarrow x + \text{inner}(\text{penalty}(g));
             \qquad r \leftarrow \text{record}(r, g) \\
-        \text{exchange:}\quad & m = \text{message}(\text{contribution}(r, x, a, \text{steps}), c) \\
-            & c' = c + \text{center}(m); \qquad x \leftarrow \text{adopt}(x, c \text{ or } c')
+        \text{exchange:}\quad & k = \text{contribution}(r, x, a, \text{steps});
+            \qquad m = \text{message}(k, c) \\
+            & c' = c + \text{center}(m);
+            \qquad x \leftarrow \text{adopt}(x, c \text{ or } c')
 
-    Messages follow the gradient convention: the center optimizer descends along them. A new method
-    is a new ``Rule``; every placement (in an optimizer state, on a mesh, in a center outside the
-    program) then runs it.
+    Messages follow the gradient convention: the center optimizer descends along them. A
+    new method is a new ``Rule``; every placement (in an optimizer state, on a mesh, in
+    a center outside the program) then runs it.
 
     Attributes:
       name: shown in messages.
-      center: the center optimizer. ``update`` gets the message, its own state, the center, and the
-        extra argument ``staleness`` (int32 scalar).
-      contribution: ``(record, params, anchor, steps) -> tree``, made where the worker is. ``record``
-        is the state of the transformation ``record``; ``steps`` the local steps really made, an
-        int32 scalar. What the rule does not say it needs may be None.
-      message: ``(contribution, center) -> message``, made where the center is, for rules that need
-        the center as it is now; None if the contribution is the message.
-      record: an optax transformation that is fed the gradients of every local step and whose state
-        is the record; a fresh ``init`` begins the next window.
-      penalty: an optax transformation of every local gradient, before the inner optimizer; gets the
-        anchor as the extra argument ``center``. None for none.
+      center: the center optimizer. ``update`` gets the message, its own state, the
+        center, and the extra argument ``staleness`` (int32 scalar).
+      contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
+        is. ``record`` is the state of the transformation ``record``; ``steps`` the
+        local steps really made, an int32 scalar. What the rule does not say it needs
+        may be None.
+      message: ``(contribution, center) -> message``, made where the center is, for
+        rules that need the center as it is now; None if the contribution is the
+        message.
+      record: an optax transformation that is fed the gradients of every local step and
+        whose state is the record; a fresh ``init`` begins the next window.
+      penalty: an optax transformation of every local gradient, before the inner
+        optimizer; gets the anchor as the extra argument ``center``. None for none.
       combine: how the messages of the workers of one mesh become one.
-      adopt: ``(params, center) -> params``, how a worker takes the center back, or None: the
-        parameters become the center.
-      adopts: whether the worker adopts the center as it was before or after its own message.
+      adopt: ``(params, center) -> params``, how a worker takes the center back, or
+        None: the parameters become the center.
+      adopts: whether the worker adopts the center as it was before or after its own
+        message.
       needs_params: whether ``contribution`` or ``adopt`` reads the worker's parameters.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor.
 
@@ -65,7 +70,8 @@ class Rule:
 
       >>> import dataclasses, optax
       >>> from agn_optax import rules
-      >>> bmuf = dataclasses.replace(rules.average(), name="bmuf", center=optax.sgd(1.0, momentum=0.5))
+      >>> momentum = optax.sgd(1.0, momentum=0.5)
+      >>> bmuf = dataclasses.replace(rules.average(), name="bmuf", center=momentum)
       >>> bmuf.combine
       'mean'
     """
@@ -74,7 +80,9 @@ class Rule:
     center: optax.GradientTransformation
     contribution: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
     message: Callable[[PyTree, PyTree], PyTree] | None = None
-    record: optax.GradientTransformation = dataclasses.field(default_factory=optax.identity)
+    record: optax.GradientTransformation = dataclasses.field(
+        default_factory=optax.identity
+    )
     penalty: optax.GradientTransformation | None = None
     combine: Literal["sum", "mean"] = "sum"
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
@@ -83,10 +91,13 @@ class Rule:
     needs_anchor: bool = False
 
     def __post_init__(self) -> None:
-        # Wrapped here, once, so that the round may hand every part the extra arguments it has.
+        # Wrapped here, once, so that the round may hand every part the extra arguments
+        # it has.
         for part in ("center", "record", "penalty"):
             if part != "penalty" or self.penalty is not None:
-                wrapped = _check.optimizer(getattr(self, part), f"{part} of rule {self.name!r}")
+                wrapped = _check.optimizer(
+                    getattr(self, part), f"{part} of rule {self.name!r}"
+                )
                 object.__setattr__(self, part, wrapped)
 
 
@@ -100,11 +111,14 @@ def check_rule(value: Any) -> None:
         )
 
 
-def _displacement(record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array) -> PyTree:
+def _displacement(
+    record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+) -> PyTree:
     """``a - x``: what the local steps took away from the anchor.
 
-    Under parameters of a narrower dtype than the center's, the worker adopted the rounded anchor,
-    so the rounding is not part of its displacement: the center keeps its low bits.
+    Under parameters of a narrower dtype than the center's, the worker adopted the
+    rounded anchor, so the rounding is not part of its displacement: the center keeps
+    its low bits.
     """
     del record, steps
 
@@ -127,8 +141,8 @@ def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Ru
         c' = c + \text{center}(m); \qquad x \leftarrow c'
 
     Args:
-      center: the center optimizer; it sees the mean gradient of the window, so its learning rate
-        means what it means for a single step.
+      center: the center optimizer; it sees the mean gradient of the window, so its
+        learning rate means what it means for a single step.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
 
     Returns:
@@ -144,7 +158,8 @@ def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Ru
       'agn'
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
     return Rule(
         name="agn",
@@ -160,8 +175,8 @@ def agn_window() -> Rule:
 
     .. math:: m = (a - x) / \lambda; \qquad c' = c - m; \qquad x \leftarrow c'
 
-    It normalizes what the inner optimizer did with the gradients rather than the gradients, so it
-    needs no record. dist-keras calls it ADAG.
+    It normalizes what the inner optimizer did with the gradients rather than the
+    gradients, so it needs no record. dist-keras calls it ADAG.
 
     Returns:
       The rule.
@@ -172,7 +187,8 @@ def agn_window() -> Rule:
       True
 
     References:
-      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient Normalization*, 2017.
+      Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
+      Normalization*, 2017.
     """
     return Rule(
         name="agn_window",
@@ -201,7 +217,10 @@ def downpour() -> Rule:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
     return Rule(
-        name="downpour", center=optax.sgd(1.0), contribution=_displacement, needs_anchor=True
+        name="downpour",
+        center=optax.sgd(1.0),
+        contribution=_displacement,
+        needs_anchor=True,
     )
 
 
@@ -210,8 +229,8 @@ def dynsgd() -> Rule:
 
     .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
 
-    where :math:`\tau` is the staleness, counted where the center is. On a mesh every message is
-    fresh, and dynsgd is downpour.
+    where :math:`\tau` is the staleness, counted where the center is. On a mesh every
+    message is fresh, and dynsgd is downpour.
 
     Returns:
       The rule.
@@ -222,11 +241,13 @@ def dynsgd() -> Rule:
       'dynsgd'
 
     References:
-      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed Parameter
-      Servers*, 2017.
+      Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
+      Parameter Servers*, 2017.
     """
     return dataclasses.replace(
-        downpour(), name="dynsgd", center=optax.chain(scale_by_staleness(), optax.sgd(1.0))
+        downpour(),
+        name="dynsgd",
+        center=optax.chain(scale_by_staleness(), optax.sgd(1.0)),
     )
 
 
@@ -236,8 +257,8 @@ def average() -> Rule:
     .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c - m = \tfrac1n \sum_i x_i;
         \qquad x \leftarrow c'
 
-    The mean is over the workers of one mesh; a center outside the program takes messages one by
-    one, and each is then a mean of one.
+    The mean is over the workers of one mesh; a center outside the program takes
+    messages one by one, and each is then a mean of one.
 
     Returns:
       The rule.
@@ -256,11 +277,12 @@ def average() -> Rule:
 def diloco(center: optax.GradientTransformation | None = None) -> Rule:
     r"""DiLoCo: model averaging whose mean displacement goes through an outer optimizer.
 
-    .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c + \text{center}(m); \qquad x \leftarrow c'
+    .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c + \text{center}(m); \qquad
+        x \leftarrow c'
 
     Args:
-      center: the outer optimizer; None is the paper's ``optax.sgd(0.7, momentum=0.9,
-        nesterov=True)``. Use AdamW as the inner one.
+      center: the outer optimizer; None is the paper's
+        ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. Use AdamW as the inner one.
 
     Returns:
       The rule.
@@ -274,8 +296,8 @@ def diloco(center: optax.GradientTransformation | None = None) -> Rule:
       'mean'
 
     References:
-      Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*,
-      2023.
+      Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of
+      Language Models*, 2023.
     """
     if center is None:
         center = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -289,13 +311,14 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
         g \leftarrow g + \rho (x - a) \text{ at every local step}; \qquad
         e = \alpha (x - c); \qquad x \leftarrow x - e; \qquad c' = c + e
 
-    ``e`` uses the center before this worker's message, and that is what the worker adopts as its
-    anchor. With a Nesterov inner optimizer this is EAMSGD.
+    ``e`` uses the center before this worker's message, and that is what the worker
+    adopts as its anchor. With a Nesterov inner optimizer this is EAMSGD.
 
     Args:
       moving_rate: :math:`\alpha`, in (0, 1].
-      rho: :math:`\rho \ge 0`, the elastic penalty towards the anchor in the local gradients.
-        TensorFlow's default is ``moving_rate / learning_rate``; 0 is advised when asynchronous.
+      rho: :math:`\rho \ge 0`, the elastic penalty towards the anchor in the local
+        gradients. TensorFlow's default is ``moving_rate / learning_rate``; 0 is advised
+        when asynchronous.
 
     Returns:
       The rule.
@@ -309,11 +332,13 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
       'before'
 
     References:
-      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging SGD*, 2015.
+      Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging
+      SGD*, 2015.
     """
     _check.rate(moving_rate, "moving_rate", low=0.0, high=1.0, low_open=True)
     _check.rate(rho, "rho", low=0.0, high=float("inf"))
-    # A rho that is an array may change from step to step; only a plain 0 is known to stay away.
+    # A rho that is an array may change from step to step; only a plain 0 is known to
+    # stay away.
     penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)
 
     def adopt(params: PyTree, center: PyTree) -> PyTree:

@@ -1,0 +1,306 @@
+"""The worker's side of a center, embedded or remote: one class for both."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax.center._local import place_like
+from agn_optax.center._protocol import Center, Snapshot
+from agn_optax.rules import _check, _exchange, _period, _trees
+from agn_optax.rules._exchange import LocalState
+
+PyTree = Any
+
+_numbers = itertools.count()
+
+
+class WorkerState(NamedTuple):
+    """All that a worker is, as a pytree to save and to restore from."""
+
+    params: PyTree
+    state: LocalState
+    anchor: PyTree  # the center as last adopted; None where the rule does not read it
+    anchor_version: Any  # int
+    local_steps: Any  # int: since the last exchange
+    exchanges: Any  # int
+
+
+class Worker:
+    """One participant: its local phase as an optax transformation, and its exchanges.
+
+    The loop is yours, as with any optax optimizer; `exchange` is called after every
+    local step and acts when the period is full. It counts on the host, so that no local
+    step waits for the device.
+
+    Args:
+      center: where the center variable lives: a `LocalCenter`, or anything with its
+        protocol.
+      inner: the inner optimizer.
+      period: local steps between exchanges, a positive int; or a function from the
+        exchanges that this worker has made (int) to the length of the round that
+        begins.
+      name: the worker's name, unique among the workers of the center; None makes one
+        up.
+
+    Attributes:
+      tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
+        Pure; jit it.
+      name: the worker's name.
+      exchanges: exchanges made.
+      staleness: of the last message sent; None before the first.
+
+    Raises:
+      InvalidArgumentError: ``period`` is not a positive whole number.
+      InvalidTypeError: ``inner`` is not an optimizer, or ``center`` not a center.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.agn(optax.sgd(0.1)))
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="worker-0")
+      >>> params, state = worker.start({"w": jnp.zeros(3)}, chief=True)
+      >>> for _ in range(4):
+      ...     updates, state = worker.tx.update({"w": jnp.ones(3)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     params, state = worker.exchange(params, state)
+      >>> worker.exchanges, center.version
+      (2, 2)
+    """
+
+    def __init__(
+        self,
+        center: Center,
+        inner: optax.GradientTransformation,
+        *,
+        period: Any,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(center, Center):
+            raise errors.InvalidTypeError(
+                "center must be a center, such as agn_optax.LocalCenter(rule, params), "
+                f"got {_check.show(center)}"
+            )
+        if name is not None and (not isinstance(name, str) or not name):
+            raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
+        inner = _check.optimizer(inner, "inner")
+        rule = center.rule
+        self.center = center
+        self.name = name or f"worker-{next(_numbers)}"
+        self.exchanges = 0
+        self.staleness: int | None = None
+        self._period = _period.as_schedule(period)
+        self._anchor: Snapshot | None = None
+        self._local_steps = 0
+        self._round_length = 0
+
+        # Only a penalty reads the anchor at every step, and then it travels with the
+        # state. For a contribution the worker holds on to the snapshot, which costs no
+        # copy.
+        keep_anchor = rule.penalty is not None
+        self._holds_anchor = rule.needs_anchor and not keep_anchor
+
+        def init_fn(params: PyTree) -> LocalState:
+            anchor = _trees.copy(params) if keep_anchor else None
+            return _exchange.init_local(rule, inner, params, anchor)
+
+        def update_fn(
+            updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
+        ) -> tuple[PyTree, LocalState]:
+            _exchange.check_step(updates, params, f"worker {self.name!r}")
+            return _exchange.local_step(
+                rule, inner, updates, state, params, None, extra_args
+            )
+
+        def start_fn(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
+            params = jax.tree.map(
+                lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
+            )
+            state = init_fn(params)
+            anchor = _trees.copy(center) if keep_anchor else None
+            return params, state._replace(anchor=anchor)
+
+        def adopt_fn(
+            params: PyTree, state: LocalState, center: PyTree
+        ) -> tuple[PyTree, LocalState]:
+            params = _exchange.adopt(rule, params, center)
+            return params, _exchange.begin_round(rule, state, params, center)
+
+        self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        self._start = jax.jit(start_fn)
+        self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
+        self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
+
+    def start(
+        self,
+        params: PyTree = None,
+        *,
+        chief: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[PyTree, LocalState]:
+        """Adopts the center and begins the first round.
+
+        Every worker may run the same line, ``worker.start(params, chief=rank == 0)``:
+        the chief's parameters initialize the center, the others wait for it and adopt
+        it.
+
+        Args:
+          params: this worker's own parameters. Only the chief's values count; the
+            others' give the dtypes and devices in which they adopt the center. None
+            takes those of the center.
+          chief: True initializes the center with ``params``, unless this worker has
+            done so in an earlier life; False waits until a chief has; None expects an
+            initialized center.
+          timeout: seconds that ``chief=False`` waits at most; None waits for good.
+
+        Returns:
+          Parameters and state of the local phase: fresh arrays, to be donated if you
+          like.
+
+        Raises:
+          NotInitializedError: the center has no parameters (in time).
+          AlreadyInitializedError: ``chief=True``, but another worker was the chief.
+          MissingArgumentError: ``chief=True`` without ``params``.
+          TreeMismatchError: ``params`` does not belong to this center.
+        """
+        length = self._length_of_round(self.exchanges)
+        if chief and params is None:
+            raise errors.MissingArgumentError(
+                f"worker {self.name!r} starts as chief and so must give parameters: "
+                "start(params, chief=True), got params=None"
+            )
+        if chief:
+            snapshot = self.center.initialize(params, worker=self.name)
+        elif chief is None:
+            snapshot = self.center.pull()
+        else:
+            snapshot = self.center.wait(timeout)
+        if params is None:
+            params = snapshot.params
+        _check.same_tree(params, snapshot.params, "params", "center")
+        _check.float_leaves(params, "params")
+        params, state = self._start(
+            place_like(snapshot.params, jax.tree.map(jnp.asarray, params)), params
+        )
+        self._begin_round(snapshot, length)
+        return params, state
+
+    def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """To be called after every local step: exchanges when the period is full.
+
+        On the other steps it returns what it was given, at the cost of one comparison.
+        An exchange donates ``params`` and ``state``: go on with what is returned. If it
+        raises, nothing has changed, and the next call tries again.
+
+        Args:
+          params: the parameters after the local step.
+          state: the state after the local step.
+
+        Returns:
+          Parameters and state with which to go on.
+
+        Raises:
+          WorkerStateError: the worker was not started.
+          TreeMismatchError: the parameters do not belong to this center.
+        """
+        self._require_start()
+        self._local_steps += 1
+        if self._local_steps < self._round_length:
+            return params, state
+        return self._exchange(params, state)
+
+    def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Exchanges now, however many local steps the round has had, unless none.
+
+        For the last words of a worker that leaves or is preempted: the message takes
+        the number of steps really made.
+
+        Args, returns and raises as `exchange`.
+        """
+        self._require_start()
+        return self._exchange(params, state) if self._local_steps else (params, state)
+
+    def save(self, params: PyTree, state: LocalState) -> WorkerState:
+        """Everything that this worker is, for a checkpoint.
+
+        The arrays are those given, not copies: write them before you donate them.
+
+        Args:
+          params: the parameters as they are.
+          state: the state as it is.
+
+        Returns:
+          A pytree; with the center's own ``save``, training goes on as if it had never
+          stopped.
+
+        Raises:
+          WorkerStateError: the worker was not started.
+        """
+        anchor = self._require_start()
+        return WorkerState(
+            params,
+            state,
+            anchor.params,
+            anchor.version,
+            self._local_steps,
+            self.exchanges,
+        )
+
+    def restore(self, saved: WorkerState) -> tuple[PyTree, LocalState]:
+        """Goes on where `save` was called, instead of `start`.
+
+        Args:
+          saved: what `save` returned, or its arrays read back from a checkpoint.
+
+        Returns:
+          Parameters and state with which to go on.
+
+        Raises:
+          TreeMismatchError: the saved parameters do not belong to this center.
+        """
+        center = self.center.pull()
+        _check.same_tree(saved.params, center.params, "saved.params", "center")
+        exchanges = int(saved.exchanges)
+        length = self._length_of_round(exchanges)
+        self.exchanges = exchanges
+        self._begin_round(Snapshot(saved.anchor, int(saved.anchor_version)), length)
+        self._local_steps = int(saved.local_steps)
+        return saved.params, saved.state
+
+    def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        anchor = self._require_start()
+        length = self._length_of_round(self.exchanges + 1)
+        contribution = self._contribute(state, params, anchor.params)
+        snapshot = self.center.exchange(
+            contribution, anchor_version=anchor.version, worker=self.name
+        )
+        params, state = self._adopt(params, state, place_like(snapshot.params, params))
+        self.exchanges += 1
+        self.staleness = snapshot.staleness
+        self._begin_round(snapshot, length)
+        return params, state
+
+    def _begin_round(self, snapshot: Snapshot, length: int) -> None:
+        # Without a reader, the anchor's arrays are let go, so that old versions can be
+        # freed.
+        self._anchor = (
+            snapshot if self._holds_anchor else snapshot._replace(params=None)
+        )
+        self._local_steps = 0
+        self._round_length = length
+
+    def _length_of_round(self, exchanges: int) -> int:
+        return int(_check.positive_int(self._period(exchanges), f"period({exchanges})"))
+
+    def _require_start(self) -> Snapshot:
+        if self._anchor is None:
+            raise errors.WorkerStateError(
+                f"worker {self.name!r} has not started: call start() before its first "
+                "local step"
+            )
+        return self._anchor
