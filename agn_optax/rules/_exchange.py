@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,11 @@ from agn_optax.rules import _check
 from agn_optax.rules._rule import Rule
 
 PyTree = Any
+
+_COMBINE: dict[str, Callable[[PyTree, Any], PyTree]] = {
+    "sum": jax.lax.psum,
+    "mean": jax.lax.pmean,
+}
 
 
 class LocalState(NamedTuple):
@@ -108,8 +114,7 @@ def move_center(
     )
     message = optax.tree.cast_like(message, center)
     if axis_name is not None:
-        combine = {"sum": jax.lax.psum, "mean": jax.lax.pmean}
-        message = combine[rule.combine](message, axis_name)
+        message = _COMBINE[rule.combine](message, axis_name)
     updates, center_state = rule.center.update(
         message, center_state, center, staleness=jnp.asarray(staleness, jnp.int32)
     )

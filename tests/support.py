@@ -1,0 +1,144 @@
+"""What several test files need: optimizers, trees, gradients and loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import agn_optax
+from agn_optax import rules
+
+INNERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.05, momentum=0.9),
+    "nesterov": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.05),
+    "adamw": lambda: optax.adamw(0.05, weight_decay=0.01),
+}
+
+# Rule records, with an inner optimizer for those that want a center optimizer.
+RULES = {
+    "agn": lambda: rules.agn(optax.adam(0.05)),
+    "agn_window": rules.agn_window,
+    "downpour": rules.downpour,
+    "dynsgd": rules.dynsgd,
+    "average": rules.average,
+    "diloco": rules.diloco,
+    "easgd": lambda: rules.easgd(0.3),
+    "easgd_rho": lambda: rules.easgd(0.3, rho=0.5),
+}
+
+DROP_INS = {
+    "agn": agn_optax.agn,
+    "agn_window": agn_optax.agn_window,
+    "downpour": agn_optax.downpour,
+    "dynsgd": agn_optax.dynsgd,
+    "average": agn_optax.average,
+    "diloco": agn_optax.diloco,
+    "easgd": agn_optax.easgd,
+    "easgd_rho": functools.partial(agn_optax.easgd, rho=0.1),
+}
+
+# Of a few dozen steps, relative to values of about 1.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-2}
+
+
+def tree(dtype="float32", seed=0):
+    """Nested, with a scalar, an empty leaf and a None."""
+    rng = np.random.default_rng(seed)
+    leaf = lambda *shape: jnp.asarray(  # noqa: E731
+        np.asarray(rng.normal(size=shape)).astype(jnp.dtype(dtype))
+    )
+    return {
+        "layers": [{"w": leaf(3, 2), "b": leaf(2)}, (leaf(4), None)],
+        "scale": leaf(),
+        "unused": leaf(0, 5),
+    }
+
+
+def feeds(like, steps, seed=1, workers=()):
+    """``steps`` targets for every leaf, numpy [steps, *workers, ...]."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: rng.normal(size=(steps, *workers, *x.shape)).astype(x.dtype),
+        like,
+    )
+
+
+def gradient(params, feed):
+    """Of a quadratic with its minimum at ``feed``."""
+    return jax.tree.map(lambda x, f: (x - f) * jnp.asarray(0.7, x.dtype), params, feed)
+
+
+def step(tx, params, state, feed):
+    updates, state = tx.update(gradient(params, feed), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def run(tx, params, all_feeds, state=None):
+    """Every step's parameters (stacked), the last ones, and the last state."""
+    state = tx.init(params) if state is None else state
+
+    def body(carry, feed):
+        params, state = step(tx, *carry, feed)
+        return (params, state), params
+
+    (params, state), trajectory = jax.jit(
+        lambda carry, fs: jax.lax.scan(body, carry, fs)
+    )((params, state), all_feeds)
+    return trajectory, params, state
+
+
+def run_split(split, params, all_feeds, period, state=None):
+    """The split form's loop; also says after which steps it exchanged, exactly."""
+    local = jax.jit(functools.partial(step, split))
+    exchange = jax.jit(split.exchange)
+    state = split.init(params) if state is None else state
+    steps = jax.tree.leaves(all_feeds)[0].shape[0]
+    for i in range(steps):
+        params, state = local(params, state, jax.tree.map(lambda f: f[i], all_feeds))  # noqa: B023
+        if (i + 1) % period == 0:
+            params, state = exchange(params, state)
+    return params, state
+
+
+def run_worker(worker, params, state, all_feeds):
+    """A worker's loop with a center outside the program."""
+    local = jax.jit(functools.partial(step, worker.tx))
+    for i in range(jax.tree.leaves(all_feeds)[0].shape[0]):
+        params, state = local(params, state, jax.tree.map(lambda f: f[i], all_feeds))  # noqa: B023
+        params, state = worker.exchange(params, state)
+    return params, state
+
+
+def assert_close(actual, expected, dtype="float32", tolerance=None):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64),
+            np.asarray(b, np.float64),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+def assert_identical(actual, expected):
+    """Bit for bit, dtypes included."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
+        assert a.shape == b.shape, jax.tree_util.keystr(path)
+        assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
