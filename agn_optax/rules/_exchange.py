@@ -107,6 +107,7 @@ def move_center(
     *,
     staleness: Any = 0,
     axis_name: Any = None,
+    extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """The center and its optimizer's state after one exchange."""
     message = (
@@ -115,8 +116,9 @@ def move_center(
     message = optax.tree.cast_like(message, center)
     if axis_name is not None:
         message = _COMBINE[rule.combine](message, axis_name)
+    extra_args = {**(extra_args or {}), "staleness": jnp.asarray(staleness, jnp.int32)}
     updates, center_state = rule.center.update(
-        message, center_state, center, staleness=jnp.asarray(staleness, jnp.int32)
+        message, center_state, center, **extra_args
     )
     return optax.apply_updates(center, updates), center_state
 
@@ -161,11 +163,17 @@ def exchange(
     center_state: PyTree,
     *,
     axis_name: Any = None,
+    extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, LocalState, PyTree, PyTree]:
     """An exchange with a center at hand: ``(params, state, center, center_state)``."""
     contribution = contribute(rule, state, params, center)
     moved, center_state = move_center(
-        rule, contribution, center, center_state, axis_name=axis_name
+        rule,
+        contribution,
+        center,
+        center_state,
+        axis_name=axis_name,
+        extra_args=extra_args,
     )
     adopted = center if rule.adopts == "before" else moved
     params = adopt(rule, params, adopted)

@@ -40,7 +40,7 @@ class Phases(NamedTuple):
 
     init: Callable[[PyTree], ExchangeState]
     update: Callable[..., tuple[PyTree, ExchangeState]]
-    exchange: Callable[[PyTree, ExchangeState], tuple[PyTree, ExchangeState]]
+    exchange: Callable[..., tuple[PyTree, ExchangeState]]
 
 
 def phases(
@@ -53,9 +53,9 @@ def phases(
     """A rule as two programs, for loops that count their steps: the split form.
 
     ``update(grads, state, params, **extra)`` is the local phase: the inner step and the
-    record, at every step. ``exchange(params, state)`` ends a round: the parameters
-    become what the rule adopts, bit for bit. Jit both, donate parameters and state, and
-    call the second after every period of the first.
+    record, at every step. ``exchange(params, state, **extra)`` ends a round: the
+    parameters become what the rule adopts, bit for bit. Jit both, donate parameters and
+    state, and call the second after every period of the first.
 
     Args:
       inner: the inner optimizer.
@@ -120,7 +120,7 @@ def phases(
         return updates, state._replace(local=local)
 
     def exchange_fn(
-        params: PyTree, state: ExchangeState
+        params: PyTree, state: ExchangeState, **extra_args: Any
     ) -> tuple[PyTree, ExchangeState]:
         _check.params_given(params, rule.name)
         _check.same_tree(params, state.center, "params", "center")
@@ -132,6 +132,7 @@ def phases(
             state.center,
             state.center_state,
             axis_name=axis_name,
+            extra_args=extra_args,
         )
         exchanges = optax.safe_increment(state.exchanges)
         return params, ExchangeState(local, center, center_state, exchanges)
@@ -218,7 +219,8 @@ def exchange_every(
         def exchanged(
             updates: PyTree, state: ExchangeState
         ) -> tuple[PyTree, ExchangeState]:
-            adopted, state = split.exchange(optax.apply_updates(params, updates), state)
+            stepped = optax.apply_updates(params, updates)
+            adopted, state = split.exchange(stepped, state, **extra_args)
             return _difference(adopted, params), state
 
         if rule.needs_params or rule.adopts == "before":

@@ -1,4 +1,4 @@
-"""The algebraic laws of the design, over inner optimizers, periods, dtypes and trees."""
+"""The algebraic laws, over inner optimizers, periods, dtypes and trees."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Law 6: where the workers live changes nothing: vmap, shard_map, pmap, or one by one."""
+"""Law 6: where workers live changes nothing: vmap, shard_map, pmap, or one by one."""
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ def test_permuting_the_workers_permutes_the_results(name):
 
 @pytest.mark.parametrize("name", ["agn", "agn_window", "downpour"])
 def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
-    """For sum rules whose center optimizer is linear: order and batching are nothing."""
+    """For sum rules with a linear center optimizer, order and batching are nothing."""
     rule = rules.agn(optax.sgd(0.1)) if name == "agn" else RULES[name]()
     one = tree()
     targets = feeds(one, PERIOD, workers=(WORKERS,))

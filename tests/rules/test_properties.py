@@ -1,0 +1,368 @@
+"""The properties that every optax optimizer has, for every drop-in optimizer."""
+
+import inspect
+import logging
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from support import DROP_INS, assert_close, assert_identical, feeds, gradient, run, tree
+
+import agn_optax
+
+drop_ins = pytest.mark.parametrize("name", DROP_INS)
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def make(name, inner=None, period=3):
+    return DROP_INS[name](inner or optax.adam(0.05), period)
+
+
+def types(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+
+
+@drop_ins
+def test_converges(name):
+    target = {"w": jnp.array([1.0, -1.0, 2.0]), "b": jnp.asarray(3.0)}
+    params = jax.tree.map(jnp.zeros_like, target)
+    tx = make(name, optax.sgd(0.1))
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(gradient(params, target), state, params)
+        return (optax.apply_updates(params, updates), state), ()
+
+    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=3000))(
+        (params, tx.init(params))
+    )
+    assert_close(params, target, tolerance=1e-3)
+    assert_close(agn_optax.center_params(state), target, tolerance=1e-3)
+
+
+@drop_ins
+def test_ignores_unknown_extra_arguments(name):
+    params = tree()
+    tx = make(name)
+    grads = gradient(params, tree(seed=1))
+    plain = tx.update(grads, tx.init(params), params)
+    extra = tx.update(grads, tx.init(params), params, nobody_expects=1, value=2.0)
+    assert_identical(extra, plain)
+
+
+@drop_ins
+def test_hands_extra_arguments_to_the_inner_optimizer(name):
+    seen = {}
+
+    def update(updates, state, params=None, *, value, other, **extra_args):
+        seen.update(value=value, other=other)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = make(name, inner)
+    params = jnp.ones(2)
+    tx.update(jnp.ones(2), tx.init(params), params, value=7, other=8)
+    assert seen == {"value": 7, "other": 8}
+
+
+@drop_ins
+@dtypes
+def test_does_not_recompile_on_the_second_call(name, dtype, caplog):
+    params = tree(dtype)
+    tx = make(name)
+    target = tree(dtype, seed=1)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(gradient(params, target), state, params)
+        return optax.apply_updates(params, updates), state
+
+    loop = step(params, tx.init(params))
+    with caplog.at_level(logging.DEBUG), jax.log_compiles():
+        for _ in range(4):  # over an exchange
+            loop = step(*loop)
+    assert not [r for r in caplog.records if "ompiling" in r.getMessage()]
+    assert step._cache_size() == 1
+
+
+@drop_ins
+@dtypes
+def test_updates_have_the_dtypes_of_the_parameters(name, dtype):
+    params = tree(dtype)
+    tx = make(name)
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update(gradient(params, tree(dtype, 1)), state, params)
+        assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(
+            lambda p: p.dtype, params
+        )
+        params = optax.apply_updates(params, updates)
+
+
+@drop_ins
+@dtypes
+def test_state_types_are_stable(name, dtype):
+    params = tree(dtype)
+    tx = make(name)
+    target = tree(dtype, seed=1)
+    state = tx.init(params)
+    expected = types(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+
+    def update(state, params):
+        return tx.update(gradient(params, target), state, params)
+
+    assert types(update(state, params)[1]) == expected
+    assert types(jax.jit(update)(state, params)[1]) == expected
+    scanned, _ = jax.lax.scan(lambda s, _: (update(s, params)[1], ()), state, length=4)
+    assert types(scanned) == expected
+    for taken in (True, False):
+        branch = jax.lax.cond(
+            jnp.asarray(taken), lambda s: update(s, params)[1], lambda s: s, state
+        )
+        assert types(branch) == expected
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), (state, params))
+    batched = jax.vmap(update)(*many)[1]
+    assert types(jax.tree.map(lambda x: x[0], batched)) == expected
+
+
+@drop_ins
+def test_vmap_runs_independent_workers(name):
+    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), tree())
+    targets = feeds(tree(), 5, workers=(2,))
+    tx = make(name)
+    both = jax.jit(jax.vmap(lambda p, f: run(tx, p, f)[1], in_axes=(0, 1)))(
+        params, targets
+    )
+    for i in range(2):
+        alone = run(
+            tx,
+            jax.tree.map(lambda x: x[i], params),  # noqa: B023
+            jax.tree.map(lambda f: f[:, i], targets),  # noqa: B023
+        )[1]
+        assert_close(jax.tree.map(lambda x: x[i], both), alone)  # noqa: B023
+
+
+@drop_ins
+def test_survives_masked(name):
+    params = {"trained": jnp.ones(3), "frozen": jnp.ones(2)}
+    mask = {"trained": True, "frozen": False}
+    tx = optax.chain(
+        optax.masked(make(name), mask),
+        optax.masked(optax.set_to_zero(), {"trained": False, "frozen": True}),
+    )
+    targets = feeds(params, 7)
+    _, last, state = run(tx, params, targets)
+    alone = run(
+        make(name), {"trained": params["trained"]}, {"trained": targets["trained"]}
+    )
+    assert_identical(last["frozen"], params["frozen"])
+    assert_close(last["trained"], alone[1]["trained"])
+    center = agn_optax.center_params(state)
+    assert isinstance(center["frozen"], optax.MaskedNode)
+    filled = agn_optax.center_params(state, last)
+    assert_identical(filled["frozen"], params["frozen"])
+    assert_identical(filled["trained"], center["trained"])
+
+
+@drop_ins
+def test_survives_multi_transform(name):
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    tx = optax.multi_transform(
+        {"rare": make(name), "often": optax.sgd(0.1)}, {"a": "rare", "b": "often"}
+    )
+    targets = feeds(params, 7)
+    _, last, state = run(tx, params, targets)
+    alone = run(make(name), {"a": params["a"]}, {"a": targets["a"]})
+    assert_close(last["a"], alone[1]["a"])
+    assert_close(agn_optax.center_params(state)["a"], alone[2].center["a"])
+
+
+@drop_ins
+def test_survives_multi_steps(name):
+    params = tree()
+    tx = optax.MultiSteps(make(name), every_k_schedule=2)
+    _, last, state = run(tx, params, feeds(params, 12))
+    assert int(state.inner_opt_state.exchanges) == 2
+    assert np.isfinite(last["scale"])
+    assert_close(agn_optax.center_params(state), state.inner_opt_state.center)
+
+
+@drop_ins
+@pytest.mark.parametrize("static", [(), ("period",)])
+def test_survives_inject_hyperparams(name, static):
+    if name == "easgd_rho":
+        factory, hyperparameters = agn_optax.easgd, {"rho": 0.1}
+    else:
+        factory, hyperparameters = DROP_INS[name], {}
+    injected = optax.inject_hyperparams(factory, static_args=static)(
+        optax.adam(0.05), 3, **hyperparameters
+    )
+    params = tree()
+    targets = feeds(params, 7)
+    actual, _, state = run(injected, params, targets)
+    expected, _, plain = run(make(name), params, targets)
+    assert_close(actual, expected)
+    assert_close(agn_optax.center_params(state), plain.center)
+
+
+def test_a_schedule_of_the_moving_rate():
+    rate = optax.linear_schedule(0.5, 0.1, transition_steps=6)
+    tx = optax.inject_hyperparams(agn_optax.easgd)(optax.sgd(0.1), 3, moving_rate=rate)
+    params = jnp.asarray(1.0)
+    state = tx.init(params)
+    center = params
+    for i in range(6):
+        updates, state = tx.update(params, state, params)
+        stepped = params - 0.1 * params
+        params = optax.apply_updates(params, updates)
+        if (i + 1) % 3 == 0:
+            pull = rate(i) * (stepped - center)
+            np.testing.assert_allclose(params, stepped - pull, rtol=1e-6)
+            center = center + pull
+            np.testing.assert_allclose(
+                agn_optax.center_params(state), center, rtol=1e-6
+            )
+
+
+def test_a_schedule_of_the_period_by_steps():
+    """Under inject_hyperparams a callable is a schedule of steps, not of exchanges."""
+    period = lambda step: jnp.where(step < 4, 1, 3)  # noqa: E731
+    tx = optax.inject_hyperparams(agn_optax.downpour)(optax.sgd(0.1), period)
+    params = jnp.ones(2)
+    _, _, state = run(tx, params, np.zeros((10, 2), np.float32))
+    assert int(state.inner_state.exchanges) == 4 + 2
+
+
+@drop_ins
+def test_survives_map_params(name):
+    params = tree()
+    tx = make(name)
+    state = tx.init(params)
+    doubled = optax.tree.map_params(tx, lambda x: x + 1, state)
+    assert_identical(
+        agn_optax.center_params(doubled), jax.tree.map(lambda x: x + 1, params)
+    )
+    assert_identical(doubled.exchanges, state.exchanges)
+    specs = optax.tree.map_params(
+        tx, lambda _: "params", state, transform_non_params=lambda _: "other"
+    )
+    assert set(jax.tree.leaves(specs.center)) == {"params"}
+    assert specs.exchanges == specs.local.local_steps == "other"
+
+
+@drop_ins
+def test_names_can_be_found_by_optax_tree_get(name):
+    state = make(name, optax.sgd(0.1)).init(tree())
+    for field in ("center", "exchanges", "local_steps", "anchor"):
+        optax.tree.get(state, field)  # raises if a name occurs twice
+
+
+@drop_ins
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_params_and_state_can_both_be_donated(name):
+    params = tree()
+    tx = make(name)
+    expected = run(tx, params, feeds(params, 7))[1]
+    targets = feeds(params, 7)
+
+    def step(params, state, target):
+        updates, state = tx.update(gradient(params, target), state, params)
+        return optax.apply_updates(params, updates), state
+
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    loop = (jax.tree.map(jnp.copy, params), tx.init(params))
+    first = loop
+    for i in range(7):
+        loop = donating(*loop, jax.tree.map(lambda f: f[i], targets))  # noqa: B023
+    assert first[0]["scale"].is_deleted()
+    assert_close(loop[0], expected)
+
+
+@drop_ins
+@dtypes
+def test_init_copies(name, dtype):
+    """So that donating the parameters leaves the state whole, and the other way."""
+    params = {"w": jnp.ones(4, dtype)}
+    state = make(name).init(params)
+    pointers = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state) if x.size > 1}
+    assert len(pointers) == len([x for x in jax.tree.leaves(state) if x.size > 1])
+    assert params["w"].unsafe_buffer_pointer() not in pointers
+
+
+class Linear(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x)
+
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+Y = X @ np.array([[1.0], [-2.0], [0.5]], np.float32) + 1
+
+
+@drop_ins
+def test_works_in_flax_train_state(name):
+    model = Linear()
+    params = model.init(jax.random.key(0), X)["params"]
+    state = TrainState.create(
+        apply_fn=model.apply, params=params, tx=make(name, optax.sgd(0.05))
+    )
+
+    @jax.jit
+    def step(state):
+        def loss(params):
+            return jnp.mean((state.apply_fn({"params": params}, X) - Y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    losses = []
+    for _ in range(300):
+        state, loss = step(state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.2 * losses[0]
+    center = agn_optax.center_params(state.opt_state)
+    assert jnp.mean((model.apply({"params": center}, X) - Y) ** 2) < 0.3 * losses[0]
+
+
+@drop_ins
+def test_works_in_nnx_optimizer(name):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, make(name, optax.sgd(0.05)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(X) - Y) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(300)]
+    assert losses[-1] < 0.2 * losses[0]
+    center = agn_optax.center_params(optimizer.opt_state)
+    graph, _, rest = nnx.split(model, nnx.Param, ...)
+    averaged = nnx.merge(graph, nnx.state(model, nnx.Param), rest)
+    nnx.update(averaged, center)
+    assert jnp.mean((averaged(X) - Y) ** 2) < 0.3 * losses[0]
+
+
+def test_all_drop_ins_have_one_signature():
+    for name, factory in agn_optax.rules.__dict__.items():
+        if name not in agn_optax.rules.__all__ or name == "Rule":
+            continue
+        drop_in = getattr(agn_optax, name)
+        parameters = inspect.signature(drop_in).parameters
+        assert list(parameters)[:2] == ["inner", "period"]
+        keywords = {
+            key
+            for key, p in parameters.items()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        assert set(parameters) - keywords == {"inner", "period"}
+        assert {"axis_name", "center_dtype"} <= keywords
+        # Every setting of the record is one of the drop-in, too.
+        assert set(inspect.signature(factory).parameters) <= keywords
