@@ -55,10 +55,12 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
     """
     dtype = _check.float_dtype(dtype, "dtype")
 
+    def zeros(leaf: Any) -> jax.Array:
+        return jnp.zeros_like(leaf, dtype=dtype or jnp.result_type(leaf))
+
     def init_fn(params: PyTree) -> AccumulateState:
         return AccumulateState(
-            sum=optax.tree.zeros_like(params, dtype=dtype),
-            steps=jnp.zeros((), jnp.int32),
+            sum=jax.tree.map(zeros, params), steps=jnp.zeros((), jnp.int32)
         )
 
     def update_fn(
@@ -69,7 +71,9 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[PyTree, AccumulateState]:
         del params, extra_args
         _check.same_tree(updates, state.sum, "updates", "the accumulated sum")
-        total = jax.tree.map(lambda s, u: s + u.astype(s.dtype), state.sum, updates)
+        total = jax.tree.map(
+            lambda s, u: s + jnp.asarray(u, s.dtype), state.sum, updates
+        )
         return total, AccumulateState(
             sum=total, steps=optax.safe_increment(state.steps)
         )
@@ -186,7 +190,8 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
         _check.same_tree(updates, params, "updates", "params")
         _check.same_tree(center, params, "center", "params")
 
-        def pull(u: jax.Array, x: jax.Array, c: jax.Array) -> jax.Array:
+        def pull(u: Any, x: Any, c: Any) -> jax.Array:
+            u, x, c = jnp.asarray(u), jnp.asarray(x), jnp.asarray(c)
             wide = _trees.wider(u.dtype, x.dtype, c.dtype)
             spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
             return (u.astype(wide) + spring).astype(u.dtype)
@@ -254,7 +259,8 @@ def _init_empty(params: PyTree) -> optax.EmptyState:
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
     """``updates / divisor``, in float32 at least: bfloat16 has no 257."""
 
-    def divide(u: jax.Array) -> jax.Array:
+    def divide(u: Any) -> jax.Array:
+        u = jnp.asarray(u)
         wide = _trees.wider(u.dtype, jnp.float32)
         return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
 

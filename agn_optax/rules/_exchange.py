@@ -127,12 +127,7 @@ def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
     """The parameters after taking back ``center``, the version that the rule adopts."""
     if rule.adopt is not None:
         return rule.adopt(params, center)
-    # Exactly the center. The select reads the old parameters in name only: without it,
-    # jit drops them as unused, their donated buffer is lost, and every output of the
-    # exchange moves over by one buffer, each with a copy.
-    return jax.tree.map(
-        lambda x, c: jnp.where(True, c.astype(x.dtype), x), params, center
-    )
+    return _overwrite(params, center)
 
 
 def begin_round(
@@ -151,7 +146,7 @@ def begin_round(
         local_steps=jnp.zeros((), jnp.int32),
         inner_state=state.inner_state,
         record=record,
-        anchor=None if state.anchor is None else adopted,
+        anchor=None if state.anchor is None else _overwrite(state.anchor, adopted),
     )
 
 
@@ -178,6 +173,20 @@ def exchange(
     adopted = center if rule.adopts == "before" else moved
     params = adopt(rule, params, adopted)
     return params, begin_round(rule, state, params, adopted), moved, center_state
+
+
+def _overwrite(old: PyTree, new: PyTree) -> PyTree:
+    """Exactly ``new``, in the dtypes of ``old``.
+
+    The select reads ``old`` in name only. Without it jit would drop ``old`` as unused,
+    its donated buffer would be lost, and the outputs that follow would each take the
+    buffer of their neighbor, with a copy.
+    """
+
+    def overwrite(o: Any, n: jax.Array) -> jax.Array:
+        return jnp.where(True, n.astype(jnp.result_type(o)), o)
+
+    return jax.tree.map(overwrite, old, new)
 
 
 def check_step(grads: PyTree, params: PyTree, who: str) -> None:

@@ -1,0 +1,152 @@
+"""Law 10: masked, frozen, None, empty and scalar leaves, and dtypes, pass unharmed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import (
+    DROP_INS,
+    RULES,
+    assert_close,
+    assert_identical,
+    feeds,
+    gradient,
+    run,
+    run_worker,
+    tree,
+)
+
+import agn_optax
+from agn_optax import rules
+
+TREES = {
+    "nothing": {},
+    "only None": {"a": None},
+    "scalar": jnp.float32(2.0),
+    "python float": 2.0,
+    "numpy": {"w": np.ones((2, 2), np.float32)},
+    "empty leaf": {"w": jnp.ones((0, 3)), "v": jnp.ones(2)},
+    "nested": tree(),
+    "tuple": (jnp.ones(2), [jnp.zeros(3), None]),
+}
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+@pytest.mark.parametrize("kind", TREES)
+def test_drop_in(name, kind):
+    params = TREES[kind]
+    tx = DROP_INS[name](optax.sgd(0.1), 2)
+    state = tx.init(params)
+    assert jax.tree.structure(state.center) == jax.tree.structure(params)
+    for _ in range(3):
+        updates, state = tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    assert int(state.exchanges) == 1
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", TREES)
+def test_worker(rule, kind):
+    center = agn_optax.LocalCenter(RULES[rule](), TREES[kind])
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    params, state = worker.start()
+    for _ in range(3):
+        updates, state = worker.tx.update(params, state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+    assert center.version == 1
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_frozen_subtrees_do_not_move(name):
+    params = {"body": tree(), "head": jnp.ones(3), "steps": jnp.arange(2)}
+    labels = {"body": "frozen", "head": "trained", "steps": "frozen"}
+    tx = optax.multi_transform(
+        {"trained": DROP_INS[name](optax.sgd(0.1), 2), "frozen": optax.set_to_zero()},
+        labels,
+    )
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(4):
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_identical(params["body"], tree())
+    assert_identical(params["steps"], jnp.arange(2))
+    assert float(params["head"][0]) < 1
+    center = agn_optax.center_params(state, params)
+    assert jax.tree.structure(center) == jax.tree.structure(params)
+    assert_identical(center["body"], tree())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bfloat16_stays_bfloat16(rule):
+    params = tree("bfloat16")
+    split = agn_optax.phases(optax.sgd(0.1), RULES[rule]())
+    state = split.init(params)
+    updates, state = split.update(gradient(params, tree("bfloat16", 1)), state, params)
+    moved, state = split.exchange(optax.apply_updates(params, updates), state)
+    dtypes = {
+        x.dtype
+        for x in jax.tree.leaves((updates, moved, state))
+        if x.dtype != jnp.int32
+    }
+    assert dtypes == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_master_center_under_bfloat16_parameters(rule):
+    """Steps too small for bfloat16 add up in the center, in every form."""
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    steps, period = 64, 2
+    # A step of 2⁻⁹ vanishes next to 1 in bfloat16, unless something keeps it.
+    inner = optax.sgd(2.0**-9)
+    record = rules.agn(optax.sgd(2.0**-9), record_dtype="float32")
+    rule = record if rule == "agn" else RULES[rule]()
+    split = agn_optax.phases(inner, rule, center_dtype="float32")
+    state = split.init(params)
+    grads = {"w": jnp.ones(4, jnp.bfloat16)}
+    for step in range(steps):
+        updates, state = split.update(grads, state, params)
+        assert updates["w"].dtype == jnp.bfloat16
+        params = optax.apply_updates(params, updates)
+        if (step + 1) % period == 0:
+            params, state = split.exchange(params, state)
+            assert params["w"].dtype == jnp.bfloat16
+    assert state.center["w"].dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(state.center_state)} <= {
+        jnp.dtype("float32"),
+        jnp.dtype("int32"),
+    }
+    if rule is record:
+        np.testing.assert_array_equal(state.center["w"], 1 - 2.0**-9 * steps / period)
+
+
+def test_rounding_of_the_anchor_is_not_sent_as_displacement():
+    """A worker that made no progress leaves the master center as it is."""
+    center = {"w": jnp.array([1.0 + 2**-12, 3.0 - 2**-11])}
+    for rule in (rules.downpour(), rules.average(), rules.agn_window()):
+        split = agn_optax.phases(optax.sgd(0.0), rule, center_dtype="float32")
+        params = jax.tree.map(lambda c: c.astype(jnp.bfloat16), center)
+        state = split.init(params)._replace(center=center)
+        updates, state = split.update(params, state, params)
+        _, state = split.exchange(optax.apply_updates(params, updates), state)
+        assert_identical(state.center, center)
+
+
+def test_float32_local_center_under_bfloat16_workers():
+    params = tree("bfloat16")
+    center = agn_optax.LocalCenter(rules.average(), dtype="float32")
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    started, state = worker.start(params, chief=True)
+    assert_identical(started, params)
+    targets = feeds(params, 4)
+    local, _ = run_worker(worker, started, state, targets)
+    assert {x.dtype for x in jax.tree.leaves(center.pull().params)} == {
+        jnp.dtype("float32")
+    }
+    assert {x.dtype for x in jax.tree.leaves(local)} == {jnp.dtype("bfloat16")}
+    expected = run(agn_optax.average(optax.sgd(0.1), 2), tree("bfloat16"), targets)[1]
+    assert_close(local, expected, "bfloat16")

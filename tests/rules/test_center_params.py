@@ -1,0 +1,55 @@
+"""Finding the center, and saying so when there is none or more than one."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+from support import assert_identical
+
+import agn_optax
+from agn_optax import errors
+
+PARAMS = {"a": jnp.ones(3), "b": jnp.zeros(2)}
+
+
+def agn():
+    return agn_optax.agn(optax.adam(0.1), 3)
+
+
+WRAPPERS = {
+    "bare": agn(),
+    "chain": optax.chain(optax.clip(1.0), agn()),
+    "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("agn", agn())),
+    "masked": optax.masked(agn(), {"a": True, "b": True}),
+    "multi_transform": optax.multi_transform({"x": agn()}, {"a": "x", "b": "x"}),
+    "inject_hyperparams": optax.inject_hyperparams(agn_optax.agn)(optax.adam(0.1), 3),
+    "multi_steps": optax.MultiSteps(agn(), 2),
+    "apply_if_finite": optax.apply_if_finite(agn(), 3),
+    "deep": optax.chain(
+        optax.masked(optax.chain(optax.clip(1.0), agn()), {"a": True, "b": True})
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_found_wherever_wrappers_put_it(wrapper):
+    state = WRAPPERS[wrapper].init(PARAMS)
+    assert_identical(agn_optax.center_params(state), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "state", [optax.adam(0.1).init(PARAMS), (), {}, None, jnp.ones(3)], ids=str
+)
+def test_none(state):
+    with pytest.raises(errors.CenterNotFoundError, match="no center in this"):
+        agn_optax.center_params(state)
+
+
+def test_two_are_named_by_their_places():
+    tx = optax.multi_transform({"x": agn(), "y": agn()}, {"a": "x", "b": "y"})
+    state = tx.init(PARAMS)
+    with pytest.raises(errors.AmbiguousCenterError, match="found 2") as caught:
+        agn_optax.center_params(state)
+    assert "['x']" in str(caught.value)
+    assert "['y']" in str(caught.value)
+    one = agn_optax.center_params(state.inner_states["x"], PARAMS)
+    assert_identical(one, PARAMS)

@@ -1,0 +1,82 @@
+"""Periods that are schedules: warm-ups, and rounds of changing length."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import assert_close, assert_identical, feeds, run, run_worker, tree
+
+import agn_optax
+from agn_optax import rules
+
+SCHEDULES = {
+    "constant": (3, [3, 6, 9, 12]),
+    "local warm-up": (agn_optax.local_warmup(3, steps=5), [8, 11]),
+    "synchronous warm-up": (
+        agn_optax.synchronous_warmup(4, steps=3),
+        [1, 2, 3, 7, 11],
+    ),
+    "growing": (lambda exchanges: 1 + exchanges, [1, 3, 6, 10]),
+    "jnp": (lambda exchanges: jnp.where(exchanges < 2, 2, 5), [2, 4, 9]),
+}
+
+
+def between(targets, start, stop):
+    return jax.tree.map(lambda f: f[start:stop], targets)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_drop_in_and_worker_exchange_at_the_same_steps(name):
+    period, expected = SCHEDULES[name]
+    params = tree()
+    targets = feeds(params, 12)
+
+    tx = agn_optax.diloco(optax.sgd(0.1), period)
+    state, x, seen = tx.init(params), params, []
+    for step in range(1, 13):
+        _, x, after = run(tx, x, between(targets, step - 1, step), state)
+        if int(after.exchanges) > int(state.exchanges):
+            seen.append(step)
+        state = after
+    assert seen == expected
+
+    center = agn_optax.LocalCenter(rules.diloco(), params)
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=period)
+    y, local = worker.start()
+    for i, (start, stop) in enumerate(itertools.pairwise([0, *expected])):
+        y, local = run_worker(worker, y, local, between(targets, start, stop))
+        assert worker.exchanges == i + 1
+    y, local = run_worker(worker, y, local, between(targets, expected[-1], 12))
+    assert worker.exchanges == len(expected)
+    assert_close(y, x)
+    assert_close(center.pull().params, agn_optax.center_params(state))
+
+
+def test_a_window_cut_short_is_divided_by_its_own_steps():
+    center = agn_optax.LocalCenter(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=10)
+    params, state = worker.start()
+    for gradient in (1.0, 2.0, 6.0):
+        updates, state = worker.tx.update(jnp.full(2, gradient), state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+    assert center.version == 0
+    params, state = worker.flush(params, state)
+    np.testing.assert_allclose(center.pull().params, -3.0)  # the mean, not 9 / 10
+    assert_identical(params, center.pull().params)
+    assert worker.flush(params, state)[0] is params  # nothing left to say
+    assert center.version == 1
+
+
+def test_a_schedule_that_goes_wrong_stops_the_worker_before_the_exchange():
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2))
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=lambda k: 1 - k)
+    params, state = worker.start()
+    updates, state = worker.tx.update(jnp.ones(2), state, params)
+    params = optax.apply_updates(params, updates)
+    with pytest.raises(agn_optax.errors.InvalidArgumentError, match=r"period\(1\)"):
+        worker.exchange(params, state)
+    assert center.version == 0
+    assert not params.is_deleted()
