@@ -182,12 +182,10 @@ class LocalCenter:
 def place_like(tree: PyTree, like: PyTree) -> PyTree:
     """``tree`` on the devices of ``like``; arrays already there stay what they are."""
 
-    def place(leaf: Any, other: jax.Array) -> jax.Array:
+    def place(leaf: Any, other: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        return (
-            leaf
-            if leaf.sharding == other.sharding
-            else jax.device_put(leaf, other.sharding)
-        )
+        if not isinstance(other, jax.Array) or leaf.sharding == other.sharding:
+            return leaf
+        return jax.device_put(leaf, other.sharding)
 
     return jax.tree.map(place, tree, like)

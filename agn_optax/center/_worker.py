@@ -184,9 +184,8 @@ class Worker:
             params = snapshot.params
         _check.same_tree(params, snapshot.params, "params", "center")
         _check.float_leaves(params, "params")
-        params, state = self._start(
-            place_like(snapshot.params, jax.tree.map(jnp.asarray, params)), params
-        )
+        snapshot = snapshot._replace(params=place_like(snapshot.params, params))
+        params, state = self._start(snapshot.params, params)
         self._begin_round(snapshot, length)
         return params, state
 
@@ -279,7 +278,8 @@ class Worker:
         snapshot = self.center.exchange(
             contribution, anchor_version=anchor.version, worker=self.name
         )
-        params, state = self._adopt(params, state, place_like(snapshot.params, params))
+        snapshot = snapshot._replace(params=place_like(snapshot.params, params))
+        params, state = self._adopt(params, state, snapshot.params)
         self.exchanges += 1
         self.staleness = snapshot.staleness
         self._begin_round(snapshot, length)

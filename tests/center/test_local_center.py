@@ -1,0 +1,247 @@
+"""The embedded center: one version at a time, whole, however many threads share it."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import RULES, assert_close, assert_identical, tree
+
+import agn_optax
+from agn_optax import errors, rules
+
+
+def threads(*targets):
+    """Runs all targets at once; the first exception of any is raised here."""
+    failures = []
+
+    def guarded(target):
+        try:
+            target()
+        except BaseException as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=guarded, args=(t,)) for t in targets]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_is_a_center():
+    assert isinstance(
+        agn_optax.LocalCenter(rules.downpour(), jnp.ones(2)), agn_optax.Center
+    )
+
+
+def test_versions_are_immutable_and_count_exchanges():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    kept = [center.pull()]
+    for version in range(1, 6):
+        answer = center.exchange(tree(seed=version), anchor_version=0, worker="w")
+        assert answer.version == version
+        assert answer.staleness == version - 1
+        kept.append(center.pull())
+    assert [snapshot.version for snapshot in kept] == list(range(6))
+    expected = tree()
+    for version, snapshot in enumerate(kept):
+        if version:
+            message = tree(seed=version)
+            expected = jax.tree.map(lambda c, m: c - m, expected, message)
+        assert_close(snapshot.params, expected)
+
+
+def test_the_parameters_are_copied():
+    params = tree()
+    center = agn_optax.LocalCenter(rules.downpour(), params)
+    jax.tree.map(lambda x: x.delete(), params)
+    assert_identical(center.pull().params, tree())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_version_that_the_rule_adopts(rule):
+    center = agn_optax.LocalCenter(RULES[rule](), tree())
+    before = center.pull()
+    answer = center.exchange(tree(seed=1), anchor_version=0, worker="w")
+    if "easgd" in rule:
+        assert answer.version == 0
+        assert_identical(answer.params, before.params)
+    else:
+        assert answer.version == 1
+        assert_identical(answer.params, center.pull().params)
+    assert center.version == 1
+
+
+@pytest.mark.parametrize("version", [-1, 1, 7])
+def test_an_anchor_of_the_future_is_refused(version):
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    with pytest.raises(errors.InvalidArgumentError, match=r"in \[0, 0\].*got"):
+        center.exchange(tree(), anchor_version=version, worker="w")
+    assert center.version == 0
+    assert_identical(center.pull().params, tree())
+
+
+def test_not_initialized():
+    center = agn_optax.LocalCenter(rules.downpour())
+    for call in (
+        center.pull,
+        center.save,
+        lambda: center.version,
+        lambda: center.exchange(tree(), anchor_version=0, worker="w"),
+        lambda: center.wait(timeout=0.0),
+    ):
+        with pytest.raises(errors.NotInitializedError, match="chief=True"):
+            call()
+
+
+def test_initialize_once():
+    center = agn_optax.LocalCenter(rules.downpour())
+    center.initialize(tree(), worker="anna")
+    center.exchange(tree(seed=1), anchor_version=0, worker="anna")
+    moved = center.pull()
+    # The chief may come back after a crash, and finds the center as it left it.
+    assert_identical(center.initialize(tree(), worker="anna").params, moved.params)
+    with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
+        center.initialize(tree(), worker="bert")
+    assert center.version == 1
+    with pytest.raises(errors.AlreadyInitializedError, match="whoever made it"):
+        agn_optax.LocalCenter(rules.downpour(), tree()).initialize(tree(), worker="a")
+
+
+def test_exchanges_of_threads_are_atomic_and_counted():
+    """Integers in float32, so that the sum is exact in any order."""
+    workers, exchanges = 8, 40
+    center = agn_optax.LocalCenter(rules.downpour(), {"w": jnp.zeros(1000)})
+    seen = [[] for _ in range(workers)]
+
+    def work(number):
+        message = {"w": jnp.full(1000, float(number + 1))}
+        version = 0
+        for _ in range(exchanges):
+            answer = center.exchange(message, anchor_version=version, worker="w")
+            assert answer.staleness == answer.version - 1 - version
+            version = answer.version
+            seen[number].append(version)
+            whole = np.asarray(answer.params["w"])
+            assert whole.min() == whole.max()
+
+    threads(*[lambda n=n: work(n) for n in range(workers)])
+    assert sorted(v for versions in seen for v in versions) == list(
+        range(1, workers * exchanges + 1)
+    )
+    assert all(versions == sorted(versions) for versions in seen)
+    total = exchanges * workers * (workers + 1) / 2
+    np.testing.assert_array_equal(center.pull().params["w"], -total)
+
+
+def test_readers_see_whole_versions_while_threads_write():
+    center = agn_optax.LocalCenter(
+        rules.downpour(), {"a": jnp.zeros(100_000), "b": jnp.zeros(3)}
+    )
+    done = threading.Event()
+
+    def write():
+        one = {"a": jnp.ones(100_000), "b": jnp.ones(3)}
+        for _ in range(60):
+            center.exchange(one, anchor_version=0, worker="w")
+        done.set()
+
+    def read():
+        while not done.is_set():
+            snapshot = center.pull()
+            for leaf in jax.tree.leaves(snapshot.params):
+                np.testing.assert_array_equal(leaf, -float(snapshot.version))
+
+    threads(write, read, read)
+    assert center.version == 60
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), min_size=1, max_size=20)
+)
+def test_any_order_of_workers_adds_up(exchanges):
+    """What was applied is what was sent: Σ of messages, exactly, for sum rules."""
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(4))
+    anchors = [center.pull() for _ in range(4)]
+    for worker, value in exchanges:
+        message = jnp.full(4, float(value))
+        anchors[worker] = center.exchange(
+            message, anchor_version=anchors[worker].version, worker=str(worker)
+        )
+    assert center.version == len(exchanges)
+    np.testing.assert_array_equal(
+        center.pull().params, -float(sum(value for _, value in exchanges))
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
+    """Law 5 with a center outside the program: Σx + c is the same before and after."""
+    center = agn_optax.LocalCenter(rules.easgd(0.25), jnp.zeros(2))
+    workers = [agn_optax.Worker(center, optax.sgd(1.0), period=1) for _ in range(3)]
+    loops = [worker.start() for worker in workers]
+    for number, value in exchanges:
+        params, state = loops[number]
+        updates, state = workers[number].tx.update(jnp.full(2, value), state, params)
+        loops[number] = optax.apply_updates(params, updates), state
+        before = sum(np.asarray(x) for x, _ in loops) + center.pull().params
+        loops[number] = workers[number].exchange(*loops[number])
+        after = sum(np.asarray(x) for x, _ in loops) + center.pull().params
+        np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
+    center = agn_optax.LocalCenter(rules.dynsgd(), jnp.zeros(()))
+    expected = 0.0
+    for staleness in range(5):  # the anchor stays at version 0
+        answer = center.exchange(jnp.float32(1.0), anchor_version=0, worker="slow")
+        assert answer.staleness == staleness
+        expected -= 1 / (staleness + 1)
+        np.testing.assert_allclose(center.pull().params, expected, rtol=1e-6)
+
+
+def test_messages_from_another_device_find_the_center():
+    here, there = jax.devices()[0], jax.devices()[5]
+    center = agn_optax.LocalCenter(
+        rules.downpour(), jax.device_put({"w": jnp.ones(3)}, here)
+    )
+    worker = agn_optax.Worker(center, optax.sgd(0.5), period=1)
+    params, state = worker.start(jax.device_put({"w": jnp.zeros(3)}, there))
+    assert params["w"].devices() == {there}
+    grads = jax.device_put({"w": jnp.ones(3)}, there)
+    for _ in range(2):
+        updates, state = jax.jit(worker.tx.update)(grads, state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+    assert params["w"].devices() == {there}
+    assert center.pull().params["w"].devices() == {here}
+    np.testing.assert_allclose(center.pull().params["w"], 0.0)
+
+
+def test_restore_refuses_the_state_of_another_rule():
+    saved = agn_optax.LocalCenter(rules.agn(optax.adam(0.1)), tree()).save()
+    with pytest.raises(errors.TreeMismatchError, match="center_state"):
+        agn_optax.LocalCenter.restore(rules.downpour(), saved)
+
+
+def test_what_was_saved_is_a_copy():
+    center = agn_optax.LocalCenter(rules.diloco(), tree())
+    saved = center.save()
+    expected = jax.tree.map(np.array, saved)
+    for seed in range(3):
+        center.exchange(tree(seed=seed), anchor_version=0, worker="w")
+    assert_identical(saved, expected)

@@ -1,0 +1,264 @@
+"""The worker: start, the loop's promises, and what it does when things go wrong."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_close, assert_identical, feeds, run_worker, step, tree
+
+import agn_optax
+from agn_optax import errors, rules
+
+
+def test_the_chief_initializes_and_the_others_wait_and_adopt():
+    center = agn_optax.LocalCenter(rules.downpour())
+    workers = [
+        agn_optax.Worker(center, optax.sgd(0.1), period=2, name=f"worker-{i}")
+        for i in range(4)
+    ]
+    started = {}
+
+    def start(rank):
+        own = tree(seed=rank)
+        started[rank] = workers[rank].start(own, chief=rank == 0, timeout=60)[0]
+
+    waiting = [threading.Thread(target=start, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in waiting:
+        thread.start()
+    assert not started  # nobody starts before the chief
+    start(0)
+    for thread in waiting:
+        thread.join(timeout=60)
+    assert set(started) == {0, 1, 2, 3}
+    for params in started.values():
+        assert_identical(params, tree(seed=0))
+
+
+def test_waiting_for_a_chief_that_never_comes_ends_in_time():
+    center = agn_optax.LocalCenter(rules.downpour())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    with pytest.raises(errors.NotInitializedError, match="chief=True"):
+        worker.start(tree(), chief=False, timeout=0.01)
+    with pytest.raises(errors.NotInitializedError, match="chief=True"):
+        worker.start()
+
+
+def test_a_chief_needs_parameters():
+    center = agn_optax.LocalCenter(rules.downpour())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
+    with pytest.raises(errors.MissingArgumentError, match=r"'anna'.*params=None"):
+        worker.start(chief=True)
+    worker.start(tree(), chief=True)  # nothing was spoiled
+
+
+def test_a_second_chief_is_refused():
+    center = agn_optax.LocalCenter(rules.downpour())
+    anna = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
+    bert = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="bert")
+    anna.start(tree(), chief=True)
+    with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
+        bert.start(tree(seed=1), chief=True)
+    assert_identical(bert.start(tree(seed=1), chief=False)[0], tree())
+
+
+def test_exchange_before_start():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1, name="anna")
+    state = worker.tx.init(tree())
+    for call in (worker.exchange, worker.flush, worker.save):
+        with pytest.raises(errors.WorkerStateError, match="'anna' has not started"):
+            call(tree(), state)
+
+
+@pytest.mark.parametrize("center", [None, rules.downpour(), "localhost:50051"])
+def test_not_a_center(center):
+    with pytest.raises(errors.InvalidTypeError, match="center must be a center"):
+        agn_optax.Worker(center, optax.sgd(0.1), period=1)
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_not_a_name(name):
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    with pytest.raises(errors.InvalidTypeError, match="name must be a non-empty str"):
+        agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+
+
+def test_names_are_made_up_one_by_one():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    names = {agn_optax.Worker(center, optax.sgd(0.1), period=1).name for _ in range(5)}
+    assert len(names) == 5
+
+
+def test_between_exchanges_nothing_is_touched():
+    center = agn_optax.LocalCenter(rules.agn(optax.sgd(0.1)), tree())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=3)
+    params, state = worker.start()
+    for _ in range(2):
+        same_params, same_state = worker.exchange(params, state)
+        assert same_params is params
+        assert same_state is state
+    worker.exchange(params, state)
+    assert center.version == 1
+
+
+@jax.jit
+def slow(x):
+    """``x``, after a few hundred milliseconds of matrix products."""
+    square = jnp.eye(400) + 0 * x.sum()
+    product = jax.lax.fori_loop(0, 500, lambda _, m: m @ square, square)
+    return x + 0 * product[0, 0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+def test_no_call_waits_for_the_device(rule, donate):
+    """All of a round is handed over while its first step still computes."""
+    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3))
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
+    local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
+    params, state = worker.start()
+    target = np.zeros(3, np.float32)
+    for _ in range(4):  # everything compiled and warm
+        params, state = worker.exchange(*local(slow(params), state, target))
+    jax.block_until_ready((params, state))
+
+    late = slow(params)
+    params, state = worker.exchange(*local(late, state, target))  # no exchange yet
+    params, state = worker.exchange(*local(params, state, target))  # exchanges
+    assert not any(x.is_ready() for x in jax.tree.leaves(params))
+    assert center.version == 3
+    assert not center.pull().params.is_ready()
+    jax.block_until_ready(params)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_compiles_after_the_first_round(rule, caplog):
+    params = tree()
+    center = agn_optax.LocalCenter(RULES[rule](), params)
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
+    local = jax.jit(functools.partial(step, worker.tx))
+    loop = worker.start()
+    target = tree(seed=1)
+    for _ in range(4):
+        loop = worker.exchange(*local(*loop, target))
+    with jax.log_compiles():
+        for _ in range(4):
+            loop = worker.exchange(*local(*loop, target))
+    assert not [r for r in caplog.records if "ompiling" in r.getMessage()]
+    assert center.version == 4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_loop_may_donate_everything(rule):
+    params = tree()
+    targets = feeds(params, 6)
+    expected_center = agn_optax.LocalCenter(RULES[rule](), params)
+    plain = agn_optax.Worker(expected_center, optax.adam(0.1), period=2)
+    expected = run_worker(plain, *plain.start(), targets)
+
+    center = agn_optax.LocalCenter(RULES[rule](), params)
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
+    local = jax.jit(functools.partial(step, worker.tx), donate_argnums=(0, 1))
+    loop = worker.start()
+    snapshots = []
+    for i in range(6):
+        loop = worker.exchange(*local(*loop, jax.tree.map(lambda f: f[i], targets)))  # noqa: B023
+        snapshots.append(center.pull())
+    assert_close(loop, expected, tolerance=1e-6)
+    for snapshot in snapshots:  # no version was lost to a donation
+        jax.tree.map(np.asarray, snapshot.params)
+
+
+def test_a_refused_exchange_changes_nothing_and_may_be_tried_again():
+    class Flaky(agn_optax.LocalCenter):
+        refusals = 2
+
+        def exchange(self, contribution, **kwargs):
+            if self.refusals:
+                self.refusals -= 1
+                raise ConnectionError("not now")
+            return super().exchange(contribution, **kwargs)
+
+    center = Flaky(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    params, state = worker.start()
+    refused = 0
+    for _ in range(4):
+        updates, state = worker.tx.update(jnp.ones(2), state, params)
+        params = optax.apply_updates(params, updates)
+        try:
+            params, state = worker.exchange(params, state)
+        except ConnectionError:
+            refused += 1
+    assert refused == 2
+    assert worker.exchanges == center.version == 1
+    # Four steps in one window: the mean of four gradients of 1.
+    np.testing.assert_allclose(center.pull().params, -1.0)
+    np.testing.assert_allclose(params, -1.0)
+
+
+def test_a_late_joiner_starts_from_the_center_as_it_is():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    first = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    run_worker(first, *first.start(), feeds(tree(), 5))
+    late = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    params, state = late.start()
+    assert_identical(params, center.pull().params)
+    assert int(state.local_steps) == 0
+    run_worker(late, params, state, feeds(tree(), 1))
+    assert late.staleness == 0
+
+
+@pytest.mark.parametrize("rule", ["agn", "easgd"])
+def test_old_versions_are_let_go(rule):
+    """A rule that does not read its anchor must not keep old centers alive."""
+    center = agn_optax.LocalCenter(RULES[rule](), jnp.zeros(1000))
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    loop = run_worker(worker, *worker.start(), np.zeros((3, 1000), np.float32))
+    live = sum(x.shape == (1000,) for x in jax.live_arrays())
+    loop = run_worker(worker, *loop, np.zeros((5, 1000), np.float32))
+    assert sum(x.shape == (1000,) for x in jax.live_arrays()) <= live
+
+
+def test_threads_train_one_model():
+    """Four asynchronous workers on a least-squares problem reach its solution."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(256, 4)).astype(np.float32)
+    solution = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
+    Y = X @ solution
+    center = agn_optax.LocalCenter(rules.agn(optax.sgd(0.1)))
+    failures = []
+
+    def work(rank):
+        try:
+            worker = agn_optax.Worker(
+                center, optax.sgd(0.05), period=5, name=f"worker-{rank}"
+            )
+            mine = slice(rank * 64, (rank + 1) * 64)
+
+            @jax.jit
+            def local(params, state):
+                error = X[mine] @ params - Y[mine]
+                grads = X[mine].T @ error / 64
+                updates, state = worker.tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            loop = worker.start(jnp.zeros(4), chief=rank == 0, timeout=60)
+            for _ in range(300):
+                loop = worker.exchange(*local(*loop))
+            worker.flush(*loop)
+        except BaseException as error:
+            failures.append(error)
+
+    running = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(timeout=120)
+    assert not failures
+    assert center.version == 4 * 60
+    np.testing.assert_allclose(center.pull().params, solution, atol=0.05)
