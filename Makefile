@@ -1,0 +1,39 @@
+# Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
+.PHONY: help demo test lint types format bench lock clean venv
+
+python := .venv/bin/python
+export JAX_PLATFORMS ?= cpu
+
+help: ## list these targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: venv ## train on real data with four workers and the embedded center
+	@$(python) -B examples/digits.py $(ARGS)
+
+test: venv ## run the tests, in random order, on two processes
+	@$(python) -B -m pytest -n 2 $(ARGS)
+
+lint: venv ## check style
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+
+types: venv ## check types
+	@$(python) -m mypy
+
+format: venv ## mend style
+	@$(python) -m ruff check --fix .
+	@$(python) -m ruff format .
+
+bench: venv ## measure the optimizers' overhead
+	@$(python) -B benchmarks/optimizer_overhead.py $(ARGS)
+
+lock: ## pin the newest versions of everything, with hashes (needs uv)
+	uv pip compile --universal --python-version 3.11 --generate-hashes --extra dev \
+		--upgrade --quiet --no-header pyproject.toml --output-file requirements-dev.txt
+
+clean: ## remove what the targets above made
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-output bench-output site
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv:
+	@.ci/venv

@@ -1,0 +1,241 @@
+"""Time and memory of one optimizer step with a rule around it, relative to without.
+
+Gradients are given, buffers are donated, adam is the inner optimizer. All forms run in
+turns within one process, period after period, and every ratio is of two neighbors in
+time: on a shared machine, only that means anything. Printed are the median and, in
+brackets, the quartiles.
+
+    python benchmarks/optimizer_overhead.py --millions 10 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import agn_optax
+from agn_optax import rules
+
+PyTree = Any
+
+# Rules that keep no record; agn has rows of its own.
+RECORDLESS: dict[str, Callable[[], rules.Rule]] = {
+    "downpour": rules.downpour,
+    "agn_window": rules.agn_window,
+    "diloco": rules.diloco,
+    "easgd": functools.partial(rules.easgd, 0.1),
+}
+
+
+def adam() -> optax.GradientTransformation:
+    return optax.adam(1e-3)
+
+
+@dataclasses.dataclass
+class Form:
+    """One way to make a period of steps, ready to run again and again."""
+
+    name: str
+    peer: str  # the form whose time is 1
+    run: Callable[[], None]
+    temporary: float  # bytes that its programs allocate beside their arguments
+
+
+class Bench:
+    """All forms for parameters of one size, in equal leaves."""
+
+    def __init__(self, size: int, leaf: int, period: int) -> None:
+        self.leaves = max(1, round(size / leaf))
+        self.shape = (size // self.leaves,)
+        self.bytes = 4 * self.leaves * self.shape[0]
+        self.period = period
+        self.grads = [jnp.full(self.shape, 0.1) for _ in range(self.leaves)]
+
+    def params(self) -> PyTree:
+        """Parameters in buffers of their own, to be donated."""
+        return [jnp.full(self.shape, 0.5 + i) for i in range(self.leaves)]
+
+    def stepping(
+        self, name: str, tx: Any, *, exchange: bool = False, peer: str = "plain"
+    ) -> Form:
+        """A program for each step, and with ``exchange`` one more for each period."""
+
+        def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = self.params()
+        loop = [params, tx.init(params)]
+        local = self._compile(step, *loop, self.grads)
+        ending = self._compile(tx.exchange, *loop) if exchange else None
+
+        def run() -> None:
+            params, state = loop
+            for _ in range(self.period):
+                params, state = local(params, state, self.grads)
+            if ending is not None:
+                params, state = ending(params, state)
+            loop[:] = jax.block_until_ready((params, state))
+
+        return Form(name, peer, run, self._temporary(local, ending))
+
+    def scanned(self, name: str, tx: Any, *, peer: str) -> Form:
+        """One program for the whole period, with the exchange where ``tx`` has one."""
+
+        def nothing(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            return params, state
+
+        finish = getattr(tx, "exchange", nothing)
+
+        def period(
+            params: PyTree, state: PyTree, grads: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            def local_step(params: PyTree, state: PyTree, _: Any) -> Any:
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state, ()
+
+            whole = agn_optax.scan_round(local_step, finish)
+            return whole(params, state, jnp.arange(self.period))[:2]
+
+        params = self.params()
+        loop = [params, tx.init(params)]
+        program = self._compile(period, *loop, self.grads)
+
+        def run() -> None:
+            loop[:] = jax.block_until_ready(program(*loop, self.grads))
+
+        return Form(name, peer, run, self._temporary(program))
+
+    def forms(self) -> list[Form]:
+        """Every form, its peer before it."""
+        agn = agn_optax.phases(adam(), rules.agn(adam()))
+        forms = [
+            self.stepping("plain", adam()),
+            self.stepping("MultiSteps", optax.MultiSteps(adam(), self.period)),
+            self.stepping("agn, drop-in", agn_optax.agn(adam(), self.period)),
+            self.stepping("agn, local phase alone", agn),
+            self.stepping("agn, split", agn, exchange=True),
+            self.scanned("plain, scanned", adam(), peer="plain"),
+            self.scanned("agn, round", agn, peer="plain, scanned"),
+        ]
+        for name, rule in RECORDLESS.items():
+            tx = agn_optax.phases(adam(), rule())
+            drop_in = agn_optax.exchange_every(adam(), rule(), self.period)
+            forms += [
+                self.stepping(f"{name}, drop-in", drop_in),
+                self.stepping(f"{name}, split", tx, exchange=True),
+                self.scanned(f"{name}, round", tx, peer="plain, scanned"),
+            ]
+        return forms
+
+    @staticmethod
+    def _compile(function: Callable[..., Any], *args: PyTree) -> Any:
+        return jax.jit(function, donate_argnums=(0, 1)).lower(*args).compile()
+
+    @staticmethod
+    def _temporary(*programs: Any) -> float:
+        return max(
+            program.memory_analysis().temp_size_in_bytes
+            for program in programs
+            if program
+        )
+
+
+def measure(bench: Bench, repeats: int, console: Console) -> list[dict[str, Any]]:
+    """One row per form: its time per step, and relative to its peer's."""
+    forms = bench.forms()
+    for form in forms:
+        form.run()
+    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
+    for _ in track(range(repeats), "measuring", console=console, transient=True):
+        for form in forms:
+            start = time.perf_counter()
+            form.run()
+            seconds[form.name].append((time.perf_counter() - start) / bench.period)
+    rows = []
+    for form in forms:
+        ratios = np.array(seconds[form.name]) / np.array(seconds[form.peer])
+        low, middle, high = np.percentile(ratios, [25, 50, 75])
+        rows.append(
+            {
+                "form": form.name,
+                "peer": form.peer,
+                "ratio": round(float(middle), 3),
+                "quartiles": [round(float(low), 3), round(float(high), 3)],
+                "milliseconds": round(1e3 * float(np.median(seconds[form.name])), 3),
+                "temporary_models": round(form.temporary / bench.bytes, 3),
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
+    table = Table(title=title)
+    table.add_column("form")
+    for column in ("time of", "ratio", "quartiles", "ms a step", "temporary, models"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        low, high = row["quartiles"]
+        table.add_row(
+            row["form"],
+            row["peer"],
+            f"{row['ratio']:.2f}",
+            f"[{low:.2f}, {high:.2f}]".replace("[", r"\["),
+            f"{row['milliseconds']:.2f}",
+            f"{row['temporary_models']:.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Overhead of the optimizers.")
+    add = parser.add_argument
+    add("--millions", type=float, nargs="+", default=[10, 40], help="of parameters")
+    add("--leaf", type=float, default=1, help="millions of parameters in a leaf")
+    add("--period", type=int, default=10)
+    add("--repeats", type=int, default=15, help="periods measured of every form")
+    add("--json", type=pathlib.Path, help="also write the numbers here")
+    args = parser.parse_args()
+    console = Console()
+    machine = {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+    }
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    results = []
+    for millions in args.millions:
+        bench = Bench(int(millions * 1e6), int(args.leaf * 1e6), args.period)
+        rows = measure(bench, args.repeats, console)
+        title = (
+            f"{millions:g} M float32 parameters in {bench.leaves} leaves, adam, "
+            f"period {args.period}"
+        )
+        show(rows, title, console)
+        results.append({"millions": millions, "leaves": bench.leaves, "rows": rows})
+    if args.json:
+        args.json.write_text(
+            json.dumps({"machine": machine, "results": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
