@@ -134,13 +134,15 @@ def begin_round(
     rule: Rule, state: LocalState, params: PyTree, adopted: PyTree
 ) -> LocalState:
     """The local phase as the next round starts: an empty record, the new anchor."""
-    # The empty record is written over the old one. Said without the old one, it would
-    # be built aside and copied, and the old one copied too to get it out of the way.
+    # The empty record is written over the old one, after the center has read that. Zeros
+    # that depend on nothing would be written first, and the old record copied out of
+    # their way; these depend in name on the center.
     never = state.local_steps < 0
-    record = jax.tree.map(
-        lambda empty, old: jnp.where(never, old, empty),
+    record = optax.tree.map_params(
+        rule.record,
+        lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
         rule.record.init(params),
-        state.record,
+        adopted,
     )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
