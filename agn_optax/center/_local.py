@@ -7,7 +7,6 @@ import threading
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
@@ -91,6 +90,7 @@ class LocalCenter:
 
         Raises:
           TreeMismatchError: the saved state is not one of this rule's center optimizer.
+          InvalidArgumentError: the saved version is negative.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -99,13 +99,18 @@ class LocalCenter:
           0
         """
         center = cls(rule)
+        _check.float_leaves(saved.params, "saved.params")
         params, center_state = _trees.copy((saved.params, saved.center_state))
-        _check.float_leaves(params, "params")
         expected = jax.eval_shape(rule.center.init, params)
         _check.same_tree(
             center_state, expected, "saved.center_state", "the rule's center_state"
         )
-        center._state = CenterState(params, center_state, int(saved.version))
+        version = int(saved.version)
+        if version < 0:
+            raise errors.InvalidArgumentError(
+                f"saved.version must not be negative, got {version}"
+            )
+        center._state = CenterState(params, center_state, version)
         return center
 
     def save(self) -> CenterState:
@@ -129,10 +134,11 @@ class LocalCenter:
                     f"worker {worker!r} wants to initialize a center that {by} has "
                     "initialized; start it with chief=False, and it adopts the center"
                 )
+            self._chief = worker
             if self._state is None:
                 copy = _trees.copy(params, self._dtype)
-                self._state = CenterState(copy, self.rule.center.init(copy), 0)
-                self._chief = worker
+                center_state = self.rule.center.init(_trees.copy(copy))
+                self._state = CenterState(copy, center_state, 0)
                 self._changed.notify_all()
             return self.pull()
 
@@ -153,14 +159,15 @@ class LocalCenter:
             before = self._initialized()
             _check.same_tree(contribution, before.params, "contribution", "center")
             _check.float_leaves(contribution, "contribution")
-            if not 0 <= anchor_version <= before.version:
+            is_int = isinstance(anchor_version, int | np.integer)
+            if not is_int or not 0 <= anchor_version <= before.version:
                 raise errors.InvalidArgumentError(
                     f"anchor_version must be in [0, {before.version}], the versions "
-                    f"that this center has had, got {anchor_version}"
+                    f"that this center has had, got {anchor_version!r}"
                 )
             staleness = before.version - anchor_version
             params, center_state = self._move(
-                contribution=place_like(contribution, before.params),
+                contribution=_trees.place_like(contribution, before.params),
                 center=before.params,
                 center_state=before.center_state,
                 staleness=np.int32(staleness),
@@ -177,15 +184,3 @@ class LocalCenter:
                 "one worker with start(params, chief=True)"
             )
         return state
-
-
-def place_like(tree: PyTree, like: PyTree) -> PyTree:
-    """``tree`` on the devices of ``like``; arrays already there stay what they are."""
-
-    def place(leaf: Any, other: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        if not isinstance(other, jax.Array) or leaf.sharding == other.sharding:
-            return leaf
-        return jax.device_put(leaf, other.sharding)
-
-    return jax.tree.map(place, tree, like)

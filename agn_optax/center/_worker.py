@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import uuid
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.center._local import place_like
 from agn_optax.center._protocol import Center, Snapshot
 from agn_optax.rules import _check, _exchange, _period, _trees
 from agn_optax.rules._exchange import LocalState
 
 PyTree = Any
-
-_numbers = itertools.count()
 
 
 class WorkerState(NamedTuple):
@@ -91,11 +88,13 @@ class Worker:
         inner = _check.optimizer(inner, "inner")
         rule = center.rule
         self.center = center
-        self.name = name or f"worker-{next(_numbers)}"
+        self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.exchanges = 0
         self.staleness: int | None = None
         self._period = _period.as_schedule(period)
         self._anchor: Snapshot | None = None
+        self._answer: Snapshot | None = None  # of an exchange not yet adopted
+        self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
         self._local_steps = 0
         self._round_length = 0
 
@@ -175,6 +174,8 @@ class Worker:
                 "start(params, chief=True), got params=None"
             )
         if chief:
+            _check.float_leaves(params, "params")
+            jax.eval_shape(self._start, params, params)  # before others are let in
             snapshot = self.center.initialize(params, worker=self.name)
         elif chief is None:
             snapshot = self.center.pull()
@@ -184,9 +185,9 @@ class Worker:
             params = snapshot.params
         _check.same_tree(params, snapshot.params, "params", "center")
         _check.float_leaves(params, "params")
-        snapshot = snapshot._replace(params=place_like(snapshot.params, params))
-        params, state = self._start(snapshot.params, params)
-        self._begin_round(snapshot, length)
+        placed = _trees.place_like(snapshot.params, params)
+        params, state = self._start(placed, params)
+        self._begin(params, state, snapshot._replace(params=placed), length)
         return params, state
 
     def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -204,8 +205,9 @@ class Worker:
           Parameters and state with which to go on.
 
         Raises:
-          WorkerStateError: the worker was not started.
-          TreeMismatchError: the parameters do not belong to this center.
+          WorkerStateError: the worker was not started, or parameters or state have been
+            donated to something else.
+          TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
         self._local_steps += 1
@@ -254,48 +256,80 @@ class Worker:
         """Goes on where `save` was called, instead of `start`.
 
         Args:
-          saved: what `save` returned, or its arrays read back from a checkpoint.
+          saved: what `save` returned, or its arrays read back from a checkpoint;
+            copied.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
-          TreeMismatchError: the saved parameters do not belong to this center.
+          TreeMismatchError: what was saved does not belong to this worker or center.
         """
         center = self.center.pull()
         _check.same_tree(saved.params, center.params, "saved.params", "center")
+        expected = jax.eval_shape(self._start, center.params, saved.params)[1]
+        _check.same_tree(saved.state, expected, "saved.state", "this worker's state")
+        if self._holds_anchor:
+            _check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
         exchanges = int(saved.exchanges)
         length = self._length_of_round(exchanges)
+        params, state, anchor = _trees.copy((saved.params, saved.state, saved.anchor))
         self.exchanges = exchanges
-        self._begin_round(Snapshot(saved.anchor, int(saved.anchor_version)), length)
+        anchor = Snapshot(anchor, int(saved.anchor_version))
+        self._begin(params, state, anchor, length)
         self._local_steps = int(saved.local_steps)
-        return saved.params, saved.state
+        return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         anchor = self._require_start()
+        self._check_loop(params, state)
         length = self._length_of_round(self.exchanges + 1)
-        contribution = self._contribute(state, params, anchor.params)
-        snapshot = self.center.exchange(
-            contribution, anchor_version=anchor.version, worker=self.name
-        )
-        snapshot = snapshot._replace(params=place_like(snapshot.params, params))
-        params, state = self._adopt(params, state, snapshot.params)
+        if self._answer is None:
+            contribution = self._contribute(state, params, anchor.params)
+            self._answer = self.center.exchange(
+                contribution, anchor_version=anchor.version, worker=self.name
+            )
+        answer = self._answer
+        answer = answer._replace(params=_trees.place_like(answer.params, params))
+        params, state = self._adopt(params, state, answer.params)
         self.exchanges += 1
-        self.staleness = snapshot.staleness
-        self._begin_round(snapshot, length)
+        self.staleness = answer.staleness
+        self._begin_round(answer, length)
         return params, state
 
-    def _begin_round(self, snapshot: Snapshot, length: int) -> None:
+    def _begin(
+        self, params: PyTree, state: LocalState, anchor: Snapshot, length: int
+    ) -> None:
+        self._like = jax.eval_shape(lambda loop: loop, (params, state))
+        self._begin_round(anchor, length)
+
+    def _begin_round(self, anchor: Snapshot, length: int) -> None:
         # Without a reader, the anchor's arrays are let go, so that old versions can be
         # freed.
-        self._anchor = (
-            snapshot if self._holds_anchor else snapshot._replace(params=None)
-        )
+        self._anchor = anchor if self._holds_anchor else anchor._replace(params=None)
+        self._answer = None
         self._local_steps = 0
         self._round_length = length
 
     def _length_of_round(self, exchanges: int) -> int:
-        return int(_check.positive_int(self._period(exchanges), f"period({exchanges})"))
+        length = _check.positive_int(self._period(exchanges), f"period({exchanges})")
+        return int(length)
+
+    def _check_loop(self, params: PyTree, state: LocalState) -> None:
+        """Everything that can be wrong with the loop's arrays, before any is sent."""
+        assert self._like is not None
+        _check.params_given(params, f"worker {self.name!r}")
+        _check.same_tree(params, self._like[0], "params", "this worker's parameters")
+        _check.same_tree(state, self._like[1], "state", "this worker's state")
+        _check.float_leaves(params, "params")
+        for what, tree in (("params", params), ("state", state)):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    raise errors.WorkerStateError(
+                        f"{what}{jax.tree_util.keystr(path)} has been donated or "
+                        f"deleted; give worker {self.name!r} what its last local step "
+                        "returned"
+                    )
 
     def _require_start(self) -> Snapshot:
         if self._anchor is None:

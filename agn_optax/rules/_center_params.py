@@ -50,6 +50,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
 
     Raises:
       CenterNotFoundError: there is none.
+      TreeMismatchError: ``params`` is another tree than the center.
       AmbiguousCenterError: there is more than one; pass the part of the state that you
         mean.
 
@@ -66,6 +67,11 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(
-        lambda c, p: p if is_masked(c) else c, center, params, is_leaf=is_masked
-    )
+    try:
+        return jax.tree.map(
+            lambda c, p: p if is_masked(c) else c, center, params, is_leaf=is_masked
+        )
+    except ValueError as error:
+        raise errors.TreeMismatchError(
+            f"params and center are different trees: {error}"
+        ) from error

@@ -16,6 +16,8 @@ from agn_optax import errors
 
 PyTree = Any
 
+_MAX_INT = 2**31 - 1  # counters are int32
+
 
 def show(value: Any) -> str:
     """``value`` short enough to stand in a message."""
@@ -40,6 +42,10 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
 def positive_int(value: Any, argument: str) -> Any:
     """``value`` if it is a positive whole number.
 
@@ -52,11 +58,11 @@ def positive_int(value: Any, argument: str) -> Any:
     if isinstance(value, bool | np.bool_):
         raise errors.InvalidTypeError(f"{wanted}{value!r}")
     if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
+        if value.shape != () or not _is_real(value.dtype):
             raise errors.InvalidTypeError(
                 f"{wanted}an array {value.dtype}{list(value.shape)}"
             )
-        if value != np.floor(value) or value < 1:
+        if value != np.floor(value) or not 1 <= value <= _MAX_INT:
             raise errors.InvalidArgumentError(f"{wanted}{value.item()!r}")
         return value
     if not isinstance(value, int | np.integer):
@@ -66,7 +72,7 @@ def positive_int(value: Any, argument: str) -> Any:
             else errors.InvalidTypeError
         )
         raise kind(wanted + show(value))
-    if value < 1:
+    if not 1 <= value <= _MAX_INT:
         raise errors.InvalidArgumentError(f"{wanted}{value!r}")
     return int(value)
 
@@ -82,7 +88,7 @@ def rate(
     )
     wanted = f"{argument} must be a number in {interval}, got "
     if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        if value.shape != () or not _is_real(value.dtype):
             raise errors.InvalidTypeError(
                 f"{wanted}an array {value.dtype}{list(value.shape)}"
             )
@@ -111,44 +117,63 @@ def float_dtype(value: Any, argument: str) -> Any:
         raise errors.InvalidArgumentError(
             f"{argument} must be a floating dtype, got {dtype}"
         )
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise errors.InvalidArgumentError(
+            f"{argument} {dtype} needs jax.config.update('jax_enable_x64', True)"
+        )
     return dtype
 
 
 def float_leaves(tree: PyTree, what: str) -> None:
     """Every leaf of ``tree`` is a real floating array."""
     for path, leaf in tree_flatten_with_path(tree)[0]:
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        try:
+            dtype: Any = jnp.result_type(leaf)
+        except TypeError:
+            dtype = None
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise errors.TreeMismatchError(
-                f"{what}{keystr(path)} has dtype {dtype}; real floating leaves are "
-                "expected. Leave others out with optax.masked or optax.multi_transform"
+                f"{what}{keystr(path)} has dtype {dtype or show(leaf)}; real floating "
+                "leaves are expected. Leave others out with optax.masked or "
+                "optax.multi_transform"
             )
 
 
 def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
-    """``tree`` has the paths and shapes of ``like``."""
-    leaves, other = tree_flatten_with_path(tree)[0], tree_flatten_with_path(like)[0]
-    for (path, leaf), (like_path, like_leaf) in zip(leaves, other, strict=False):
+    """``tree`` has the structure and shapes of ``like``."""
+    leaves, structure = tree_flatten_with_path(tree)
+    others, like_structure = tree_flatten_with_path(like)
+    structures: list[Any] = [structure, like_structure]
+    for (path, leaf), (like_path, like_leaf) in zip(leaves, others, strict=False):
         if path != like_path:
             raise errors.TreeMismatchError(
                 f"{what} and {like_what} are different trees: the first difference is "
-                f"at {what}{keystr(path)}, where {like_what} has "
-                f"{like_what}{keystr(like_path)}"
+                f"{_place(what, path)}, where {like_what} has "
+                f"{_place(like_what, like_path)}"
             )
         if jnp.shape(leaf) != jnp.shape(like_leaf):
             raise errors.TreeMismatchError(
                 f"{what}{keystr(path)} has shape {list(jnp.shape(leaf))}, "
                 f"but {like_what}{keystr(path)} has {list(jnp.shape(like_leaf))}"
             )
-    if len(leaves) != len(other):
-        longer, shorter = (
-            (what, like_what) if len(leaves) > len(other) else (like_what, what)
-        )
-        extra = max(leaves, other, key=len)[min(len(leaves), len(other))][0]
+    if len(leaves) != len(others):
+        more, fewer = (what, like_what)
+        if len(leaves) < len(others):
+            more, fewer = fewer, more
+        extra = max(leaves, others, key=len)[min(len(leaves), len(others))][0]
         raise errors.TreeMismatchError(
-            f"{what} and {like_what} are different trees: {longer} has "
-            f"{longer}{keystr(extra)}, which {shorter} has not"
+            f"{what} and {like_what} are different trees: {more} has "
+            f"{_place(more, extra)}, which {fewer} has not"
         )
+    if structures[0] != structures[1]:
+        raise errors.TreeMismatchError(
+            f"{what} and {like_what} have the same leaves in different containers: "
+            f"{structure} and {like_structure}"
+        )
+
+
+def _place(what: str, path: Any) -> str:
+    return f"{what}{keystr(path)}" if path else "a single leaf"
 
 
 def params_given(params: PyTree, who: str) -> None:

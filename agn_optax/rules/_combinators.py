@@ -242,7 +242,7 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
                 "scale_by_staleness needs the extra argument staleness: "
                 "update(grads, state, params, staleness=0), got none"
             )
-        if isinstance(staleness, int) and staleness < 0:
+        if not _check.is_traced(staleness) and staleness < 0:
             raise errors.InvalidArgumentError(
                 f"staleness must not be negative, got {staleness}"
             )

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax.rules import _check
+from agn_optax import errors
+from agn_optax.rules import _check, _trees
 from agn_optax.rules._rule import Rule
 
 PyTree = Any
@@ -50,9 +51,14 @@ def init_local(
     anchor: PyTree,
 ) -> LocalState:
     """The local phase before its first step; ``anchor`` is kept as it is."""
+    if rule.penalty is not None and jax.tree.leaves(rule.penalty.init(params)):
+        raise errors.InvalidArgumentError(
+            f"penalty of rule {rule.name!r} must be stateless, its init returns arrays"
+        )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
-        inner_state=inner.init(params),
+        # Of a copy: some optimizers keep the parameters that they are shown.
+        inner_state=inner.init(_trees.copy(params)),
         record=rule.record.init(params),
         anchor=anchor,
     )
@@ -134,9 +140,9 @@ def begin_round(
     rule: Rule, state: LocalState, params: PyTree, adopted: PyTree
 ) -> LocalState:
     """The local phase as the next round starts: an empty record, the new anchor."""
-    # The empty record is written over the old one, after the center has read that. Zeros
-    # that depend on nothing would be written first, and the old record copied out of
-    # their way; these depend in name on the center.
+    # The empty record is written over the old one, after the center has read that.
+    # Zeros that depend on nothing would be written first, and the old record copied out
+    # of their way; these depend in name on the center.
     never = state.local_steps < 0
     record = optax.tree.map_params(
         rule.record,
@@ -186,7 +192,10 @@ def _overwrite(old: PyTree, new: PyTree) -> PyTree:
     """
 
     def overwrite(o: Any, n: jax.Array) -> jax.Array:
-        return jnp.where(True, n.astype(jnp.result_type(o)), o)
+        # A narrow center is adopted as it is kept, not as it was before rounding.
+        dtype = jnp.result_type(o)
+        wide = n.astype(_trees.wider(n.dtype, dtype))
+        return jnp.where(True, _trees.rounded(wide, n.dtype).astype(dtype), o)
 
     return jax.tree.map(overwrite, old, new)
 
@@ -196,3 +205,4 @@ def check_step(grads: PyTree, params: PyTree, who: str) -> None:
     _check.params_given(params, who)
     _check.same_tree(grads, params, "grads", "params")
     _check.float_leaves(grads, "grads")
+    _check.float_leaves(params, "params")

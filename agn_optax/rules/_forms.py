@@ -105,7 +105,7 @@ def phases(
         return ExchangeState(
             local=_exchange.init_local(rule, inner, params, anchor),
             center=center,
-            center_state=rule.center.init(center),
+            center_state=rule.center.init(_trees.copy(center)),
             exchanges=jnp.zeros((), jnp.int32),
         )
 
@@ -124,6 +124,7 @@ def phases(
     ) -> tuple[PyTree, ExchangeState]:
         _check.params_given(params, rule.name)
         _check.same_tree(params, state.center, "params", "center")
+        _check.float_leaves(params, "params")
         _check.axis_bound(axis_name)
         params, local, center, center_state = _exchange.exchange(
             rule,
@@ -157,19 +158,23 @@ def exchange_every(
 
     Its updates are meant to be applied as they are: put it last in a chain. Adoption
     happens through ``params + updates``, so the parameters become the center to
-    rounding; where that matters, use `phases` or `scan_round`. The center is read with
-    `center_params`.
+    rounding of their own size (and never if they are not finite), and there is no
+    reverse-mode gradient through the loop inside; where that matters, use `phases` or
+    `scan_round`. The center is read with `center_params`.
 
     Args:
       inner: the inner optimizer, which makes the local steps.
       rule: a record of `agn_optax.rules`.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges made so far (int32 scalar) to the length of the round that begins,
-        such as `local_warmup` or `synchronous_warmup` give. A scalar array, as
-        ``inject_hyperparams`` makes of either, is taken as it is.
+        such as `local_warmup` or `synchronous_warmup` give. A scalar array is taken as
+        it is. Under ``inject_hyperparams`` a function becomes a schedule of STEPS, as
+        every callable does; name ``period`` in its ``static_args`` to keep a schedule
+        of exchanges.
       axis_name: name of the mesh axis whose members are the workers, bound by vmap,
         pmap or shard_map around ``update``; None for one worker. Every member must
-        start from the same center.
+        start from the same center and update at every step: an ``apply_if_finite`` that
+        skips on one of them alone would leave the others waiting.
       center_dtype: floating dtype of center and center optimizer; None keeps the
         parameters'. Give it as a string under ``inject_hyperparams``, which takes
         callables for schedules.
@@ -206,7 +211,7 @@ def exchange_every(
     ) -> tuple[PyTree, ExchangeState]:
         _check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
-        due = state.local.local_steps >= period_of(state.exchanges)
+        due = state.local.local_steps >= _period.steps_of(period_of(state.exchanges))
 
         # A loop of zero or one trips, not a cond: cond copies whatever passes through
         # it, a loop updates its carry in place.

@@ -334,7 +334,11 @@ def easgd(
                 "easgd needs moving_rate where period is a schedule, "
                 "got moving_rate=None"
             )
-        moving_rate = _BETA / _check.positive_int(period, "period") / (num_workers or 1)
+        moving_rate = (
+            _BETA
+            / _check.positive_int(period, "period")
+            / (1 if num_workers is None else num_workers)
+        )
     rule = _rule.easgd(moving_rate, rho=rho)
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype

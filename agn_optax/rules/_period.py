@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optax
+import jax.numpy as jnp
+import numpy as np
 
 from agn_optax import errors
 from agn_optax.rules import _check
@@ -19,11 +20,25 @@ def as_schedule(period: Any) -> PeriodSchedule:
 
     Of a schedule only the first round can be checked before it runs.
     """
-    if isinstance(period, optax.GradientTransformation) or not callable(period):
+    if not callable(period):
         constant = _check.positive_int(period, "period")
         return lambda exchanges: constant
     _check.positive_int(period(0), "period(0), the first round's period,")
     return period
+
+
+def steps_of(period: Any) -> Any:
+    """A period, as whole steps to compare a counter with."""
+    if jnp.issubdtype(jnp.result_type(period), jnp.floating):
+        period = jnp.ceil(period)
+    return jnp.asarray(period, jnp.int32)
+
+
+def _either(condition: Any, if_true: int, if_false: int) -> Any:
+    """``if_true`` or ``if_false``: an int for ints, an array for arrays."""
+    if isinstance(condition, bool | np.bool_):
+        return if_true if condition else if_false
+    return jnp.where(condition, jnp.int32(if_true), jnp.int32(if_false))
 
 
 def _steps(value: Any) -> int:
@@ -48,7 +63,8 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
 
     Returns:
       A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer here.
+      optimizer here. Make ``period`` static under ``inject_hyperparams``, which would
+      call it with steps.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
@@ -60,7 +76,7 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
     """
     _check.positive_int(period, "period")
     _steps(steps)
-    return lambda exchanges: period + steps * (exchanges == 0)
+    return lambda exchanges: _either(exchanges == 0, steps + period, period)
 
 
 def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
@@ -75,7 +91,8 @@ def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
 
     Returns:
       A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer here.
+      optimizer here. Make ``period`` static under ``inject_hyperparams``, which would
+      call it with steps.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
@@ -91,4 +108,4 @@ def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
     """
     _check.positive_int(period, "period")
     _steps(steps)
-    return lambda exchanges: 1 + (period - 1) * (exchanges >= steps)
+    return lambda exchanges: _either(exchanges < steps, 1, period)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _check
+from agn_optax.rules import _check, _trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
@@ -55,8 +55,9 @@ class Rule:
         message.
       record: an optax transformation that is fed the gradients of every local step and
         whose state is the record; a fresh ``init`` begins the next window.
-      penalty: an optax transformation of every local gradient, before the inner
-        optimizer; gets the anchor as the extra argument ``center``. None for none.
+      penalty: a stateless optax transformation of every local gradient, before the
+        inner optimizer; gets the anchor as the extra argument ``center``. None for
+        none.
       combine: how the messages of the workers of one mesh become one.
       adopt: ``(params, center) -> params``, how a worker takes the center back, or
         None: the parameters become the center.
@@ -91,14 +92,22 @@ class Rule:
     needs_anchor: bool = False
 
     def __post_init__(self) -> None:
+        for field, choices in (
+            ("combine", ("sum", "mean")),
+            ("adopts", ("before", "after")),
+        ):
+            if getattr(self, field) not in choices:
+                raise errors.InvalidArgumentError(
+                    f"{field} of rule {self.name!r} must be one of {choices}, "
+                    f"got {getattr(self, field)!r}"
+                )
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
-        for part in ("center", "record", "penalty"):
-            if part != "penalty" or self.penalty is not None:
-                wrapped = _check.optimizer(
-                    getattr(self, part), f"{part} of rule {self.name!r}"
-                )
-                object.__setattr__(self, part, wrapped)
+        for field in ("center", "record", "penalty"):
+            part = getattr(self, field)
+            if field != "penalty" or part is not None:
+                wrapped = _check.optimizer(part, f"{field} of rule {self.name!r}")
+                object.__setattr__(self, field, wrapped)
 
 
 def check_rule(value: Any) -> None:
@@ -123,7 +132,7 @@ def _displacement(
     del record, steps
 
     def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
-        return a.astype(x.dtype).astype(a.dtype) - x.astype(a.dtype)
+        return _trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
     return jax.tree.map(subtract, anchor, params)
 

@@ -23,3 +23,29 @@ def wider(*dtypes: Any) -> Any:
     """The dtype that holds all of ``dtypes``, also where JAX promotes strictly."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as ``dtype`` would hold it, in its own dtype.
+
+    A cast there and back says the same, but XLA may leave both out where that keeps
+    more precision, and then two programs disagree about what was adopted.
+    """
+    own, other = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if other.bits >= own.bits:
+        return x
+    if other.nexp == own.nexp:
+        return jax.lax.reduce_precision(x, int(other.nexp), int(other.nmant))
+    return x.astype(dtype).astype(x.dtype)
+
+
+def place_like(tree: PyTree, like: PyTree) -> PyTree:
+    """``tree`` on the devices of ``like``; arrays already there stay what they are."""
+
+    def place(leaf: Any, other: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        if not isinstance(other, jax.Array) or leaf.sharding == other.sharding:
+            return leaf
+        return jax.device_put(leaf, other.sharding)
+
+    return jax.tree.map(place, tree, like)

@@ -150,3 +150,18 @@ def test_float32_local_center_under_bfloat16_workers():
     assert {x.dtype for x in jax.tree.leaves(local)} == {jnp.dtype("bfloat16")}
     expected = run(agn_optax.average(optax.sgd(0.1), 2), tree("bfloat16"), targets)[1]
     assert_close(local, expected, "bfloat16")
+
+
+@pytest.mark.parametrize("rule", ["agn", "agn_window", "downpour", "diloco"])
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_a_center_narrower_than_the_parameters_is_adopted_as_it_is_kept(rule, narrow):
+    """Compiled: XLA must not skip the rounding on the way to the parameters."""
+    params = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
+    split = agn_optax.phases(optax.sgd(0.1), RULES[rule](), center_dtype=narrow)
+    state = split.init(params)
+    exchange = jax.jit(split.exchange)
+    for _ in range(3):
+        updates, state = split.update(params * 0.3 + 0.1, state, params)
+        params = optax.apply_updates(params, updates)
+        adopted, after = exchange(params, state)
+        assert_identical(adopted, after.center.astype(jnp.float32))

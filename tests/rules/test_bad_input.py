@@ -1,5 +1,6 @@
 """Each bad input is a clear error: what came, what was expected, before any change."""
 
+import dataclasses
 import re
 
 import jax
@@ -37,6 +38,9 @@ PERIODS = [
     (jnp.asarray(1.5), errors.InvalidArgumentError, "got 1.5"),
     (jnp.asarray([1, 2]), errors.InvalidTypeError, "got an array int32[2]"),
     (jnp.asarray(True), errors.InvalidTypeError, "got an array bool[]"),
+    (jnp.asarray(jnp.inf), errors.InvalidArgumentError, "got inf"),
+    (jnp.asarray(1j), errors.InvalidTypeError, "got an array complex64[]"),
+    (2**40, errors.InvalidArgumentError, "got 1099511627776"),
     (lambda exchanges: 0, errors.InvalidArgumentError, "got 0"),
     (optax.sgd(0.1), errors.InvalidTypeError, "GradientTransformation"),
 ]
@@ -69,7 +73,7 @@ def test_moving_rate_out_of_range(rate, array):
         agn_optax.easgd(optax.sgd(0.1), 3, moving_rate=rate)
 
 
-@pytest.mark.parametrize("rate", [True, "0.5", jnp.ones(2), jnp.asarray(1)])
+@pytest.mark.parametrize("rate", [True, "0.5", jnp.ones(2), jnp.asarray(True)])
 def test_moving_rate_of_another_kind(rate):
     with raises(errors.InvalidTypeError, "moving_rate must be a number in (0, 1], got"):
         rules.easgd(rate)
@@ -233,6 +237,40 @@ def test_a_leaf_for_a_tree(tree):
             tx.update(tree, tx.init(params), params)
 
 
+def test_the_same_leaves_in_other_containers():
+    tx = agn_optax.agn(optax.sgd(0.1), 3)
+    params = [jnp.ones(1), jnp.ones(2)]
+    with raises(errors.TreeMismatchError, "grads and params", "different containers"):
+        tx.update(tuple(params), tx.init(params), params)
+    with raises(errors.TreeMismatchError, "params and center are different trees"):
+        agn_optax.center_params(tx.init(params), {"other": params})
+
+
+@pytest.mark.parametrize("leaf", ["hello", object()])
+def test_a_leaf_that_is_no_array(leaf):
+    with raises(errors.TreeMismatchError, "params['w'] has dtype", "floating"):
+        agn_optax.agn(optax.sgd(0.1), 3).init({"w": leaf})
+
+
+def test_float64_without_x64_is_not_float32_in_silence():
+    with raises(errors.InvalidArgumentError, "float64 needs", "jax_enable_x64"):
+        agn_optax.average(optax.sgd(0.1), 3, center_dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("combine", "max"), ("adopts", "Before"), ("center", None)]
+)
+def test_a_rule_that_makes_no_sense(field, value):
+    with raises(errors.InvalidArgumentError, f"{field} of rule 'average'", "got"):
+        dataclasses.replace(rules.average(), **{field: value})
+
+
+def test_a_penalty_with_a_state():
+    rule = dataclasses.replace(rules.average(), penalty=optax.trace(0.9))
+    with raises(errors.InvalidArgumentError, "penalty of rule 'average'", "stateless"):
+        agn_optax.exchange_every(optax.sgd(0.1), rule, 3).init(PARAMS)
+
+
 def test_combinators_of_another_tree():
     tx = agn_optax.accumulate()
     with raises(errors.TreeMismatchError, "updates", "['layers']"):
@@ -279,8 +317,9 @@ def test_missing_extra_arguments():
     tx = agn_optax.scale_by_staleness()
     with raises(errors.MissingArgumentError, "scale_by_staleness", "staleness"):
         tx.update(GRADS, tx.init(PARAMS))
-    with raises(errors.InvalidArgumentError, "staleness", "-1"):
-        tx.update(GRADS, tx.init(PARAMS), staleness=-1)
+    for staleness in (-1, np.int32(-1), jnp.asarray(-1)):
+        with raises(errors.InvalidArgumentError, "staleness", "-1"):
+            tx.update(GRADS, tx.init(PARAMS), staleness=staleness)
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, None])

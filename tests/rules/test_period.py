@@ -80,3 +80,19 @@ def test_a_schedule_that_goes_wrong_stops_the_worker_before_the_exchange():
         worker.exchange(params, state)
     assert center.version == 0
     assert not params.is_deleted()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_where_promotion_is_strict(name):
+    period, expected = SCHEDULES[name]
+    tx = agn_optax.downpour(optax.sgd(0.1), period)
+    params = jnp.ones(2)
+    with jax.numpy_dtype_promotion("strict"):
+        _, _, state = run(tx, params, np.zeros((12, 2), np.float32))
+    assert int(state.exchanges) == len(expected)
+
+
+def test_a_period_that_is_no_whole_number_is_rounded_up():
+    tx = agn_optax.downpour(optax.sgd(0.1), lambda k: jnp.asarray(1.0 + 1.5 * k))
+    _, _, state = run(tx, jnp.ones(2), np.zeros((9, 2), np.float32))
+    assert int(state.exchanges) == 3  # after 1, 1 + 3 and 1 + 3 + 4 steps

@@ -211,6 +211,29 @@ def test_survives_inject_hyperparams(name, static):
     assert_close(agn_optax.center_params(state), plain.center)
 
 
+def test_every_setting_of_easgd_can_be_injected():
+    injected = optax.inject_hyperparams(agn_optax.easgd)
+    params = tree()
+    targets = feeds(params, 7)
+    for settings in (
+        {"num_workers": 4},
+        {"moving_rate": 1},
+        {"moving_rate": 0.5, "rho": 1},
+    ):
+        tx = injected(optax.sgd(0.1), 3, **settings)
+        expected = run(agn_optax.easgd(optax.sgd(0.1), 3, **settings), params, targets)
+        assert_close(run(tx, params, targets)[1], expected[1])
+
+
+def test_a_schedule_of_exchanges_survives_injection_if_it_is_static():
+    injected = optax.inject_hyperparams(agn_optax.easgd, static_args="period")
+    period = agn_optax.local_warmup(2, steps=2)
+    tx = injected(optax.sgd(0.1), period, moving_rate=0.5)
+    params = jnp.ones(2)
+    _, _, state = run(tx, params, np.zeros((9, 2), np.float32))
+    assert int(state.inner_state.exchanges) == 3  # after 4, 6 and 8 steps
+
+
 def test_a_schedule_of_the_moving_rate():
     rate = optax.linear_schedule(0.5, 0.1, transition_steps=6)
     tx = optax.inject_hyperparams(agn_optax.easgd)(optax.sgd(0.1), 3, moving_rate=rate)

@@ -1,0 +1,166 @@
+"""What goes wrong at an exchange: nothing is lost, and nothing is sent twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_identical, feeds, run_worker, tree
+
+import agn_optax
+from agn_optax import errors, rules
+
+
+@pytest.fixture(params=RULES)
+def started(request):
+    center = agn_optax.LocalCenter(RULES[request.param](), {"a": jnp.ones(2)})
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=1, name="anna")
+    params, state = worker.start()
+    updates, state = worker.tx.update({"a": jnp.ones(2)}, state, params)
+    return center, worker, optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"b": jnp.ones(2)}, errors.TreeMismatchError, r"params\['b'\]"),
+        ({"a": jnp.ones((3, 2))}, errors.TreeMismatchError, r"has shape \[3, 2\]"),
+        ({"a": jnp.ones(2, jnp.int32)}, errors.TreeMismatchError, "dtype int32"),
+        (None, errors.MissingArgumentError, "'anna'.*params=None"),
+    ],
+)
+def test_wrong_parameters_are_refused_before_anything_is_sent(
+    started, params, error, message
+):
+    center, worker, right, state = started
+    for _ in range(3):
+        with pytest.raises(error, match=message):
+            worker.exchange(params, state)
+    assert center.version == worker.exchanges == 0
+    worker.exchange(right, state)
+    assert center.version == worker.exchanges == 1
+
+
+def test_a_wrong_state_is_refused_before_anything_is_sent(started):
+    center, worker, params, state = started
+    other = state._replace(inner_state=optax.sgd(0.1).init(params))
+    with pytest.raises(errors.TreeMismatchError, match="state"):
+        worker.exchange(params, other)
+    assert center.version == 0
+
+
+@pytest.mark.parametrize("what", ["params", "state"])
+def test_donated_arrays_are_refused_before_anything_is_sent(started, what):
+    center, worker, params, state = started
+    gone = params if what == "params" else state.inner_state
+    kept = jax.tree.map(jnp.copy, (params, state))
+    jax.tree.leaves(gone)[-1].delete()
+    for _ in range(3):
+        with pytest.raises(errors.WorkerStateError, match=rf"{what}.*donated.*'anna'"):
+            worker.exchange(params, state)
+    assert center.version == worker.exchanges == 0
+    worker.exchange(*kept)
+    assert center.version == worker.exchanges == 1
+
+
+def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
+    started, monkeypatch
+):
+    center, worker, params, state = started
+    expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
+    expected.exchange(
+        worker._contribute(state, params, {"a": jnp.ones(2)}),
+        anchor_version=0,
+        worker="w",
+    )
+    adopt = worker._adopt
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_adopt", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.exchange(params, state)
+    assert center.version == 1
+    monkeypatch.setattr(worker, "_adopt", adopt)
+    worker.exchange(params, state)
+    assert center.version == worker.exchanges == 1
+    assert_identical(center.pull().params, expected.pull().params)
+
+
+@pytest.mark.parametrize("optimizer", ["dog", "dowg", "prodigy"])
+def test_center_optimizers_that_keep_the_parameters(optimizer):
+    make = getattr(optax.contrib, optimizer)
+    factory = make if optimizer == "prodigy" else lambda: make(learning_rate=1.0)
+    center = agn_optax.LocalCenter(rules.agn(factory()), tree())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    run_worker(worker, *worker.start(), feeds(tree(), 3))
+    assert center.version == 3
+    assert np.isfinite(center.pull().params["scale"])
+
+
+def test_what_was_saved_can_be_restored_twice():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=1)
+    saved = worker.save(*worker.start())
+    first = run_worker(worker, *worker.restore(saved), feeds(tree(), 1))
+    again = worker.restore(saved)
+    assert_identical(again[0], tree())
+    assert_identical(first[1].inner_state, first[1].inner_state)
+
+
+def test_restore_refuses_what_is_not_this_workers():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    worker = agn_optax.Worker(center, optax.adam(0.1), period=1)
+    saved = worker.save(*worker.start())
+    other = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    with pytest.raises(errors.TreeMismatchError, match=r"saved\.state"):
+        other.restore(saved)
+    with pytest.raises(errors.TreeMismatchError, match=r"saved\.anchor"):
+        worker.restore(saved._replace(anchor=None))
+    with pytest.raises(errors.TreeMismatchError, match=r"saved\.params"):
+        worker.restore(saved._replace(params={"b": jnp.ones(2)}))
+
+
+def test_a_chief_that_cannot_start_lets_nobody_in():
+    def init(params):
+        raise RuntimeError("no memory for this")
+
+    broken = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    center = agn_optax.LocalCenter(rules.downpour())
+    worker = agn_optax.Worker(center, broken, period=1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        worker.start(tree(), chief=True)
+    with pytest.raises(errors.NotInitializedError):
+        center.pull()
+
+
+def test_a_restored_center_has_one_chief():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    again = agn_optax.LocalCenter.restore(center.rule, center.save())
+    again.initialize(tree(seed=1), worker="anna")  # comes back to what there is
+    assert_identical(again.pull().params, tree())
+    with pytest.raises(errors.AlreadyInitializedError, match="'anna'"):
+        again.initialize(tree(), worker="bert")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"center_state": {}}, errors.TreeMismatchError, "center_state"),
+        ({"version": -5}, errors.InvalidArgumentError, "negative, got -5"),
+        ({"params": {"w": "x"}}, errors.TreeMismatchError, r"params\['w'\].*'x'"),
+    ],
+)
+def test_restore_of_a_center_refuses(change, error, message):
+    saved = agn_optax.LocalCenter(rules.downpour(), tree()).save()
+    with pytest.raises(error, match=message):
+        agn_optax.LocalCenter.restore(rules.downpour(), saved._replace(**change))
+
+
+@pytest.mark.parametrize("version", [None, "0", 0.0])
+def test_a_version_that_is_no_int(version):
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
+        center.exchange(tree(), anchor_version=version, worker="w")
+    assert center.version == 0
