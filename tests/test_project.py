@@ -1,0 +1,147 @@
+"""What the project says of itself: layers, exports, README and docs."""
+
+import ast
+import contextlib
+import io
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import agn_optax
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "agn_optax"
+
+# A layer, and those that it may import. `errors` and `_version` are below all of them.
+LAYERS = {"rules": set(), "center": {"rules"}}
+
+
+def imports(path):
+    """Modules that a file imports, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {path}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_downwards(layer):
+    allowed = LAYERS[layer] | {layer, "errors"}
+    for path in (PACKAGE / layer).rglob("*.py"):
+        for name in imports(path):
+            top, *rest = name.split(".")
+            if top == "agn_optax":
+                assert rest[0] in allowed, f"{path.name} imports {name}"
+
+
+def test_every_folder_is_a_layer():
+    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name[0] != "_"}
+    assert folders == set(LAYERS)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_library_needs_only_jax_and_optax(layer):
+    for path in (PACKAGE / layer).rglob("*.py"):
+        for name in imports(path):
+            top = name.split(".")[0]
+            assert (
+                top in {"agn_optax", "jax", "numpy", "optax", "__future__"}
+                or top in sys.stdlib_module_names
+            ), f"{path.name} imports {name}"
+
+
+def test_importing_is_light():
+    heavy = ["flax", "grpc", "google.protobuf", "orbax", "matplotlib", "sklearn"]
+    program = (
+        "import sys, agn_optax\n"
+        f"print([m for m in {heavy} if m in sys.modules])\n"
+        "import jax._src.xla_bridge as bridge\n"
+        "print(bridge.backends_are_initialized())"
+    )
+    out = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.split("\n")[:2] == ["[]", "False"]
+
+
+@pytest.mark.parametrize(
+    "module", [agn_optax, agn_optax.rules, agn_optax.center, agn_optax.errors]
+)
+def test_all_is_the_truth(module):
+    assert sorted(module.__all__) == sorted(set(module.__all__))
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and name != "annotations"
+        and not (type(value).__name__ == "module" and name not in module.__all__)
+    }
+    assert public | {"__version__"} == set(module.__all__) | {"__version__"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in agn_optax.__all__ if callable(getattr(agn_optax, n))],
+)
+def test_public_docstrings_have_what_a_user_needs(name):
+    public = getattr(agn_optax, name)
+    assert public.__doc__
+    if isinstance(public, type):
+        return
+    for section in ("Args:", "Returns:", "Example:"):
+        assert section in public.__doc__ or (
+            section == "Args:"
+            and not public.__code__.co_argcount
+            and not public.__code__.co_kwonlyargcount
+        ), f"{name} has no {section}"
+
+
+def python_blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{path.name}-{i}")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for i, block in enumerate(python_blocks(path))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_code_in_readme_and_docs_runs_as_printed(block):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, "block", "exec"), {})  # noqa: S102 our own text
+    assert "nan" not in printed.getvalue()
+
+
+def test_the_ten_lines_of_the_readme_find_the_minimum():
+    block = python_blocks(ROOT / "README.md")[0]
+    assert len(block.strip().splitlines()) <= 10 + 1  # and a blank one
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(block, "README", "exec"), scope)  # noqa: S102 our own text
+    center = agn_optax.center_params(scope["state"])["w"]
+    assert abs(float(center[0]) - 1.0) < 0.1
+
+
+def test_the_file_tree_of_the_readme_is_the_tree():
+    tree = re.search(
+        r"```text\n(agn_optax/.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    named = set(re.findall(r"\b(_?\w+\.py)\b", tree.group(1)))
+    package = {p.name for p in PACKAGE.rglob("*.py")} - {"__init__.py", "_version.py"}
+    assert package <= named
+    assert named - package <= {"digits.py", "optimizer_overhead.py"}
+
+
+def test_the_rule_table_of_the_readme_has_every_rule():
+    readme = (ROOT / "README.md").read_text()
+    for name in agn_optax.rules.__all__:
+        if name != "Rule":
+            assert f"| `{name}` |" in readme
