@@ -163,7 +163,7 @@ def test_readers_see_whole_versions_while_threads_write():
     assert center.version == 60
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), min_size=1, max_size=20)
 )
@@ -182,7 +182,7 @@ def test_any_order_of_workers_adds_up(exchanges):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)),
