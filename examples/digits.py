@@ -170,7 +170,7 @@ class Trainer:
         run: Run,
         report: Callable[[Run, int], None],
     ) -> PyTree:
-        center = agn_optax.LocalCenter(rule)
+        center = agn_optax.LocalCenter(rule, self.first)
         failures: list[BaseException] = []
         threads = [
             threading.Thread(
@@ -185,7 +185,7 @@ class Trainer:
         # Meanwhile the center may be read at any time: each pull is one version, whole.
         last = -1
         while any(thread.is_alive() for thread in threads) and not failures:
-            snapshot = center.wait()
+            snapshot = center.pull()
             if snapshot.version >= last + self.args.workers:
                 last = snapshot.version
                 self._note(run, snapshot, report)
@@ -206,7 +206,7 @@ class Trainer:
         )
         local_step = make_local_step(self.network, worker.tx)
         images, labels = (jnp.asarray(x[rank :: args.workers]) for x in self.data.train)
-        params, state = worker.start(self.first, chief=rank == 0)
+        params, state = worker.start()
         for batch in batches(len(labels), args.batch, args.steps, args.seed + rank):
             params, state = local_step(params, state, images, labels, batch)
             params, state = worker.exchange(params, state)

@@ -64,9 +64,9 @@ class LocalCenter:
         self._dtype = _check.float_dtype(dtype, "dtype")
         self._changed = threading.Condition()
         self._state: CenterState | None = None
-        self._chief: str | None = (
-            None  # None in a restored center, too: any chief may return
-        )
+        # Who initialized: "" is whoever made this center, None (after a restore) nobody
+        # in this life.
+        self._chief: str | None = None
         # The center optimizer's state has no readers, so it is updated in place.
         # Versions have.
         self._move = jax.jit(
@@ -126,6 +126,7 @@ class LocalCenter:
         return self._initialized().version
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+        """Gives the center its first parameters: see `Center.initialize`."""
         _check.float_leaves(params, "params")
         with self._changed:
             if self._state is not None and self._chief not in (None, worker):
@@ -143,17 +144,24 @@ class LocalCenter:
             return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
+        """The center as it is, once it is initialized: see `Center.wait`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state is not None, timeout)
+            if not self._changed.wait_for(lambda: self._state is not None, timeout):
+                raise errors.NotInitializedError(
+                    f"no chief has initialized this center within {timeout} s; start "
+                    "one worker with start(params, chief=True)"
+                )
             return self.pull()
 
     def pull(self) -> Snapshot:
+        """The center as it is: ``.params`` and ``.version``, at any time."""
         state = self._initialized()
         return Snapshot(state.params, state.version)
 
     def exchange(
         self, contribution: PyTree, *, anchor_version: int, worker: str
     ) -> Snapshot:
+        """Applies what a worker contributes: see `Center.exchange`."""
         del worker  # all are alike to this center
         with self._changed:
             before = self._initialized()

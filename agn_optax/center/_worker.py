@@ -51,7 +51,8 @@ class Worker:
         Pure; jit it.
       name: the worker's name.
       exchanges: exchanges made.
-      staleness: of the last message sent; None before the first.
+      staleness: of the last message sent; None before the first. Where the rule adopts
+        the center before the message, the worker's own last one counts.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number.
@@ -236,8 +237,8 @@ class Worker:
           state: the state as it is.
 
         Returns:
-          A pytree; with the center's own ``save``, training goes on as if it had never
-          stopped.
+          A pytree; with the center's own ``save``, made while no worker exchanges,
+          training goes on as if it had never stopped.
 
         Raises:
           WorkerStateError: the worker was not started.
@@ -264,6 +265,7 @@ class Worker:
 
         Raises:
           TreeMismatchError: what was saved does not belong to this worker or center.
+          WorkerStateError: the center is older than what was saved.
         """
         center = self.center.pull()
         _check.same_tree(saved.params, center.params, "saved.params", "center")
@@ -271,6 +273,13 @@ class Worker:
         _check.same_tree(saved.state, expected, "saved.state", "this worker's state")
         if self._holds_anchor:
             _check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
+        if int(saved.anchor_version) > center.version:
+            raise errors.WorkerStateError(
+                f"saved is of a worker that has seen version "
+                f"{int(saved.anchor_version)} of the center, which is at "
+                f"{center.version}: restore both from one checkpoint, or adopt this "
+                "center with start()"
+            )
         exchanges = int(saved.exchanges)
         length = self._length_of_round(exchanges)
         params, state, anchor = _trees.copy((saved.params, saved.state, saved.anchor))

@@ -23,7 +23,8 @@ def _find(opt_state: PyTree) -> ExchangeState:
     if not found:
         raise errors.CenterNotFoundError(
             f"no center in this {type(opt_state).__name__}: expected the state of one "
-            "of agn_optax's optimizers, or of a chain, mask or other wrapper around it"
+            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
+            "it. The center of a Worker is center.pull().params"
         )
     if len(found) > 1:
         places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)

@@ -1,17 +1,17 @@
 """The round: THE place where local steps and exchanges are written.
 
-    every local step     x <- x + inner(penalty(g));   r <- record(r, g)
-    local_step
-    at an exchange       k  = contribution(r, x, a, steps)   at the worker
-    contribute
-                         m  = message(k, c)                  at the center  )
-                         c' = c + center_optimizer(m)        at the center  )
-                         move_center
-                         x  = adopt(x, c or c')              at the worker        adopt
+    every local step                                                    local_step
+        x <- x + inner(penalty(g)),   r <- record(r, g)
+    at an exchange
+        k  = contribution(r, x, a, steps)          at the worker        contribute
+        m  = message(k, c)                         at the center        move_center
+        c' = c + center_optimizer(m)               at the center        move_center
+        x  = adopt(x, c or c')                     at the worker        adopt
+        r  = an empty record,   a = c or c'        at the worker        begin_round
 
-`exchange` is the four in a row. An optimizer state that holds its center calls
-`exchange`; a worker and a center outside the program call the same pieces, with a wire
-(or nothing) between them. No other code knows the order.
+`exchange` is these in a row. An optimizer state that holds its center calls `exchange`;
+a worker and a center outside the program call the same pieces, with a wire (or nothing)
+between them. No other code knows the order.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def exchange_every(
             adopted, state = split.exchange(stepped, state, **extra_args)
             return _difference(adopted, params), state
 
-        if rule.needs_params or rule.adopts == "before":
+        if rule.needs_params or rule.adopt is not None or rule.adopts == "before":
             return exchange_if_due(lambda carry: exchanged(*carry), (updates, state))
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and

@@ -75,7 +75,7 @@ def agn_window(
     r"""Accumulated gradient normalization in the paper's form, without a record.
 
     .. math:: \text{every } \lambda \text{ steps: }
-        c \leftarrow c - (c - x) / \lambda, \; x \leftarrow c
+        c \leftarrow c - \sum_i (c - x_i) / \lambda, \; x_i \leftarrow c
 
     Args:
       inner: the inner optimizer.
@@ -152,7 +152,7 @@ def dynsgd(
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
     .. math:: \text{every } \lambda \text{ steps: }
-        c \leftarrow c - (c - x) / (\tau + 1), \; x \leftarrow c
+        c \leftarrow c - \sum_i (c - x_i) / (\tau_i + 1), \; x_i \leftarrow c
 
     With the center in the optimizer state no message is stale, and the numbers are
     DOWNPOUR's; the rule shows its difference on a center that several workers share

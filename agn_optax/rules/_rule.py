@@ -28,7 +28,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    r"""One method: what a worker keeps and sends, how the center moves, who adopts it.
+    r"""One method: what a worker keeps and sends, and what the center makes of it.
 
     .. math::
         \text{local step:}\quad & x \leftarrow x + \text{inner}(\text{penalty}(g));
@@ -48,8 +48,8 @@ class Rule:
         center, and the extra argument ``staleness`` (int32 scalar).
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
-        local steps really made, an int32 scalar. What the rule does not say it needs
-        may be None.
+        local steps really made, an int32 scalar. Returns a tree with the structure and
+        shapes of the center.
       message: ``(contribution, center) -> message``, made where the center is, for
         rules that need the center as it is now; None if the contribution is the
         message.
@@ -63,18 +63,33 @@ class Rule:
         None: the parameters become the center.
       adopts: whether the worker adopts the center as it was before or after its own
         message.
-      needs_params: whether ``contribution`` or ``adopt`` reads the worker's parameters.
-      needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor.
+      needs_params: whether ``contribution`` reads the worker's parameters; if not, it
+        gets None for them, and the drop-in form is faster.
+      needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor; if not, it
+        gets None, and no copy of the anchor is kept.
+
+    All functions are traced, so they must be pure.
 
     Example:
-      SlowMo's ancestor BMUF, block momentum on the mean of the workers' displacements:
+      A new method, which sends only the sign of its displacement:
 
-      >>> import dataclasses, optax
-      >>> from agn_optax import rules
+      >>> import jax, jax.numpy as jnp, optax, agn_optax
+      >>> sign = agn_optax.rules.Rule(
+      ...     name="sign",
+      ...     center=optax.sgd(0.01),
+      ...     contribution=lambda record, params, anchor, steps: jax.tree.map(
+      ...         lambda a, x: jnp.sign(a - x), anchor, params
+      ...     ),
+      ... )
+      >>> tx = agn_optax.exchange_every(optax.sgd(0.1), sign, period=3)
+
+      And BMUF, block momentum on the mean displacement, which differs from model
+      averaging in its center optimizer only:
+
+      >>> import dataclasses
       >>> momentum = optax.sgd(1.0, momentum=0.5)
-      >>> bmuf = dataclasses.replace(rules.average(), name="bmuf", center=momentum)
-      >>> bmuf.combine
-      'mean'
+      >>> average = agn_optax.rules.average()
+      >>> bmuf = dataclasses.replace(average, name="bmuf", center=momentum)
     """
 
     name: str
@@ -89,7 +104,7 @@ class Rule:
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
     needs_params: bool = True
-    needs_anchor: bool = False
+    needs_anchor: bool = True
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -176,6 +191,7 @@ def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Ru
         record=accumulate(dtype=record_dtype),
         contribution=lambda record, params, anchor, steps: _per_step(record.sum, steps),
         needs_params=False,
+        needs_anchor=False,
     )
 
 
@@ -205,7 +221,6 @@ def agn_window() -> Rule:
         contribution=lambda record, params, anchor, steps: _per_step(
             _displacement(record, params, anchor, steps), steps
         ),
-        needs_anchor=True,
     )
 
 
@@ -225,12 +240,7 @@ def downpour() -> Rule:
     References:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
-    return Rule(
-        name="downpour",
-        center=optax.sgd(1.0),
-        contribution=_displacement,
-        needs_anchor=True,
-    )
+    return Rule(name="downpour", center=optax.sgd(1.0), contribution=_displacement)
 
 
 def dynsgd() -> Rule:
@@ -294,7 +304,8 @@ def diloco(center: optax.GradientTransformation | None = None) -> Rule:
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. Use AdamW as the inner one.
 
     Returns:
-      The rule.
+      The rule. The mean is over the workers of one mesh; a center outside the program
+      takes the displacements of n workers one by one and moves n times as far.
 
     Raises:
       InvalidTypeError: ``center`` is not an optax optimizer.

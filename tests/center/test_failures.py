@@ -122,6 +122,16 @@ def test_restore_refuses_what_is_not_this_workers():
         worker.restore(saved._replace(params={"b": jnp.ones(2)}))
 
 
+def test_restore_refuses_a_center_older_than_the_worker():
+    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    saved = worker.save(*run_worker(worker, *worker.start(), feeds(tree(), 3)))
+    older = agn_optax.LocalCenter(rules.downpour(), tree())
+    again = agn_optax.Worker(older, optax.sgd(0.1), period=1)
+    with pytest.raises(errors.WorkerStateError, match=r"seen version 3.*is at 0"):
+        again.restore(saved)
+
+
 def test_a_chief_that_cannot_start_lets_nobody_in():
     def init(params):
         raise RuntimeError("no memory for this")

@@ -1,5 +1,6 @@
 """The algebraic laws, over inner optimizers, periods, dtypes and trees."""
 
+import dataclasses
 import functools
 
 import jax
@@ -230,3 +231,19 @@ def test_8_the_embedded_center_gives_the_numbers_of_the_split_form(rule, period)
         assert worker.staleness == 0
     assert_close(actual, expected, tolerance=1e-6)
     assert_close(center.pull().params, state.center, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("needs_params", [True, False])
+def test_8_a_rule_with_an_adoption_of_its_own(needs_params):
+    """Halfway to the center, from the parameters after the last local step."""
+    halfway = dataclasses.replace(
+        rules.agn(optax.sgd(0.3)),
+        adopt=lambda x, c: jax.tree.map(lambda x, c: (x + c) / 2, x, c),
+        needs_params=needs_params,
+    )
+    params = tree()
+    targets = feeds(params, 6)
+    tx = agn_optax.exchange_every(optax.sgd(0.1), halfway, 3)
+    split = agn_optax.phases(optax.sgd(0.1), halfway)
+    _, *dropped_in = run(tx, params, targets)
+    assert_close(run_split(split, params, targets, 3), tuple(dropped_in))
