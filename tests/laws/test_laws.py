@@ -36,18 +36,8 @@ def at_every_period(drop_in, params, targets):
 
     @jax.jit
     def at(period):
-        tx = drop_in(period)
-
-        def body(carry, target):
-            params, state = carry
-            updates, state = tx.update(gradient(params, target), state, params)
-            params = optax.apply_updates(params, updates)
-            return (params, state), params
-
-        (params_, state), trajectory = jax.lax.scan(
-            body, (params, tx.init(params)), targets
-        )
-        return trajectory, params_, agn_optax.center_params(state)
+        trajectory, last, state = run(drop_in(period), params, targets)
+        return trajectory, last, agn_optax.center_params(state)
 
     return {period: at(jnp.int32(period)) for period in PERIODS}
 
