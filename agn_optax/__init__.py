@@ -1,6 +1,6 @@
 """Train one model with many workers that talk rarely, as Optax transformations."""
 
-from agn_optax import errors, rules
+from agn_optax import errors, rules, towers
 from agn_optax._version import __version__
 from agn_optax.center import (
     Center,
@@ -35,23 +35,41 @@ from agn_optax.rules._optimizers import (
     easgd,
 )
 from agn_optax.rules._period import local_warmup, synchronous_warmup
+from agn_optax.rules._placement import Placement
+from agn_optax.towers import (
+    AllReduceState,
+    LossScaleState,
+    Towers,
+    all_reduce,
+    densify,
+    initialize_distributed,
+    loss_scale,
+    loss_scaling,
+    reduce_loss,
+)
 
 __all__ = [
     "AccumulateState",
+    "AllReduceState",
     "Center",
     "CenterState",
     "ExchangeState",
     "LocalCenter",
+    "LossScaleState",
     "Phases",
+    "Placement",
     "Snapshot",
+    "Towers",
     "Worker",
     "WorkerState",
     "__version__",
     "accumulate",
     "agn",
     "agn_window",
+    "all_reduce",
     "average",
     "center_params",
+    "densify",
     "diloco",
     "downpour",
     "dynsgd",
@@ -59,11 +77,16 @@ __all__ = [
     "elastic_pull",
     "errors",
     "exchange_every",
+    "initialize_distributed",
     "local_warmup",
+    "loss_scale",
+    "loss_scaling",
     "normalize",
     "phases",
+    "reduce_loss",
     "rules",
     "scale_by_staleness",
     "scan_round",
     "synchronous_warmup",
+    "towers",
 ]

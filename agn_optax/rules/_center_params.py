@@ -6,32 +6,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules._forms import ExchangeState
+from agn_optax.rules._forms import find_state
+from agn_optax.rules._placement import whole_center
 
 PyTree = Any
-
-
-def _find(opt_state: PyTree) -> ExchangeState:
-    def is_found(node: Any) -> bool:
-        return isinstance(node, ExchangeState)
-
-    leaves = tree_flatten_with_path(opt_state, is_leaf=is_found)[0]
-    found = [(path, node) for path, node in leaves if is_found(node)]
-    if not found:
-        raise errors.CenterNotFoundError(
-            f"no center in this {type(opt_state).__name__}: expected the state of one "
-            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
-            "it. The center of a Worker is center.pull().params"
-        )
-    if len(found) > 1:
-        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
-        raise errors.AmbiguousCenterError(
-            f"expected one center, found {len(found)}: at {places}; pass one of them"
-        )
-    return found[0][1]
 
 
 def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
@@ -54,6 +34,8 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       TreeMismatchError: ``params`` is another tree than the center.
       AmbiguousCenterError: there is more than one; pass the part of the state that you
         mean.
+      UnboundAxisError: the center is in shards, and the axis of their towers is not
+        bound here; `Towers.center_params` reads it from outside.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -61,7 +43,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       >>> print(agn_optax.center_params(tx.init(jnp.array([1.0, 2.0]))))
       [1. 2.]
     """
-    center = _find(opt_state).center
+    center = whole_center(find_state(opt_state).center)
     if params is None:
         return center
 

@@ -25,14 +25,10 @@ import optax
 
 from agn_optax import errors
 from agn_optax.rules import _check, _trees
+from agn_optax.rules._placement import WHOLE, Layout
 from agn_optax.rules._rule import Rule
 
 PyTree = Any
-
-_COMBINE: dict[str, Callable[[PyTree, Any], PyTree]] = {
-    "sum": jax.lax.psum,
-    "mean": jax.lax.pmean,
-}
 
 
 class LocalState(NamedTuple):
@@ -49,6 +45,7 @@ def init_local(
     inner: optax.GradientTransformationExtraArgs,
     params: PyTree,
     anchor: PyTree,
+    layout: Layout = WHOLE,
 ) -> LocalState:
     """The local phase before its first step; ``anchor`` is kept as it is."""
     if rule.penalty is not None and jax.tree.leaves(rule.penalty.init(params)):
@@ -59,7 +56,7 @@ def init_local(
         local_steps=jnp.zeros((), jnp.int32),
         # Of a copy: some optimizers keep the parameters that they are shown.
         inner_state=inner.init(_trees.copy(params)),
-        record=rule.record.init(params),
+        record=rule.record.init(layout.part(params)),
         anchor=anchor,
     )
 
@@ -72,12 +69,15 @@ def local_step(
     params: PyTree,
     center: PyTree,
     extra_args: dict[str, Any],
+    layout: Layout = WHOLE,
 ) -> tuple[PyTree, LocalState]:
     """One local step: updates for ``params``, and the state with the gradient recorded.
 
     ``center`` is the anchor where the state keeps none.
     """
-    _, record = rule.record.update(grads, state.record, params)
+    _, record = rule.record.update(
+        layout.part(grads), state.record, layout.part(params)
+    )
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
         anchor = _anchor(state, center)
@@ -112,16 +112,28 @@ def move_center(
     center_state: PyTree,
     *,
     staleness: Any = 0,
-    axis_name: Any = None,
+    live: PyTree = None,
+    combine: Callable[[PyTree], PyTree] | None = None,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """The center and its optimizer's state after one exchange."""
-    message = (
-        contribution if rule.message is None else rule.message(contribution, center)
-    )
+    """The center and its optimizer's state after one exchange.
+
+    Args:
+      rule: whose center this is.
+      contribution: of a worker.
+      center: to be moved; on a mesh, perhaps this tower's piece of it.
+      center_state: the center optimizer's.
+      staleness: of the contribution.
+      live: the center as the contribution is cut, where that is not ``center``.
+      combine: makes one message, cut as ``center``, of those of all workers of a mesh.
+      extra_args: for the center optimizer.
+    """
+    message = contribution
+    if rule.message is not None:
+        message = rule.message(contribution, center if live is None else live)
     message = optax.tree.cast_like(message, center)
-    if axis_name is not None:
-        message = _COMBINE[rule.combine](message, axis_name)
+    if combine is not None:
+        message = combine(message)
     extra_args = {**(extra_args or {}), "staleness": jnp.asarray(staleness, jnp.int32)}
     updates, center_state = rule.center.update(
         message, center_state, center, **extra_args
@@ -137,7 +149,11 @@ def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
 
 
 def begin_round(
-    rule: Rule, state: LocalState, params: PyTree, adopted: PyTree
+    rule: Rule,
+    state: LocalState,
+    params: PyTree,
+    adopted: PyTree,
+    layout: Layout = WHOLE,
 ) -> LocalState:
     """The local phase as the next round starts: an empty record, the new anchor."""
     # The empty record is written over the old one, after the center has read that.
@@ -147,8 +163,8 @@ def begin_round(
     record = optax.tree.map_params(
         rule.record,
         lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
-        rule.record.init(params),
-        adopted,
+        rule.record.init(layout.part(params)),
+        layout.part(adopted),
     )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
@@ -164,23 +180,38 @@ def exchange(
     state: LocalState,
     center: PyTree,
     center_state: PyTree,
+    layout: Layout,
     *,
-    axis_name: Any = None,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, LocalState, PyTree, PyTree]:
-    """An exchange with a center at hand: ``(params, state, center, center_state)``."""
-    contribution = contribute(rule, state, params, center)
+    """An exchange with a center at hand: ``(params, state, center, center_state)``.
+
+    On a mesh, ``center`` and ``center_state`` are what ``layout`` keeps here.
+    """
+    kept, center_state = layout.load(center, center_state)
+    # Before anything moves, whoever looks at the center needs it cut as the parameters.
+    live = None
+    if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
+        live = layout.unite(kept, params)
+    anchor = None if state.anchor is None else layout.part(state.anchor)
+    contribution = contribute(
+        rule, state._replace(anchor=anchor), layout.part(params), live
+    )
     moved, center_state = move_center(
         rule,
         contribution,
-        center,
+        kept,
         center_state,
-        axis_name=axis_name,
+        live=live,
+        combine=lambda message: layout.combine(message, rule.combine, params),
         extra_args=extra_args,
     )
-    adopted = center if rule.adopts == "before" else moved
-    params = adopt(rule, params, adopted)
-    return params, begin_round(rule, state, params, adopted), moved, center_state
+    adopted = live if rule.adopts == "before" else layout.unite(moved, params)
+    adopted = layout.whole(adopted, params)
+    adopting = adopt(rule, params, adopted)
+    state = begin_round(rule, state, params, adopted, layout)
+    center, center_state = layout.store(moved, center_state, params)
+    return adopting, state, center, center_state
 
 
 def _overwrite(old: PyTree, new: PyTree) -> PyTree:

@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_flatten_with_path
 
-from agn_optax.rules import _check, _exchange, _period, _trees
+from agn_optax import errors
+from agn_optax.rules import _axes, _check, _elementwise, _exchange, _period, _trees
+from agn_optax.rules._placement import Layout, Placement
 from agn_optax.rules._rule import Rule, check_rule
 
 PyTree = Any
@@ -35,12 +38,22 @@ class ExchangeState(NamedTuple):
     exchanges: jax.Array  # int32 scalar: exchanges made so far
 
 
-class Phases(NamedTuple):
-    """The split form: see `phases`."""
+class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """The split form, see `phases`: the local phase is an optax optimizer.
 
-    init: Callable[[PyTree], ExchangeState]
-    update: Callable[..., tuple[PyTree, ExchangeState]]
-    exchange: Callable[..., tuple[PyTree, ExchangeState]]
+    Attributes:
+      init: ``params -> state``.
+      update: ``(grads, state, params, **extra) -> (updates, state)``: a local step.
+      exchange: ``(params, state, **extra) -> (params, state)``: the end of a round.
+    """
+
+    exchange: Callable[..., tuple[PyTree, PyTree]]
+
+    def __new__(cls, init: Any, update: Any, exchange: Any) -> Phases:
+        """A pair of functions, as every optimizer, and one that is not in the tuple."""
+        self = super().__new__(cls, init, update)
+        self.exchange = exchange
+        return self
 
 
 def phases(
@@ -49,6 +62,7 @@ def phases(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> Phases:
     """A rule as two programs, for loops that count their steps: the split form.
 
@@ -64,17 +78,24 @@ def phases(
         pmap or shard_map around ``exchange``; None for one worker.
       center_dtype: floating dtype of center and center optimizer; None keeps the
         parameters'. float32 under bfloat16 parameters is a master copy.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
-      ``Phases(init, update, exchange)``; the state is that of `exchange_every`, so that
-      the two forms can take turns.
+      An optax optimizer, the local phase, which goes where others do (a chain, a
+      ``TrainState``); with a function ``exchange`` more, which finds its part in the
+      state of the whole. The state is that of `exchange_every`, so that the two forms
+      can take turns.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` came without ``params``.
       TreeMismatchError: gradients, parameters and state do not belong together, or have
         leaves that are not real floating arrays.
-      UnboundAxisError: ``axis_name`` is not bound around ``exchange``.
+      UnboundAxisError: ``axis_name`` is not bound around ``exchange``, or the axis of a
+        sharded center around any of the three.
+      CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without an
+        `ExchangeState`, or with several.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -94,18 +115,29 @@ def phases(
     inner = _check.optimizer(inner, "inner")
     check_rule(rule)
     center_dtype = _check.float_dtype(center_dtype, "center_dtype")
+    layout = Layout(axis_name, _placement_of(placement))
     # On a mesh the center itself is the anchor, unless workers adopt it as it was
-    # before.
-    keep_anchor = rule.needs_anchor and rule.adopts == "before"
+    # before, or need all of it at every step and hold a piece.
+    keep_anchor = rule.needs_anchor and (
+        rule.adopts == "before" or (rule.penalty is not None and layout.sharded)
+    )
 
     def init_fn(params: PyTree) -> ExchangeState:
         _check.float_leaves(params, "params")
-        center = _trees.copy(params, center_dtype)
-        anchor = _trees.copy(center) if keep_anchor else None
+        layout.check_memory()
+        if layout.sharded:
+            layout.check_bound()
+            _elementwise.check(rule, params, layout)
+        whole = _trees.copy(params, center_dtype)
+        piece = layout.piece(whole)
+        center, center_state = layout.store(
+            piece, rule.center.init(_trees.copy(piece)), params
+        )
+        anchor = _trees.copy(whole) if keep_anchor else None
         return ExchangeState(
-            local=_exchange.init_local(rule, inner, params, anchor),
+            local=_exchange.init_local(rule, inner, params, anchor, layout),
             center=center,
-            center_state=rule.center.init(_trees.copy(center)),
+            center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
         )
 
@@ -113,30 +145,36 @@ def phases(
         updates: PyTree, state: ExchangeState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ExchangeState]:
         _exchange.check_step(updates, params, rule.name)
-        _check.same_tree(params, state.center, "params", "center")
+        layout.check_center(params, state.center)
+        if layout.sharded:
+            layout.check_bound()
         updates, local = _exchange.local_step(
-            rule, inner, updates, state.local, params, state.center, extra_args
+            rule, inner, updates, state.local, params, state.center, extra_args, layout
         )
         return updates, state._replace(local=local)
 
     def exchange_fn(
-        params: PyTree, state: ExchangeState, **extra_args: Any
-    ) -> tuple[PyTree, ExchangeState]:
+        params: PyTree, state: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         _check.params_given(params, rule.name)
-        _check.same_tree(params, state.center, "params", "center")
+        own = find_state(state)
+        layout.check_center(params, own.center)
         _check.float_leaves(params, "params")
-        _check.axis_bound(axis_name)
+        layout.check_bound()
         params, local, center, center_state = _exchange.exchange(
             rule,
             params,
-            state.local,
-            state.center,
-            state.center_state,
-            axis_name=axis_name,
+            own.local,
+            own.center,
+            own.center_state,
+            layout,
             extra_args=extra_args,
         )
-        exchanges = optax.safe_increment(state.exchanges)
-        return params, ExchangeState(local, center, center_state, exchanges)
+        exchanges = optax.safe_increment(own.exchanges)
+        own = ExchangeState(local, center, center_state, exchanges)
+        return params, jax.tree.map(
+            lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
+        )
 
     return Phases(init_fn, update_fn, exchange_fn)
 
@@ -148,6 +186,7 @@ def exchange_every(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Any rule as a drop-in optax optimizer that exchanges every ``period`` steps.
 
@@ -178,6 +217,8 @@ def exchange_every(
       center_dtype: floating dtype of center and center optimizer; None keeps the
         parameters'. Give it as a string under ``inject_hyperparams``, which takes
         callables for schedules.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`; updates have the dtypes of the
@@ -204,22 +245,32 @@ def exchange_every(
       [0.5] [0.5]
     """
     period_of = _period.as_schedule(period)
-    split = phases(inner, rule, axis_name=axis_name, center_dtype=center_dtype)
+    split = phases(
+        inner,
+        rule,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
+    )
+
+    layout = Layout(axis_name, _placement_of(placement))
+    # Where the exchange needs nothing but the state, and the state holds all that is
+    # adopted, the loop need not carry the updates.
+    reads_center_only = (
+        not rule.needs_params
+        and rule.adopt is None
+        and rule.adopts == "after"
+        and layout.placement == Placement()
+    )
 
     def update_fn(
         updates: PyTree, state: ExchangeState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ExchangeState]:
         _check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
+        center, center_state = layout.settle(state.center, state.center_state)
+        state = state._replace(center=center, center_state=center_state)
         due = state.local.local_steps >= _period.steps_of(period_of(state.exchanges))
-
-        # A loop of zero or one trips, not a cond: cond copies whatever passes through
-        # it, a loop updates its carry in place.
-        def exchange_if_due(trip: Callable[[Any], Any], carry: Any) -> Any:
-            def body(_: Any, carry: Any) -> Any:
-                return jax.tree.map(_vary_like, trip(carry), carry)
-
-            return jax.lax.fori_loop(0, due.astype(jnp.int32), body, carry)
 
         def exchanged(
             updates: PyTree, state: ExchangeState
@@ -228,12 +279,12 @@ def exchange_every(
             adopted, state = split.exchange(stepped, state, **extra_args)
             return _difference(adopted, params), state
 
-        if rule.needs_params or rule.adopt is not None or rule.adopts == "before":
-            return exchange_if_due(lambda carry: exchanged(*carry), (updates, state))
+        if not reads_center_only:
+            return _axes.when(due, lambda carry: exchanged(*carry), (updates, state))
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
-        moved = exchange_if_due(lambda carry: exchanged(updates, carry)[1], state)
+        moved = _axes.when(due, lambda carry: exchanged(updates, carry)[1], state)
         adopted = _exchange.adopt(rule, params, moved.center)
         updates = jax.tree.map(
             functools.partial(jnp.where, due), _difference(adopted, params), updates
@@ -300,10 +351,34 @@ def _difference(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda n, o: n - o, new, old)
 
 
-def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
-    missing = (
-        jax.typeof(old).manual_axis_type.varying
-        - jax.typeof(new).manual_axis_type.varying
-    )
-    return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new
+def _placement_of(value: Any) -> Placement:
+    if value is None:
+        return Placement()
+    if not isinstance(value, Placement):
+        raise errors.InvalidTypeError(
+            "placement must be an agn_optax.Placement or None, such as "
+            f"Placement(shard_axis='towers'), got {_check.show(value)}"
+        )
+    return value
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, ExchangeState)
+
+
+def find_state(opt_state: PyTree) -> ExchangeState:
+    """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
+    leaves = tree_flatten_with_path(opt_state, is_leaf=_is_own)[0]
+    found = [(path, node) for path, node in leaves if _is_own(node)]
+    if not found:
+        raise errors.CenterNotFoundError(
+            f"no center in this {type(opt_state).__name__}: expected the state of one "
+            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
+            "it. The center of a Worker is center.pull().params"
+        )
+    if len(found) > 1:
+        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
+        raise errors.AmbiguousCenterError(
+            f"expected one center, found {len(found)}: at {places}; pass one of them"
+        )
+    return found[0][1]

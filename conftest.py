@@ -1,3 +1,5 @@
+"""Pytest: eight devices where there is one CPU."""
+
 import hypothesis
 import jax
 

@@ -1,0 +1,93 @@
+"""Collectives over a mesh axis, or over several, or over none.
+
+An axis of one member needs no communication, but XLA compiles a collective for it all
+the same, with a copy. These leave it out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Axes = tuple[str, ...]
+
+
+def names(axis_name: Any) -> Axes:
+    """``axis_name``, one name, several or None, as a tuple."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def size(axes: Axes) -> int:
+    return math.prod(jax.lax.axis_size(name) for name in axes)
+
+
+def index(axes: Axes) -> Any:
+    """This member's place along ``axes``, the first of them the major one."""
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The axes that ``x`` varies over; none where shard_map does not check them."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def checked(axes: Axes) -> bool:
+    """Whether these are axes of a shard_map that checks what varies over them."""
+    return any(name in varying(jax.lax.axis_index(name)) for name in axes)
+
+
+def _live(axes: Axes, x: jax.Array) -> Axes:
+    # A reduction over an axis of one member is the identity, but for its type: what
+    # varied over the axis does so no longer.
+    own = varying(x)
+    return tuple(n for n in axes if jax.lax.axis_size(n) > 1 or n in own)
+
+
+def psum(x: jax.Array, axes: Axes) -> jax.Array:
+    axes = _live(axes, x)
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def scatter(x: jax.Array, axes: Axes) -> jax.Array:
+    """This member's piece of the sum of ``x``, one-dimensional, by equal pieces."""
+    axes = _live(axes, x)
+    if not axes:
+        return x
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
+
+
+def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
+    """Every member's piece ``x``, in order along the first dimension.
+
+    ``same`` says, to a shard_map that checks, that the result is the same everywhere.
+    """
+    axes = _live(axes, x)
+    if not axes:
+        return x
+    to = "invarying" if same and checked(axes) else "varying"
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+
+
+def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
+    """``act(carry)`` where ``due``, else ``carry``, with no collective made then.
+
+    A loop of zero or one trips, not a cond: cond copies whatever passes through it, a
+    loop updates its carry in place.
+    """
+
+    def body(_: Any, carry: Any) -> Any:
+        return jax.tree.map(_vary_like, act(carry), carry)
+
+    return jax.lax.fori_loop(0, due.astype(jnp.int32), body, carry)
+
+
+def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
+    """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
+    missing = varying(old) - varying(new)
+    return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new

@@ -1,0 +1,350 @@
+"""Where the center of a mesh lives: whole on every tower, in shards, or on the host.
+
+`Placement` is the caller's choice, `Layout` the same with the axis of the workers. The
+round (`_exchange`) asks the layout for what it needs and knows of no case:
+
+    part        what this tower keeps of a tree that its worker's towers all have alike
+    piece       the part of a part that is this worker's; what is kept of the center
+    combine     the messages of all workers as one, each tower its piece
+    unite       the part back from the workers' pieces
+    whole       the tree back from the towers' parts
+
+Without shards all of them are the identity, but for `combine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    r"""Where a center that is part of an optimizer state lives.
+
+    With ``shard_axis``, each of the n towers of that axis keeps 1/n of the center and
+    of the center optimizer's state, and moves that part only. Over the axis of the
+    workers, messages are reduce-scattered and the new center is all-gathered (as much
+    as the all-reduce of a whole center moves); rules that read the anchor or the live
+    center gather it once more before. Over the towers of a data-parallel worker, whose
+    gradients are alike, 1/n of the record is kept too, and only the gathering is left.
+
+    The center optimizer and the rule must then work element by element; what looks at
+    a whole tree or a whole leaf (global-norm clipping, trust ratios, matrix
+    orthogonalization) is refused by name when the state is made.
+
+    Args:
+      shard_axis: mesh axis, or tuple of axes, over which the center is divided; None
+        keeps it whole on every tower. Leaves with fewer elements than towers stay
+        whole.
+      memory: ``"device"``, or ``"host"``: center and center optimizer's state wait in
+        the host's pinned memory and visit the device for the exchange.
+
+    Raises:
+      InvalidArgumentError: ``memory`` is neither.
+
+    Example:
+      >>> import optax, agn_optax
+      >>> tx = agn_optax.exchange_every(
+      ...     optax.adam(1e-3),
+      ...     agn_optax.rules.agn(optax.adam(1e-3)),
+      ...     period=10,
+      ...     axis_name="workers",
+      ...     placement=agn_optax.Placement(shard_axis="workers"),
+      ... )
+      >>> towers = agn_optax.Towers(workers=4)
+      >>> state = towers.create(tx.init, {"w": jnp.ones(10)})
+      >>> towers.center_params(state)["w"].shape
+      (10,)
+
+    References:
+      Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He, *ZeRO: Memory
+      Optimizations Toward Training Trillion Parameter Models*, 2020.
+    """
+
+    shard_axis: Any = None
+    memory: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        if self.memory not in ("device", "host"):
+            raise errors.InvalidArgumentError(
+                f"memory must be 'device' or 'host', got {_check.show(self.memory)}"
+            )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pieces"],
+    meta_fields=["shapes", "axes"],
+)
+@dataclasses.dataclass(frozen=True)
+class ShardedCenter:
+    """One tower's pieces of a center, as an optimizer state keeps them."""
+
+    pieces: PyTree  # as the parameters; leaves [1, ..., 1, elements of a piece]
+    shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
+    axes: tuple[_axes.Axes, _axes.Axes]  # the worker's own, and those of the workers
+
+    def like(self) -> PyTree:
+        """A tree with the shapes of the whole."""
+        return jax.tree.unflatten(
+            jax.tree.structure(self.pieces),
+            [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes],
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """What an optimizer state keeps in the memory of the host."""
+
+    tree: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A placement on a mesh whose workers are the members of ``axis_name``."""
+
+    axis_name: Any = None
+    placement: Placement = dataclasses.field(default_factory=Placement)
+
+    @property
+    def workers(self) -> _axes.Axes:
+        return _axes.names(self.axis_name)
+
+    @property
+    def within(self) -> _axes.Axes:
+        """Axes of the shards whose towers are one worker together."""
+        shards = _axes.names(self.placement.shard_axis)
+        return tuple(name for name in shards if name not in self.workers)
+
+    @property
+    def across(self) -> _axes.Axes:
+        """Axes of the shards whose towers are workers of their own."""
+        shards = _axes.names(self.placement.shard_axis)
+        return tuple(name for name in shards if name in self.workers)
+
+    @property
+    def sharded(self) -> bool:
+        return self.placement.shard_axis is not None
+
+    @property
+    def on_host(self) -> bool:
+        return self.placement.memory == "host"
+
+    def check_bound(self) -> None:
+        """Every axis that this needs is bound where this is traced."""
+        _check.axis_bound(self.axis_name)
+        _check.axis_bound(self.placement.shard_axis)
+
+    def part(self, tree: PyTree) -> PyTree:
+        """What this tower keeps of ``tree``, which its worker's towers have alike."""
+        return _map(functools.partial(_Cut.part, self._cut()), tree)
+
+    def piece(self, tree: PyTree) -> PyTree:
+        """What this tower keeps of the center ``tree``."""
+        return _map(functools.partial(_Cut.piece, self._cut()), tree)
+
+    def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
+        """This tower's piece of all workers' messages, each given as a part."""
+        count = _axes.size(self.workers)
+        rest = tuple(name for name in self.workers if name not in self.across)
+
+        def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
+            m = self._cut().scatter(m, whole, rest)
+            return m / count if how == "mean" else m
+
+        return jax.tree.map(combine, message, like)
+
+    def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
+        """The part of the center that this worker's tower keeps, from all workers."""
+        return jax.tree.map(self._cut().unite, pieces, like)
+
+    def whole(self, parts: PyTree, like: PyTree) -> PyTree:
+        """The whole tree, from the parts of all towers of this worker."""
+        return jax.tree.map(self._cut().whole, parts, like)
+
+    def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
+        """Pieces and center optimizer's state as an optimizer state keeps them."""
+        if self.sharded:
+            shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
+            center = ShardedCenter(center, shapes, (self.within, self.across))
+        if self.on_host:
+            center, center_state = OnHost(center), OnHost(center_state)
+        return self.settle(center, center_state)
+
+    def settle(self, center: PyTree, center_state: PyTree) -> Any:
+        """Moves what `store` made, and a checkpoint gave back, to where it belongs."""
+        if self.on_host:
+            return _to(jax.memory.Space.Host, (center, center_state))
+        return center, center_state
+
+    def load(self, center: PyTree, center_state: PyTree) -> Any:
+        """The reverse of `store`."""
+        if self.on_host:
+            center, center_state = _to(
+                jax.memory.Space.Device, (center.tree, center_state.tree)
+            )
+        return center.pieces if self.sharded else center, center_state
+
+    def check_memory(self) -> None:
+        """The backend has the memory that was asked for."""
+        if not self.on_host:
+            return
+        device = jax.local_devices()[0]
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if "pinned_host" not in kinds:
+            raise errors.InvalidArgumentError(
+                f"memory='host' needs a device with pinned_host memory; {device} has "
+                f"{', '.join(kinds)}"
+            )
+
+    def check_center(self, params: PyTree, center: PyTree) -> None:
+        """Parameters and the center of a state belong together."""
+        on_host, center = _unwrapped(center)
+        sharded = isinstance(center, ShardedCenter)
+        if (sharded, on_host) != (self.sharded, self.on_host):
+            raise errors.TreeMismatchError(
+                f"the state's center is {'in shards' if sharded else 'whole'} on the "
+                f"{'host' if on_host else 'device'}, but the placement is "
+                f"{self.placement}"
+            )
+        whole = center.like() if sharded else center
+        _check.same_tree(params, whole, "params", "center")
+
+    def _cut(self) -> _Cut:
+        return _Cut(self.within, self.across)
+
+
+# Of a center that is whole, on the device, and has one worker.
+WHOLE = Layout()
+
+
+def whole_center(center: PyTree) -> PyTree:
+    """The center of an optimizer state, as the parameters, on the device."""
+    on_host, center = _unwrapped(center)
+    if on_host:
+        center = _to(jax.memory.Space.Device, center)
+    if not isinstance(center, ShardedCenter):
+        return center
+    within, across = center.axes
+    try:
+        _check.axis_bound((*within, *across))
+    except errors.UnboundAxisError:
+        raise errors.UnboundAxisError(
+            f"this center is in shards over the axes {(*within, *across)}, which are "
+            "not bound here: use towers.center_params(opt_state)"
+        ) from None
+    cut, like = _Cut(within, across), center.like()
+    parts = jax.tree.map(cut.unite, center.pieces, like)
+    return jax.tree.map(cut.whole, parts, like)
+
+
+def _unwrapped(center: PyTree) -> tuple[bool, PyTree]:
+    """Whether a stored center is on the host, and what it is there."""
+    if isinstance(center, OnHost):
+        return True, center.tree
+    return False, center
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How one leaf is divided: by the towers of a worker, then by the workers.
+
+    Pieces keep the number of dimensions of their leaf, since optimizers look at that
+    (a weight decay for matrices only, say).
+    """
+
+    within: _axes.Axes
+    across: _axes.Axes
+
+    def part(self, leaf: jax.Array) -> jax.Array:
+        length = self._part_length(leaf)
+        if length is None or _axes.size(self.within) == 1:
+            return leaf
+        return _slice(leaf, _axes.index(self.within), length, leaf.ndim)
+
+    def piece(self, leaf: jax.Array) -> jax.Array:
+        part, length = self.part(leaf), self._piece_length(leaf)
+        if length is None or _axes.size(self.across) == 1:
+            return part
+        return _slice(part, _axes.index(self.across), length, leaf.ndim)
+
+    def scatter(self, part: jax.Array, like: Any, rest: _axes.Axes) -> jax.Array:
+        """Pieces summed over ``across``, and over ``rest``."""
+        length = self._piece_length(like)
+        if length is None:
+            return _axes.psum(part, (*self.across, *rest))
+        if _axes.size(self.across) > 1:
+            flat = _padded(part, length * _axes.size(self.across))
+            part = _line(_axes.scatter(flat, self.across), len(like.shape))
+        return _axes.psum(part, rest)
+
+    def unite(self, piece: jax.Array, like: Any) -> jax.Array:
+        length = self._piece_length(like)
+        if length is None or _axes.size(self.across) == 1:
+            return piece
+        flat = _axes.gather(piece.reshape(-1), self.across)
+        if _axes.size(self.within) == 1:
+            return flat[: math.prod(like.shape)].reshape(like.shape)
+        return _line(flat, len(like.shape))
+
+    def whole(self, part: jax.Array, like: Any) -> jax.Array:
+        if self._piece_length(like) is None or _axes.size(self.within) == 1:
+            return part
+        flat = _axes.gather(part.reshape(-1), self.within, same=True)
+        return flat[: math.prod(like.shape)].reshape(like.shape)
+
+    def _piece_length(self, leaf: Any) -> int | None:
+        """Elements of a piece; None for a leaf that stays whole."""
+        pieces = _axes.size((*self.within, *self.across))
+        elements = math.prod(leaf.shape)
+        if pieces == 1 or not leaf.shape or elements < pieces:
+            return None
+        return -(-elements // pieces)
+
+    def _part_length(self, leaf: Any) -> int | None:
+        length = self._piece_length(leaf)
+        return None if length is None else length * _axes.size(self.across)
+
+
+def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:
+    """The ``index``-th piece of ``length`` elements, filled up with zeros."""
+    pieces = -(-leaf.size // length)
+    flat = _padded(leaf, pieces * length)
+    # Beyond the last one a slice would be moved back into the array.
+    piece = jax.lax.dynamic_slice_in_dim(flat, index * length, length)
+    return _line(jnp.where(index < pieces, piece, 0), ndim)
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    flat = x.reshape(-1)
+    return flat if flat.size == length else jnp.pad(flat, (0, length - flat.size))
+
+
+def _line(flat: jax.Array, ndim: int) -> jax.Array:
+    return flat.reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _to(space: Any, tree: PyTree) -> PyTree:
+    def move(leaf: Any) -> Any:
+        if getattr(jax.typeof(leaf), "memory_space", space) == space:
+            return leaf
+        return jax.device_put(leaf, space)
+
+    return jax.tree.map(move, tree)
+
+
+def _map(cut: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: cut(jnp.asarray(leaf)), tree)

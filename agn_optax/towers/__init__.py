@@ -1,0 +1,29 @@
+"""One program, many devices: the mathematics of `rules` on meshes.
+
+`Towers` is the mesh with its state, data and programs; `all_reduce` makes the gradients
+of a worker's towers one, `reduce_loss` their losses; `loss_scaling` skips bad steps on
+all of them together; `traffic` counts what a compiled program sends.
+"""
+
+from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
+from agn_optax.towers._loss import reduce_loss
+from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scaling
+from agn_optax.towers._mesh import initialize_distributed
+from agn_optax.towers._replicas import Agreement
+from agn_optax.towers._towers import Towers
+from agn_optax.towers._traffic import Traffic, traffic
+
+__all__ = [
+    "Agreement",
+    "AllReduceState",
+    "LossScaleState",
+    "Towers",
+    "Traffic",
+    "all_reduce",
+    "densify",
+    "initialize_distributed",
+    "loss_scale",
+    "loss_scaling",
+    "reduce_loss",
+    "traffic",
+]

@@ -1,0 +1,352 @@
+"""The gradients of a worker's towers as one: TowerOptimizer's place in a chain.
+
+Gradients are laid out in *buckets* (one leaf, or several small ones, or a piece of a
+large one), and each bucket is one collective of the chosen algorithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+from agn_optax.towers import _rows
+
+PyTree = Any
+
+_REDUCTIONS = ("mean", "sum")
+_ALGORITHMS = ("all_reduce", "reduce_scatter", "hierarchical")
+
+
+class AllReduceState(NamedTuple):
+    """State of `all_reduce`."""
+
+    in_flight: (
+        PyTree  # delay=1: this tower's last gradients, not reduced yet; else None
+    )
+
+
+def all_reduce(
+    axis_name: Any,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    algorithm: Literal["all_reduce", "reduce_scatter", "hierarchical"] = "all_reduce",
+    bucket_bytes: int | None = None,
+    bucket_leaves: int | None = None,
+    wire_dtype: Any = None,
+    sum_dtype: Any = None,
+    delay: Literal[0, 1] = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Reduces the gradients of all towers of an axis: put it first in a chain.
+
+    .. math:: g \leftarrow \frac1n \sum_{i=1}^n g_i
+        \quad\text{or}\quad g \leftarrow \sum_{i=1}^n g_i
+
+    The towers are then one data-parallel worker. On an axis of one tower nothing is
+    compiled at all.
+
+    Row-sparse gradients (`jax.experimental.sparse.BCOO` with ``n_sparse=1``: values and
+    row indices) are reduced by gathering the rows of all towers and summing duplicates.
+    They leave the chain as BCOO; `densify` makes dense ones of them for optimizers that
+    want those.
+
+    Args:
+      axis_name: the axis of the towers, or a tuple of axes, bound by shard_map, pmap or
+        vmap around ``update``.
+      reduction: ``"mean"`` of the towers' gradients, for losses that are means over a
+        tower's examples (and for `reduce_loss`); ``"sum"`` for losses that are sums.
+      algorithm: ``"all_reduce"`` leaves the way to XLA. ``"reduce_scatter"`` sums a
+        piece on every tower and gathers the pieces. ``"hierarchical"`` takes two or
+        more axes, the last the fast one (towers in a host): reduce-scatter over the
+        last, all-reduce of the pieces over the others, all-gather over the last, so
+        that a slow link carries each element once.
+      bucket_bytes: bytes of a bucket. Smaller gradients of one dtype are merged up to
+        it, larger ones cut into equal pieces of at most it; the buckets then go one
+        after the other. None: every gradient by itself, for XLA to merge as it likes.
+      bucket_leaves: most gradients merged into one bucket; None for no bound.
+      wire_dtype: floating dtype in which gradients travel, bfloat16 or float16 say;
+        they come out in their own. None leaves them as they are. A mean is divided
+        before the cast, so that float16 does not overflow in the sum. Some backends
+        (XLA's CPU) widen 16-bit sums on the wire; with ``sum_dtype`` they cannot.
+      sum_dtype: floating dtype of the sum, float32 say, while ``wire_dtype`` travels:
+        the towers exchange pieces and add them themselves. None sums in the dtype of
+        the wire.
+      delay: 1 applies the gradients of the step before (zeros in the first step), so
+        that their reduction runs while this step computes.
+
+    Returns:
+      A transformation with `AllReduceState`, which keeps the dtypes of its updates.
+
+    Raises:
+      InvalidArgumentError: an option is not one of the above, or "hierarchical" came
+        with one axis.
+      UnboundAxisError: ``axis_name`` is not bound around ``update``.
+      TreeMismatchError: a gradient is no real floating array; or, in a shard_map that
+        checks varying axes, it is the same on every tower already, since JAX has summed
+        the gradients of replicated parameters itself.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, agn_optax
+      >>> tx = optax.chain(agn_optax.all_reduce("towers"), optax.sgd(1.0))
+      >>> step = lambda g: tx.update(g, tx.init(g))[0]
+      >>> print(jax.vmap(step, axis_name="towers")(jnp.array([1.0, 2.0, 6.0])))
+      [-3. -3. -3.]
+
+    References:
+      Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
+      Communication Operations in MPICH*, 2005.
+    """
+    axes = _axes.names(axis_name)
+    _one_of(reduction, "reduction", _REDUCTIONS)
+    _one_of(algorithm, "algorithm", _ALGORITHMS)
+    _one_of(delay, "delay", (0, 1))
+    if not axes:
+        raise errors.InvalidArgumentError(
+            f"axis_name must name the axis of the towers, got {axis_name!r}"
+        )
+    if algorithm == "hierarchical" and len(axes) < 2:
+        raise errors.InvalidArgumentError(
+            "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
+            f"{axis_name!r}"
+        )
+    for value, argument in (
+        (bucket_bytes, "bucket_bytes"),
+        (bucket_leaves, "bucket_leaves"),
+    ):
+        if value is not None:
+            _check.positive_int(value, argument)
+    if bucket_leaves is not None and bucket_bytes is None:
+        raise errors.InvalidArgumentError(
+            f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
+        )
+    wire = _Wire(
+        axes,
+        algorithm,
+        _check.float_dtype(wire_dtype, "wire_dtype"),
+        _check.float_dtype(sum_dtype, "sum_dtype"),
+    )
+    if sum_dtype is not None and wire_dtype is None:
+        raise errors.InvalidArgumentError(
+            f"sum_dtype={jnp.dtype(sum_dtype)} says how what travels as wire_dtype is "
+            "summed: give both"
+        )
+
+    def init_fn(params: PyTree) -> AllReduceState:
+        return AllReduceState(optax.tree.zeros_like(params) if delay else None)
+
+    def update_fn(
+        updates: PyTree,
+        state: AllReduceState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, AllReduceState]:
+        del params, extra_args
+        _check.axis_bound(axis_name)
+        _check_gradients(updates, axes)
+        if delay:
+            _check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
+            updates, state = state.in_flight, AllReduceState(updates)
+        if _axes.size(axes) == 1 and not _axes.checked(axes):
+            return updates, state
+        scale = 1 / _axes.size(axes) if reduction == "mean" else 1.0
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
+        reduced: list[Any] = [None] * len(leaves)
+        dense = []
+        for i, leaf in enumerate(leaves):
+            if _rows.is_rows(leaf):
+                reduced[i] = _rows.all_gather(leaf, axes, scale, wire.dtype)
+            else:
+                dense.append((i, jnp.asarray(leaf)))
+        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+        if bucket_bytes is None:
+            for i, leaf in dense:
+                reduced[i] = wire.reduce(leaf, scale)
+        else:
+            for group in _groups(dense, bucket_bytes, bucket_leaves or len(dense)):
+                flat = jnp.concatenate([leaf.reshape(-1) for _, leaf in group])
+                pieces = -(-flat.nbytes // bucket_bytes)
+                length = -(-flat.size // pieces)
+                flat = jnp.concatenate(
+                    [
+                        reduce(flat[start : start + length])
+                        for start in range(0, flat.size, length)
+                    ]
+                )
+                offset = 0
+                for i, leaf in group:
+                    reduced[i] = flat[offset : offset + leaf.size].reshape(leaf.shape)
+                    offset += leaf.size
+        return jax.tree.unflatten(structure, reduced), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def densify() -> optax.GradientTransformationExtraArgs:
+    """Turns row-sparse gradients into dense ones; others pass as they are.
+
+    `all_reduce` moves only the rows that a step touched. After it in the chain this
+    writes them into zeros, on each tower for itself, for optimizers that want arrays.
+
+    Returns:
+      A stateless transformation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.experimental import sparse
+      >>> rows, values = jnp.array([[2], [0]]), jnp.array([[1.0, 1.0], [5.0, 5.0]])
+      >>> tx = densify()
+      >>> gradient = sparse.BCOO((values, rows), shape=(3, 2))
+      >>> print(tx.update(gradient, tx.init(jnp.zeros((3, 2))))[0])
+      [[5. 5.]
+       [0. 0.]
+       [1. 1.]]
+    """
+
+    def update_fn(
+        updates: PyTree,
+        state: optax.EmptyState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, optax.EmptyState]:
+        del params, extra_args
+
+        def dense(leaf: Any) -> Any:
+            return leaf.todense() if _rows.is_rows(leaf) else leaf
+
+        return jax.tree.map(dense, updates, is_leaf=_rows.is_rows), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update_fn
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wire:
+    """How one array is reduced."""
+
+    axes: _axes.Axes
+    algorithm: str
+    dtype: Any  # on the wire; None is the array's own
+    sum_dtype: Any  # of the sum; None is the wire's
+
+    def reduce(self, x: jax.Array, scale: float) -> jax.Array:
+        if not x.size:
+            return _axes.psum(x, self.axes)
+        if self.dtype is None:
+            return self._reduce(x) * jnp.asarray(scale, x.dtype)
+        return self._reduce(
+            (x * jnp.asarray(scale, x.dtype)).astype(self.dtype)
+        ).astype(x.dtype)
+
+    def _reduce(self, x: jax.Array) -> jax.Array:
+        if self.algorithm == "hierarchical":
+            scattered, others = self.axes[-1:], self.axes[:-1]
+        elif self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
+            scattered, others = self.axes, ()
+        else:
+            return _axes.psum(x, self.axes)
+        n = _axes.size(scattered)
+        flat = x.reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % n))
+        piece = self._scatter(flat, scattered)
+        if others and self.sum_dtype is not None:
+            padded = jnp.pad(piece, (0, -piece.size % _axes.size(others)))
+            part = self._gather(self._scatter(padded, others), others)
+            piece = part[: piece.size]
+        else:
+            piece = _axes.psum(piece, others)
+        return self._gather(piece, scattered)[: x.size].reshape(x.shape)
+
+    def _scatter(self, flat: jax.Array, axes: _axes.Axes) -> jax.Array:
+        if self.sum_dtype is None:
+            return _axes.scatter(flat, axes)
+        # As integers of the same width: some backends widen 16-bit floats on the wire.
+        n = _axes.size(axes)
+        pieces = jax.lax.all_to_all(
+            _bits(flat.reshape(n, -1)), axes, split_axis=0, concat_axis=0, tiled=True
+        )
+        wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
+        return wide.sum(axis=0).astype(flat.dtype)
+
+    def _gather(self, piece: jax.Array, axes: _axes.Axes) -> jax.Array:
+        if self.dtype is None:
+            return _axes.gather(piece, axes, same=True)
+        return _floats(_axes.gather(_bits(piece), axes, same=True), piece.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _groups(
+    leaves: list[tuple[int, jax.Array]], most_bytes: int, most_leaves: int
+) -> Iterator[list[tuple[int, jax.Array]]]:
+    """Leaves of one dtype, in order, as long as they fit together."""
+    by_dtype: dict[Any, list[tuple[int, jax.Array]]] = {}
+    for i, leaf in leaves:
+        by_dtype.setdefault(leaf.dtype, []).append((i, leaf))
+    for same in by_dtype.values():
+        group: list[tuple[int, jax.Array]] = []
+        for i, leaf in same:
+            full = sum(x.nbytes for _, x in group) + leaf.nbytes > most_bytes
+            if group and (full or len(group) == most_leaves):
+                yield group
+                group = []
+            group.append((i, leaf))
+        yield group
+
+
+def _after_one_another(
+    reduce: Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array], jax.Array]:
+    """``reduce``, each call depending in name on the one before.
+
+    XLA merges collectives that are independent, whatever the size of the buckets.
+    """
+    before: list[jax.Array] = []
+
+    def reduce_next(bucket: jax.Array) -> jax.Array:
+        if before and bucket.size and before[0].size:
+            never = before[0].reshape(-1)[0] > jnp.inf
+            bucket = bucket.at[0].set(jnp.where(never, 0, bucket[0]))
+        before[:] = [reduce(bucket)]
+        return before[0]
+
+    return reduce_next
+
+
+def _check_gradients(updates: PyTree, axes: _axes.Axes) -> None:
+    leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
+    if not leaves:
+        raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
+    checked = _axes.checked(axes)
+    for path, leaf in leaves:
+        if _rows.is_rows(leaf):
+            _rows.check(leaf, f"updates{keystr(path)}")
+            leaf = leaf.data
+        _check.float_leaves(leaf, f"updates{keystr(path)}")
+        if checked and not _axes.varying(jnp.asarray(leaf)) & set(axes):
+            raise errors.TreeMismatchError(
+                f"updates{keystr(path)} is the same on every tower of {axes} already: "
+                "JAX sums the gradients of parameters that are replicated. Make them "
+                "vary before you differentiate (jax.lax.pcast(params, axes, "
+                "to='varying')), or leave all_reduce out"
+            )
+
+
+def _one_of(value: Any, argument: str, choices: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in choices:
+        raise errors.InvalidArgumentError(
+            f"{argument} must be one of {choices}, got {_check.show(value)}"
+        )

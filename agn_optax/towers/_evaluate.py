@@ -1,0 +1,103 @@
+"""Metrics and predictions over batches of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+from agn_optax.towers import _programs, _rows
+
+PyTree = Any
+
+
+def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``(arguments, batch, real) -> (sums over rows, number of rows)``, replicated."""
+
+    def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
+        values = metric_fn(*arguments, _rows.own_all(batch))
+        _check_rows(values, real.shape[0], "metric_fn")
+
+        def total(v: jax.Array) -> jax.Array:
+            v = jnp.asarray(v)
+            wide = v.astype(jnp.promote_types(v.dtype, jnp.float32))
+            mask = real.reshape(-1, *(1,) * (v.ndim - 1))
+            return _axes.psum(jnp.where(mask, wide, 0).sum(axis=0), mesh.axis_names)
+
+        return jax.tree.map(total, values), _axes.psum(real.sum(), mesh.axis_names)
+
+    return _mapped(mesh, of_one_tower, PartitionSpec())
+
+
+def outputs(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``(arguments, batch, real) -> outputs``, row by row."""
+
+    def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
+        values = function(*arguments, _rows.own_all(batch))
+        _check_rows(values, real.shape[0], "fn")
+        return values
+
+    return _mapped(mesh, of_one_tower, _programs.rows(mesh))
+
+
+def _mapped(mesh: Mesh, function: Any, out_specs: Any) -> Callable[..., Any]:
+    split = _programs.rows(mesh)
+    in_specs = (PartitionSpec(), split, split)
+    return jax.jit(_programs.per_tower(mesh, function, in_specs, out_specs))
+
+
+def _check_rows(values: PyTree, rows: int, who: str) -> None:
+    for path, leaf in tree_flatten_with_path(values)[0]:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] != rows:
+            raise errors.InvalidArgumentError(
+                f"{who} gave {keystr(path) or 'an array'} of shape {list(shape)}; one "
+                f"value for each of the {rows} rows is expected, not reduced over them"
+            )
+
+
+def combine(
+    parts: Iterable[tuple[PyTree, Any]], reduction: str | Mapping[str, str]
+) -> PyTree:
+    """Metrics of all batches, from their sums and numbers of rows, on the host."""
+    parts = list(parts)  # nothing was waited for until here
+    counts = sum(int(count) for _, count in parts)
+    total = jax.tree.map(
+        lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves),
+        *(sums for sums, _ in parts),
+    )
+
+    def reduced(path: Any, value: Any) -> Any:
+        value = value / counts if _reduction_of(path, reduction) == "mean" else value
+        return float(value) if np.ndim(value) == 0 else value
+
+    return jax.tree_util.tree_map_with_path(reduced, total)
+
+
+def check_reduction(reduction: Any) -> None:
+    named = reduction.values() if isinstance(reduction, Mapping) else [reduction]
+    for value in named:
+        if value not in ("mean", "sum"):
+            raise errors.InvalidArgumentError(
+                "reduction must be 'mean' or 'sum', or a mapping of metric names to "
+                f"them, got {_check.show(value)}"
+            )
+
+
+def _reduction_of(path: Any, reduction: str | Mapping[str, str]) -> str:
+    if isinstance(reduction, str):
+        return reduction
+    name = keystr(path[:1], simple=True)
+    if name not in reduction:
+        raise errors.InvalidArgumentError(
+            f"reduction says nothing of the metric {name!r}, only of "
+            f"{', '.join(map(repr, reduction))}"
+        )
+    return reduction[name]

@@ -1,0 +1,96 @@
+"""Losses of towers whose mean is the loss of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+
+_REDUCTIONS = ("mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights")
+
+
+def reduce_loss(
+    losses: Any,
+    weights: Any = None,
+    *,
+    reduction: Literal[
+        "mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights"
+    ] = "mean",
+    axis_name: Any = None,
+) -> jax.Array:
+    r"""A tower's share of the loss of a batch that is spread over towers.
+
+    With losses :math:`\ell_j` and weights :math:`w_j` of the whole batch (over all
+    towers), the shares :math:`L_i` of the n towers fulfill
+
+    .. math:: \frac1n \sum_{i=1}^n L_i = \frac{\sum_j w_j \ell_j}{D}, \qquad
+        D = \sum_j w_j, \; 1, \; \sum_j 1 \;\text{or}\; \#\{j : w_j \ne 0\}
+
+    for "mean", "sum", "sum_over_batch_size" and "sum_by_nonzero_weights". So the mean
+    of the towers' gradients, which `all_reduce` takes, is the gradient of the whole
+    batch, however unevenly weights (a mask of padding, say) fall on the towers. Without
+    ``axis_name`` it is the loss of this batch.
+
+    Args:
+      losses: floating array ``[rows, ...]``, one loss per example (or per token).
+      weights: real array ``[rows, ...]`` of the leading dimensions of ``losses``; None
+        for ones. No gradient flows into them.
+      reduction: one of the above. There is no "none": a gradient needs one number.
+      axis_name: axis of the towers that share the batch, bound by shard_map, pmap or
+        vmap; None for one.
+
+    Returns:
+      A scalar of the dtype of ``losses``; 0 where D is 0.
+
+    Raises:
+      InvalidArgumentError: another reduction, or weights of another shape.
+      UnboundAxisError: ``axis_name`` is not bound here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, agn_optax
+      >>> losses = jnp.array([[1.0, 3.0], [5.0, 0.0]])  # two towers
+      >>> mask = jnp.array([[1.0, 1.0], [1.0, 0.0]])  # the last row is padding
+      >>> share = lambda l, w: agn_optax.reduce_loss(l, w, axis_name="towers")
+      >>> shares = jax.vmap(share, axis_name="towers")(losses, mask)
+      >>> print(shares.mean())
+      3.0
+    """
+    if reduction not in _REDUCTIONS:
+        raise errors.InvalidArgumentError(
+            f"reduction must be one of {_REDUCTIONS}, got {_check.show(reduction)}; a "
+            "gradient needs one number"
+        )
+    _check.axis_bound(axis_name)
+    axes = _axes.names(axis_name)
+    losses = jnp.asarray(losses)
+    _check.float_leaves(losses, "losses")
+    if weights is None:
+        weights = jnp.ones(losses.shape[:1], losses.dtype)
+    weights = jax.lax.stop_gradient(jnp.asarray(weights))
+    if weights.shape != losses.shape[: weights.ndim]:
+        raise errors.InvalidArgumentError(
+            f"weights has shape {list(weights.shape)}; leading dimensions of losses, "
+            f"{list(losses.shape)}, are expected"
+        )
+    per_weight = losses.size // max(weights.size, 1)
+    weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    # A row of weight 0 counts for nothing, be its loss infinite.
+    weighted = jnp.where(weights != 0, losses * weights.astype(losses.dtype), 0)
+    divisor = {
+        "mean": lambda: weights.sum(dtype=jnp.float32) * per_weight,
+        "sum": lambda: jnp.ones((), jnp.float32) / _axes.size(axes),
+        "sum_over_batch_size": lambda: jnp.asarray(losses.size, jnp.float32),
+        "sum_by_nonzero_weights": lambda: (
+            (weights != 0).sum(dtype=jnp.float32) * per_weight
+        ),
+    }[reduction]()
+    # The mean over the towers divides by their number once more.
+    total = _axes.psum(divisor, axes) / _axes.size(axes)
+    numerator = weighted.sum()
+    return jnp.where(total > 0, numerator / jnp.where(total > 0, total, 1), 0).astype(
+        losses.dtype
+    )

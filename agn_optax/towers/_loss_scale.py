@@ -1,0 +1,178 @@
+"""Automatic loss scaling: half-precision gradients that neither vanish nor overflow."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+
+PyTree = Any
+
+
+class LossScaleState(NamedTuple):
+    """State of `loss_scaling`."""
+
+    scale: jax.Array  # float32 scalar: what the loss is to be multiplied by
+    good_steps: jax.Array  # int32 scalar: steps since the scale last changed
+    skipped: jax.Array  # int32 scalar: steps skipped so far
+    inner_state: PyTree  # of the wrapped optimizer
+
+
+def loss_scaling(
+    inner: optax.GradientTransformation,
+    *,
+    initial_scale: float = 2.0**15,
+    growth_interval: int = 2000,
+    factor: float = 2.0,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    axis_name: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Skips steps with non-finite gradients, and keeps a loss scale that avoids them.
+
+    The loss is multiplied by :math:`S` (`loss_scale`) before it is differentiated, the
+    gradients are divided by it here:
+
+    .. math::
+        \text{all finite:}\quad & u = \text{inner}(g / S); \qquad
+            S \leftarrow \min(f S, S_{max}) \text{ after } N \text{ such steps} \\
+        \text{else:}\quad & u = 0; \qquad S \leftarrow \max(S / f, S_{min})
+
+    A skipped step leaves the state of ``inner`` as it is, bit for bit: with a rule of
+    this package inside, it is neither recorded nor counted. The floor keeps the scale
+    from collapsing for good after a run of bad gradients.
+
+    After an `all_reduce` one non-finite gradient makes the reduced one non-finite on
+    every tower, so all towers of a worker skip together. Every other axis over which
+    ``inner`` communicates must be named in ``axis_name``, or workers would disagree on
+    when to exchange, and wait for each other for good.
+
+    Args:
+      inner: the optimizer to wrap, ``agn(...)`` for instance.
+      initial_scale: S at the start.
+      growth_interval: N, finite steps between two growths, a positive int.
+      factor: f, greater than 1.
+      min_scale: the floor, positive.
+      max_scale: the ceiling.
+      axis_name: axis, or tuple of axes, whose members skip together; None where the
+        gradients are reduced already and no exchange is inside.
+
+    Returns:
+      An optimizer with `LossScaleState`.
+
+    Raises:
+      InvalidArgumentError: an option is out of its range.
+      InvalidTypeError: ``inner`` is not an optimizer.
+      UnboundAxisError: ``axis_name`` is not bound around ``update``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> tx = agn_optax.loss_scaling(optax.sgd(1.0), initial_scale=4.0)
+      >>> state = tx.init(jnp.zeros(()))
+      >>> updates, state = tx.update(jnp.asarray(8.0), state)
+      >>> print(updates, agn_optax.loss_scale(state))
+      -2.0 4.0
+      >>> updates, state = tx.update(jnp.asarray(jnp.inf), state)
+      >>> print(updates, agn_optax.loss_scale(state))
+      0.0 2.0
+
+    References:
+      Paulius Micikevicius et al., *Mixed Precision Training*, 2018.
+    """
+    inner = _check.optimizer(inner, "inner")
+    infinite = float("inf")
+    _check.rate(min_scale, "min_scale", low=0.0, high=infinite, low_open=True)
+    _check.rate(factor, "factor", low=1.0, high=infinite, low_open=True)
+    _check.rate(max_scale, "max_scale", low=min_scale, high=infinite)
+    _check.rate(initial_scale, "initial_scale", low=min_scale, high=max_scale)
+    _check.positive_int(growth_interval, "growth_interval")
+    axes = _axes.names(axis_name)
+
+    def init_fn(params: PyTree) -> LossScaleState:
+        return LossScaleState(
+            scale=jnp.asarray(initial_scale, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            skipped=jnp.zeros((), jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: LossScaleState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, LossScaleState]:
+        _check.axis_bound(axis_name)
+        _check.float_leaves(updates, "updates")
+        bad = sum(
+            (~jnp.isfinite(g).all()).astype(jnp.int32) for g in jax.tree.leaves(updates)
+        )
+        finite = _axes.psum(jnp.asarray(bad, jnp.int32), axes) == 0
+
+        def unscale(g: Any) -> jax.Array:
+            return (jnp.asarray(g, jnp.float32) / state.scale).astype(g.dtype)
+
+        unscaled = jax.tree.map(unscale, updates)
+
+        def step(carry: Any) -> Any:
+            updates, inner_state = inner.update(
+                unscaled, carry[1], params, **extra_args
+            )
+            return optax.tree.cast_like(updates, unscaled), inner_state
+
+        # The gradients' own memory becomes the updates'.
+        stepped, inner_state = _axes.when(finite, step, (unscaled, state.inner_state))
+        stepped = jax.tree.map(lambda u: jnp.where(finite, u, 0), stepped)
+        good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        grows = good_steps >= growth_interval
+        grown = jnp.where(
+            grows, jnp.minimum(state.scale * factor, max_scale), state.scale
+        )
+        lowered = jnp.maximum(state.scale / factor, min_scale)
+        return stepped, LossScaleState(
+            scale=jnp.where(finite, grown, lowered).astype(jnp.float32),
+            good_steps=jnp.where(grows, 0, good_steps),
+            skipped=jnp.where(
+                finite, state.skipped, optax.safe_increment(state.skipped)
+            ),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def loss_scale(opt_state: PyTree) -> jax.Array:
+    """What the loss is to be multiplied by before it is differentiated.
+
+    Args:
+      opt_state: state of `loss_scaling`, or a state that contains one, wherever
+        wrappers have put it.
+
+    Returns:
+      A float32 scalar.
+
+    Raises:
+      InvalidArgumentError: there is no such state in it, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> tx = optax.chain(optax.clip(1.0), agn_optax.loss_scaling(optax.sgd(0.1)))
+      >>> print(agn_optax.loss_scale(tx.init(jnp.zeros(3))))
+      32768.0
+    """
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, LossScaleState)
+
+    found = [n for n in jax.tree.leaves(opt_state, is_leaf=is_found) if is_found(n)]
+    if len(found) != 1:
+        raise errors.InvalidArgumentError(
+            f"opt_state must hold the state of one loss_scaling(...), found "
+            f"{len(found)} in {type(opt_state).__name__}"
+        )
+    return found[0].scale

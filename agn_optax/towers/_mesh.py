@@ -1,0 +1,171 @@
+"""Meshes of workers and towers, and the processes that they span."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+
+
+def make(
+    devices: int | Sequence[Any] | Mesh | None,
+    workers: int | None,
+    axes: _axes.Axes,
+    worker_axis: str,
+) -> Mesh:
+    """A mesh with ``worker_axis`` first and the axes of the towers behind it."""
+    names = (worker_axis, *axes)
+    if not axes or not all(isinstance(n, str) and n for n in names):
+        raise errors.InvalidTypeError(
+            "axis_name must be a name or a tuple of names, and worker_axis a name, got "
+            f"{axes!r} and {worker_axis!r}"
+        )
+    if len(set(names)) < len(names):
+        raise errors.InvalidArgumentError(f"the axes need different names, got {names}")
+    if isinstance(devices, Mesh):
+        return _of_mesh(devices, workers, axes, worker_axis)
+    if len(axes) > 1:
+        raise errors.InvalidTypeError(
+            f"with several tower axes {axes} devices must be a Mesh that has them, got "
+            f"{_check.show(devices)}"
+        )
+    chosen = _chosen(devices)
+    workers = 1 if workers is None else _check.positive_int(workers, "workers")
+    if len(chosen) % workers:
+        raise errors.InvalidArgumentError(
+            f"workers must divide the number of towers, got {workers} workers for "
+            f"{len(chosen)} towers"
+        )
+    return Mesh(np.array(chosen).reshape(workers, -1), names)
+
+
+def _chosen(devices: Any) -> list[Any]:
+    if devices is None:
+        return list(jax.local_devices())
+    if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
+        count, local = _check.positive_int(devices, "devices"), jax.local_devices()
+        if count > len(local):
+            raise errors.InvalidArgumentError(
+                f"devices={count} were asked for, and this process has {len(local)}: "
+                f"{', '.join(map(str, local))}"
+            )
+        return list(local[:count])
+    if not isinstance(devices, Sequence | np.ndarray) or not all(
+        isinstance(d, jax.Device) for d in devices
+    ):
+        raise errors.InvalidTypeError(
+            "devices must be None, a number, a list of devices or a Mesh, got "
+            f"{_check.show(devices)}"
+        )
+    if not len(devices) or len(set(devices)) < len(devices):
+        raise errors.InvalidArgumentError(
+            f"devices must be different ones, and at least one, got {list(devices)}"
+        )
+    return list(devices)
+
+
+def _of_mesh(
+    mesh: Mesh, workers: int | None, axes: _axes.Axes, worker_axis: str
+) -> Mesh:
+    missing = [name for name in axes if name not in mesh.axis_names]
+    extra = [n for n in mesh.axis_names if n not in (*axes, worker_axis)]
+    if missing or extra:
+        raise errors.InvalidArgumentError(
+            f"the mesh has the axes {mesh.axis_names}; those of the towers, {axes}, "
+            f"and perhaps {worker_axis!r} are expected. Name its axes with axis_name "
+            "and worker_axis"
+        )
+    has_workers = worker_axis in mesh.axis_names
+    found = mesh.shape[worker_axis] if has_workers else 1
+    if workers not in (None, found):
+        raise errors.InvalidArgumentError(
+            f"workers={workers} was asked for, and the mesh has {found}"
+        )
+    order = [mesh.axis_names.index(n) for n in ((worker_axis,) * has_workers + axes)]
+    shape = [found, *(mesh.shape[name] for name in axes)]
+    return Mesh(mesh.devices.transpose(order).reshape(shape), (worker_axis, *axes))
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def own_rows(mesh: Mesh) -> list[int]:
+    """The places in the mesh of the towers of this process, in order."""
+    here = jax.process_index()
+    return [i for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
+
+
+def towers_of(mesh: Mesh) -> int:
+    return math.prod(mesh.devices.shape)
+
+
+# Set by the launchers that jax.distributed finds out by itself.
+_CLUSTER = (
+    "JAX_COORDINATOR_ADDRESS",  # set by hand, and for Kubernetes without its package
+    "SLURM_JOB_ID",
+    "OMPI_MCA_orte_hnp_uri",  # Open MPI
+    "KUBERNETES_SERVICE_HOST",
+    "TPU_WORKER_HOSTNAMES",  # Cloud TPU
+    "MEGASCALE_COORDINATOR_ADDRESS",
+)
+
+
+def initialize_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> int:
+    """Joins the processes of a job, if there are several: call it before all else.
+
+    Without arguments it finds SLURM, Open MPI, Kubernetes and TPU pods as
+    `jax.distributed.initialize` does, or the variables ``JAX_COORDINATOR_ADDRESS``,
+    ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID``; and where there is none of these the
+    process stays alone. So one script runs unchanged on a laptop and on a cluster. On
+    CPUs the processes talk through gloo.
+
+    Args:
+      coordinator_address: ``host:port`` of process 0.
+      num_processes: how many there are.
+      process_id: which of them this is, from 0.
+
+    Returns:
+      The number of processes.
+
+    Raises:
+      InvalidArgumentError: some of the arguments came without the others.
+      RuntimeError: JAX has been used already, or the others do not come.
+
+    Example:
+      >>> import agn_optax
+      >>> agn_optax.initialize_distributed()
+      1
+    """
+    by_hand: dict[str, Any] = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    for argument in ("num_processes", "process_id"):
+        variable = f"JAX_{argument.upper()}"
+        if by_hand[argument] is None and variable in os.environ:
+            by_hand[argument] = int(os.environ[variable])
+    given = {name: value for name, value in by_hand.items() if value is not None}
+    if coordinator_address is not None and len(given) < len(by_hand):
+        missing = [name for name in by_hand if name not in given]
+        raise errors.InvalidArgumentError(
+            f"coordinator_address came without {' and '.join(missing)}"
+        )
+    if not given and not any(name in os.environ for name in _CLUSTER):
+        return 1
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(**given)
+    return jax.process_count()

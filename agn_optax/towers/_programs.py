@@ -1,0 +1,134 @@
+"""Functions of one tower as programs of all towers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import Mesh, PartitionSpec
+
+from agn_optax import errors
+from agn_optax.rules import _axes
+from agn_optax.rules._forms import scan_round
+from agn_optax.towers import _rows
+
+PyTree = Any
+
+
+def per_tower(
+    mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    # Varying axes are not checked, so that code written for pmap or for one device
+    # (a scan that starts from zeros, say) runs as it is.
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def rows(mesh: Mesh, dimension: int = 0) -> PartitionSpec:
+    """One row, or one block of rows, per tower along ``dimension``."""
+    return PartitionSpec(*(None,) * dimension, mesh.axis_names)
+
+
+def row(tree: PyTree) -> PyTree:
+    """This tower's row of stacked state."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def as_row(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], tree)
+
+
+def step(
+    mesh: Mesh, train_step: Callable[..., Any], tower_axes: _axes.Axes
+) -> Callable[..., Any]:
+    """``(state, batch) -> (state, metrics)`` of all towers."""
+
+    def one_step(state: PyTree, batch: PyTree) -> Any:
+        batch = _rows.own_all(batch)
+        state, metrics = _checked(train_step, tower_axes)(row(state), batch)
+        return as_row(state), as_row(metrics)
+
+    return per_tower(mesh, one_step, (rows(mesh), rows(mesh)), rows(mesh))
+
+
+def whole_round(
+    mesh: Mesh,
+    train_step: Callable[..., Any],
+    period: int,
+    exchange: Callable[[PyTree], PyTree] | None,
+    unroll: int | bool,
+    tower_axes: _axes.Axes,
+) -> Callable[..., Any]:
+    """``(state, batches) -> (state, metrics)`` of all towers."""
+    # The scan of the split form, with everything in one state.
+    scanned = scan_round(
+        lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
+        lambda _, state: (None, state if exchange is None else exchange(state)),
+        unroll=unroll,
+    )
+
+    def one_round(state: PyTree, batches: PyTree) -> Any:
+        for leaf in jax.tree.leaves(batches):
+            if leaf.shape[0] != period:
+                raise errors.InvalidArgumentError(
+                    f"a round of period {period} needs batches with {period} as their "
+                    f"first dimension, got {leaf.shape[0]}: towers.shard_round(batches)"
+                )
+
+        def run(state: PyTree, batches: PyTree) -> Any:
+            return scanned(None, state, batches)[1:]
+
+        state, metrics = _checked(run, tower_axes)(row(state), batches)
+        return as_row(state), as_row(metrics)
+
+    return per_tower(mesh, one_round, (rows(mesh), rows(mesh, 1)), rows(mesh))
+
+
+def _checked(
+    train_step: Callable[..., Any], tower_axes: _axes.Axes
+) -> Callable[..., Any]:
+    """``train_step``, refused if several towers of a worker never speak.
+
+    Each would train on its own and be thrown away but for the first.
+    """
+
+    def run(*arguments: Any) -> Any:
+        silent = [name for name in tower_axes if jax.lax.axis_size(name) > 1]
+        if not silent:
+            return train_step(*arguments)
+        traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
+        heard = _spoken(traced.jaxpr)
+        silent = [name for name in silent if name not in heard]
+        if silent:
+            raise errors.InvalidArgumentError(
+                "train_step never communicates over "
+                f"{', '.join(map(repr, silent))}, so the towers of a worker would "
+                f"drift apart: put all_reduce({tower_axes[0]!r}) first in the "
+                "optimizer's chain, or make each tower a worker of its own, "
+                "Towers(workers=...)"
+            )
+        results = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return run
+
+
+def _spoken(jaxpr: Any) -> set[str]:
+    """The axes over which a traced program has collectives."""
+    axes: set[str] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "axis_index":
+            for key in ("axes", "axis_name"):
+                named = equation.params.get(key)
+                if named is not None:
+                    axes.update(n for n in _axes.names(named) if isinstance(n, str))
+        for inner in jaxprs_in_params(equation.params):
+            axes |= _spoken(inner)
+    return axes

@@ -1,0 +1,92 @@
+"""Row-sparse arrays, `jax.experimental.sparse.BCOO`: gradients and batches."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.rules import _axes
+
+
+def is_rows(value: Any) -> bool:
+    # Whoever has a BCOO has imported its module; nobody else should pay for that.
+    module = sys.modules.get("jax.experimental.sparse")
+    return module is not None and isinstance(value, module.BCOO)
+
+
+def check(rows: Any, what: str) -> None:
+    """``rows`` is a gradient: row indices and whole rows of values."""
+    if rows.n_batch or rows.n_sparse != 1:
+        raise errors.TreeMismatchError(
+            f"{what} is a BCOO with n_batch={rows.n_batch}, n_sparse={rows.n_sparse}; "
+            "a row-sparse gradient has n_batch=0, n_sparse=1: "
+            "BCOO((values, rows[:, None]), shape=table.shape)"
+        )
+
+
+def all_gather(rows: Any, axes: _axes.Axes, scale: float, wire_dtype: Any) -> Any:
+    """The rows of all towers in one array, each row once."""
+    dtype = rows.data.dtype
+    values = rows.data * jnp.asarray(scale, dtype)
+    if wire_dtype is not None:
+        values = values.astype(wire_dtype)
+    values = _axes.gather(values, axes, same=True).astype(dtype)
+    indices = _axes.gather(rows.indices, axes, same=True)
+    gathered = type(rows)((values, indices), shape=rows.shape)
+    return gathered.sum_duplicates(nse=min(values.shape[0], rows.shape[0]))
+
+
+def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
+    """Rows 0 to towers * per_tower as one batch dimension of ``towers`` matrices.
+
+    Args:
+      rows: BCOO with ``n_batch=0``, on the host.
+      towers: number of blocks.
+      per_tower: rows of a block; blocks beyond the end are empty.
+      stored: elements stored for a block, at least those of the fullest.
+    """
+    data, indices = np.asarray(rows.data), np.asarray(rows.indices)
+    width = rows.shape[1:]
+    inside = (indices[:, 0] < rows.shape[0]) & (indices[:, 0] < towers * per_tower)
+    data, indices = data[inside], indices[inside]
+    block = indices[:, 0] // per_tower
+    # What is not stored stands outside of the block, where BCOO ignores it.
+    outside = np.array((per_tower, *width[: indices.shape[1] - 1]), indices.dtype)
+    new_data = np.zeros((towers, stored, *data.shape[1:]), data.dtype)
+    new_indices = np.broadcast_to(outside, (towers, stored, indices.shape[1])).copy()
+    for tower in range(towers):
+        own = block == tower
+        count = int(own.sum())
+        new_data[tower, :count] = data[own]
+        new_indices[tower, :count] = indices[own]
+        new_indices[tower, :count, 0] -= tower * per_tower
+    return type(rows)((new_data, new_indices), shape=(towers, per_tower, *width))
+
+
+def fullest(rows: Any, towers: int, per_tower: int) -> int:
+    """Elements stored in the block of rows that has most."""
+    index = np.asarray(rows.indices)[:, 0]
+    index = index[index < min(rows.shape[0], towers * per_tower)]
+    counts = np.bincount(index // per_tower, minlength=towers)
+    return max(int(counts.max(initial=0)), 1)
+
+
+def own(stacked: Any) -> Any:
+    """One tower's matrix, of the batch dimension that `split` made."""
+    dense = stacked.n_dense
+    data = stacked.data.reshape(stacked.data.shape[stacked.data.ndim - dense - 1 :])
+    indices = stacked.indices.reshape(stacked.indices.shape[-2:])
+    sparse = indices.shape[-1]
+    return type(stacked)((data, indices), shape=stacked.shape[-(sparse + dense) :])
+
+
+def own_all(batch: Any) -> Any:
+    """``batch`` with every BCOO that `split` made as this tower's matrix."""
+    return jax.tree.map(
+        lambda leaf: own(leaf) if is_rows(leaf) else leaf, batch, is_leaf=is_rows
+    )

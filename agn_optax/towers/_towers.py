@@ -1,0 +1,634 @@
+"""Towers: every local device, or a mesh over hosts, as data-parallel or own workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from agn_optax import errors
+from agn_optax.rules import _axes, _check
+from agn_optax.rules._center_params import center_params as _center_params
+from agn_optax.rules._placement import OnHost
+from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas
+
+PyTree = Any
+
+
+class Towers:
+    """The devices of a mesh, and the programs that run on all of them.
+
+    A mesh has an axis of workers and one of towers. The towers of one worker are
+    data-parallel: `all_reduce` over ``axis_name`` makes their gradients one. Workers
+    have parameters of their own, and meet at the exchanges of a rule over
+    ``worker_axis``. So one optimizer, and one ``train_step``, serves all modes::
+
+        tx = optax.chain(
+            agn_optax.all_reduce("towers"),
+            agn_optax.agn(optax.adam(1e-3), period=10, axis_name="workers"),
+        )
+        Towers()                # data parallel: one worker of all devices
+        Towers(workers=8)       # independent: each of 8 devices is a worker
+        Towers(workers=2)       # islands: 2 workers of 4 towers each
+
+    What an axis of one member would communicate is not compiled. State has one replica
+    per tower, stacked along a new first dimension, so that every device holds one.
+
+    Args:
+      devices: None for all devices of this process (its accelerators, else the CPU); a
+        number of them; a list of devices, such as ``jax.devices()`` for those of all
+        processes; or a `jax.sharding.Mesh` with the axes named below.
+      workers: number of workers, which divides the number of devices; None for one, or
+        for what the mesh has.
+      axis_name: axis of the towers of a worker; a tuple, with a mesh that has several
+        (``("hosts", "towers")`` for a hierarchical `all_reduce`).
+      worker_axis: axis of the workers.
+
+    Attributes:
+      mesh: the mesh, its axes ``worker_axis`` and then ``axis_name``.
+      size: number of towers, of all workers.
+      workers: number of workers.
+
+    Raises:
+      InvalidArgumentError: there are not so many devices, or ``workers`` does not
+        divide them, or the mesh has other axes.
+      InvalidTypeError: ``devices`` is something else.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, agn_optax
+      >>> towers = agn_optax.Towers()
+      >>> tx = optax.chain(agn_optax.all_reduce("towers"), optax.sgd(0.5))
+      >>> def train_step(state, batch):
+      ...     params, opt_state = state
+      ...     objective = lambda p: jnp.mean((p - batch) ** 2)
+      ...     loss, grads = jax.value_and_grad(objective)(params)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return (optax.apply_updates(params, updates), opt_state), loss
+      >>> step = towers.step(train_step)
+      >>> params = jnp.zeros(())
+      >>> state = towers.replicate((params, tx.init(params)))
+      >>> batch = towers.shard(jnp.arange(16.0))
+      >>> state, losses = step(state, batch)  # one loss per tower
+      >>> params, opt_state = towers.unreplicate(state)
+      >>> print(params, bool(towers.towers_agree(state)))
+      7.5 True
+    """
+
+    def __init__(
+        self,
+        devices: int | Sequence[Any] | Mesh | None = None,
+        *,
+        workers: int | None = None,
+        axis_name: str | tuple[str, ...] = "towers",
+        worker_axis: str = "workers",
+    ) -> None:
+        self.axis_name = axis_name
+        self.worker_axis = worker_axis
+        self._tower_axes = _axes.names(axis_name)
+        self.mesh = _mesh.make(devices, workers, self._tower_axes, worker_axis)
+        self.size = _mesh.towers_of(self.mesh)
+        self.workers: int = self.mesh.shape[worker_axis]
+        self._own_towers = len(_mesh.own_rows(self.mesh))
+        self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
+        self._alike = NamedSharding(self.mesh, PartitionSpec())
+        # Programs are kept for the functions that they were made of.
+        self._sums = functools.lru_cache(64)(
+            functools.partial(_evaluate.sums, self.mesh)
+        )
+        self._outputs = functools.lru_cache(64)(
+            functools.partial(_evaluate.outputs, self.mesh)
+        )
+        self._means = jax.jit(_mean_of_rows, out_shardings=self._alike)
+        self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
+        self._centers = jax.jit(
+            _programs.per_tower(
+                self.mesh,
+                lambda state: _center_params(_programs.row(state)),
+                _programs.rows(self.mesh),
+                PartitionSpec(),
+            )
+        )
+
+    def __repr__(self) -> str:
+        """The workers, and the towers of each."""
+        each = self.size // self.workers
+        return f"Towers({self.workers} x {each} {self.mesh.devices.flat[0].platform})"
+
+    # State: one replica per tower.
+
+    def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+        """Makes state on every tower, with the axes of the mesh bound.
+
+        For state that is not the same everywhere: optimizers whose center is in shards
+        (`Placement`) can only start here.
+
+        Args:
+          make: ``make(*arguments) -> state``, traced once.
+          arguments: pytrees, the same for every tower.
+
+        Returns:
+          The state, one row per tower. Typed random keys in it are folded with the
+          tower's number, but for tower 0's.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, agn_optax
+          >>> towers = agn_optax.Towers(2)
+          >>> state = towers.create(optax.adam(0.1).init, jnp.zeros(3))
+          >>> state[0].mu.shape
+          (2, 3)
+        """
+
+        def on_tower(*arguments: PyTree) -> PyTree:
+            made = jax.tree.map(jnp.asarray, make(*arguments))
+            index = _axes.index(self.mesh.axis_names)
+            return _programs.as_row(_replicas.fold_keys(made, index))
+
+        specs = jax.tree.map(
+            lambda node: (
+                _programs.rows(self.mesh)
+                if _replicas.is_per_tower(node)
+                else PartitionSpec()
+            ),
+            arguments,
+            is_leaf=_replicas.is_per_tower,
+        )
+        program = _programs.per_tower(
+            self.mesh, on_tower, specs, _programs.rows(self.mesh)
+        )
+        return jax.jit(program)(*self._place(arguments))
+
+    def replicate(self, state: PyTree) -> PyTree:
+        """Gives every tower a replica of ``state``, which stays as it is.
+
+        On a mesh that spans processes, process 0's values count.
+
+        Args:
+          state: any pytree of arrays and numbers, a ``TrainState`` say; or what
+            `unreplicate` gave.
+
+        Returns:
+          The same tree; each leaf has a new first dimension, one row per tower. Typed
+          random keys (`jax.random.key`) are folded with the tower's number, but for
+          tower 0's, so that towers draw different dropout masks.
+
+        Example:
+          >>> import jax.numpy as jnp, agn_optax
+          >>> agn_optax.Towers(2).replicate({"w": jnp.ones(3)})["w"].shape
+          (2, 3)
+        """
+
+        def own(state: PyTree) -> PyTree:
+            return jax.tree.map(
+                lambda node: (
+                    _programs.row(node.rows) if _replicas.is_per_tower(node) else node
+                ),
+                state,
+                is_leaf=_replicas.is_per_tower,
+            )
+
+        return self.create(own, state)
+
+    def unreplicate(self, state: PyTree) -> PyTree:
+        """Tower 0's values: what is saved.
+
+        A center in shards is kept in its pieces, each once, and so are its optimizer's
+        state and the record; `replicate` puts them back.
+
+        Args:
+          state: as `replicate` or a step returned it.
+
+        Returns:
+          The tree without its first dimension, in memory of its own.
+
+        Raises:
+          TreeMismatchError: a leaf has no row for each tower.
+
+        Example:
+          >>> import jax.numpy as jnp, agn_optax
+          >>> towers = agn_optax.Towers(2)
+          >>> towers.unreplicate(towers.replicate({"w": jnp.ones(3)}))["w"].shape
+          (3,)
+        """
+        _replicas.check_stacked(state, self.size)
+
+        def first(node: Any) -> Any:
+            if _replicas.is_per_tower(node):
+                return jax.tree.map(jnp.copy, node)
+            if _mesh.spans_processes(self.mesh):
+                return self._first_rows(node)
+            shards = node.addressable_shards
+            own = next(s.data for s in shards if not s.index[0].start)
+            on_device = own.sharding.memory_kind == own.device.default_memory().kind
+            return own[0] if on_device else np.asarray(own)[0].copy()
+
+        return jax.tree.map(
+            first, _replicas.pieces_apart(state), is_leaf=_replicas.is_per_tower
+        )
+
+    def towers_agree(self, state: PyTree) -> _replicas.Agreement:
+        """Whether the towers of each worker have the same state, bit for bit.
+
+        Leaves that differ on purpose are not looked at: typed random keys, pieces of a
+        center in shards, gradients in flight (``all_reduce(delay=1)``).
+
+        Args:
+          state: as `replicate` or a step returned it.
+
+        Returns:
+          An object that is true if they agree; ``differs`` is the path of the first
+          leaf that does not, and ``str`` says so.
+
+        Raises:
+          TreeMismatchError: a leaf has no row for each tower.
+
+        Example:
+          >>> import jax.numpy as jnp, agn_optax
+          >>> towers = agn_optax.Towers(2)
+          >>> state = towers.replicate({"w": jnp.zeros(3)})
+          >>> state["w"] = state["w"].at[1, 0].set(1.0)
+          >>> print(towers.towers_agree(state))
+          towers differ, first in state['w']
+        """
+        _replicas.check_stacked(state, self.size)
+        named = _replicas.comparable(state)
+        if not named:
+            return _replicas.Agreement()
+        same = _same_rows([leaf for _, leaf in named], self.workers)
+        differing = np.flatnonzero(~np.asarray(same))
+        if not differing.size:
+            return _replicas.Agreement()
+        return _replicas.Agreement(named[differing[0]][0])
+
+    def mean(self, tree: PyTree) -> PyTree:
+        """The mean over all towers: of metrics, or of batch statistics.
+
+        Batch statistics that were kept apart are reduced by
+        ``towers.replicate(towers.mean(state.batch_stats))``.
+
+        Args:
+          tree: leaves with a row for each tower.
+
+        Returns:
+          The tree without its first dimension, the same in every process; integers and
+          other leaves that are no floating arrays are tower 0's.
+
+        Example:
+          >>> import jax.numpy as jnp, agn_optax
+          >>> print(agn_optax.Towers(2).mean(jnp.array([1.0, 3.0])))
+          2.0
+        """
+        _replicas.check_stacked(tree, self.size)
+        return self._means(tree)
+
+    def center_params(self, opt_state: PyTree) -> PyTree:
+        """The center in an optimizer state with a replica per tower, put together.
+
+        Args:
+          opt_state: state of one of this package's optimizers, or one that contains it
+            (a ``TrainState``), as `replicate` or a step returned it.
+
+        Returns:
+          The center, without a dimension of towers, the same in every process.
+
+        Raises:
+          CenterNotFoundError, AmbiguousCenterError: as `agn_optax.center_params`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, agn_optax
+          >>> towers = agn_optax.Towers(2)
+          >>> tx = agn_optax.agn(optax.sgd(0.1), period=4)
+          >>> state = towers.replicate(tx.init(jnp.array([1.0, 2.0])))
+          >>> print(towers.center_params(state))
+          [1. 2.]
+        """
+        _replicas.check_stacked(opt_state, self.size)
+        return self._centers(opt_state)
+
+    # Data: rows for every tower.
+
+    def shard(
+        self, batch: PyTree, *, remainder: Literal["error", "drop"] = "error"
+    ) -> PyTree:
+        """Lays a batch on the towers, each an equal part of its rows.
+
+        On a mesh that spans processes, each process gives the rows of its own towers,
+        as many as the others.
+
+        Args:
+          batch: pytree of arrays with rows along dimension 0 (nested dictionaries,
+            registered dataclasses, None for absent labels), and of sparse matrices
+            (`jax.experimental.sparse.BCOO` with ``n_batch=0``), which a step gets as
+            matrices of its own rows.
+          remainder: what becomes of rows that are left when each tower has its part:
+            ``"error"``, or ``"drop"``. `shard_padded` keeps them.
+
+        Returns:
+          The batch on the mesh.
+
+        Raises:
+          InvalidArgumentError: the rows are not divisible by the towers, or differ from
+            leaf to leaf, or there are none.
+
+        Example:
+          >>> import numpy as np, agn_optax
+          >>> towers = agn_optax.Towers(2)
+          >>> batch = towers.shard({"image": np.zeros((4, 28)), "label": None})
+          >>> batch["image"].sharding.shard_shape(batch["image"].shape)
+          (2, 28)
+        """
+        if remainder not in ("error", "drop"):
+            raise errors.InvalidArgumentError(
+                f"remainder must be 'error' or 'drop', got {_check.show(remainder)}; "
+                "shard_padded fills up instead"
+            )
+        if remainder == "drop":
+            kept = _batches.rows_of(batch) // self._own_towers * self._own_towers
+            if not kept:
+                raise errors.InvalidArgumentError(
+                    f"batch has {_batches.rows_of(batch)} rows for {self._own_towers} "
+                    "towers, and dropping the remainder leaves none"
+                )
+            batch = _batches.cut(batch, kept)
+        _batches.check_divisible(batch, self._own_towers)
+        return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
+
+    def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        """As `shard`, for any number of rows: filled up, with a mask of the real ones.
+
+        Give the mask to `reduce_loss` as ``weights``, and the loss and its gradient are
+        those of the real rows alone.
+
+        Args:
+          batch: as for `shard`.
+
+        Returns:
+          The batch, filled up with copies of its last row (sparse matrices with empty
+          ones), and a float32 mask ``[rows]``, 1 for real rows and 0 for others.
+
+        Example:
+          >>> import numpy as np, agn_optax
+          >>> batch, mask = agn_optax.Towers(2).shard_padded(np.array([1.0, 2.0, 3.0]))
+          >>> print(batch, mask)
+          [1. 2. 3. 3.] [1. 1. 1. 0.]
+        """
+        rows = _batches.rows_of(batch)
+        most = max(_batches.in_processes(self.mesh, rows))
+        padded = -(-most // self._own_towers) * self._own_towers
+        if not rows:
+            raise errors.InvalidArgumentError("batch has no rows")
+        mask = (np.arange(padded) < rows).astype(np.float32)
+        return (
+            self.shard(_batches.fill(batch, padded)),
+            _batches.put(mask, self._rows),
+        )
+
+    def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
+        """Lays the batches of a round on the towers, for `round`.
+
+        Args:
+          batches: one batch for each local step, each as for `shard`.
+
+        Returns:
+          One tree, each leaf with the steps as its first dimension.
+
+        Raises:
+          InvalidArgumentError: as `shard`, or there are no batches.
+          TreeMismatchError: they are not alike.
+
+        Example:
+          >>> import numpy as np, agn_optax
+          >>> agn_optax.Towers(2).shard_round([np.zeros((4, 28))] * 10).shape
+          (10, 4, 28)
+        """
+        batches = list(batches)
+        _batches.check_alike(batches)
+        _batches.check_divisible(batches[0], self._own_towers)
+        stacked = _batches.stack(_batches.split_sparse(batches, self.mesh))
+        return _batches.lay(stacked, self.mesh, dimension=1)
+
+    # Programs.
+
+    def step(
+        self,
+        train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        *,
+        donate: bool = True,
+    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+        """Compiles a training step for all towers.
+
+        Args:
+          train_step: ``(state, batch) -> (state, metrics)`` of one tower, with its own
+            replica and its own rows; the axes of the mesh are bound. What was written
+            for one device runs as it is, but for `all_reduce` in the optimizer.
+          donate: whether the state that goes in gives its memory to the one that comes
+            out; it cannot be used again then.
+
+        Returns:
+          A jitted function ``(state, batch) -> (state, metrics)``: state as from
+          `replicate`, batch as from `shard`, each metric with a row for every tower.
+
+        Raises:
+          InvalidArgumentError: (when called) a worker has several towers, and
+            ``train_step`` never communicates over their axis.
+
+        Example:
+          >>> import jax.numpy as jnp, agn_optax
+          >>> towers = agn_optax.Towers(workers=len(jax.devices()))
+          >>> step = towers.step(lambda state, batch: (state + batch.sum(), state))
+          >>> state = towers.replicate(jnp.zeros(()))
+          >>> state, metrics = step(state, towers.shard(jnp.ones(16)))
+          >>> print(towers.mean(state))
+          2.0
+        """
+        program = _programs.step(self.mesh, train_step, self._tower_axes)
+        return jax.jit(program, donate_argnums=(0,) if donate else ())
+
+    def round(
+        self,
+        train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        period: int,
+        *,
+        exchange: Callable[[PyTree], PyTree] | None = None,
+        unroll: int | bool = 1,
+        donate: bool = True,
+    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+        """Compiles a whole round for all towers: local steps, then the exchange.
+
+        Args:
+          train_step: ``(state, batch) -> (state, metrics)`` of one tower, as for
+            `step`.
+          period: local steps of a round.
+          exchange: ``state -> state``, which ends the round: ``tx.exchange`` of
+            `phases` on the parameters and optimizer state that ``state`` holds. None
+            for drop-in optimizers, which exchange in the step that fills their period.
+          unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
+          donate: as for `step`.
+
+        Returns:
+          A jitted function ``(state, batches) -> (state, metrics)``: batches as from
+          `shard_round`; each metric is ``[towers, period, ...]``.
+
+        Raises:
+          InvalidArgumentError: ``period`` is no positive int; (when called) the batches
+            are not as many, or as `step`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, agn_optax
+          >>> towers = agn_optax.Towers(workers=len(jax.devices()))
+          >>> rule = agn_optax.rules.average()
+          >>> tx = agn_optax.phases(optax.sgd(0.5), rule, axis_name="workers")
+          >>> def train_step(state, batch):
+          ...     params, opt_state = state
+          ...     grads = jax.grad(lambda p: jnp.mean((p - batch) ** 2))(params)
+          ...     updates, opt_state = tx.update(grads, opt_state, params)
+          ...     return (optax.apply_updates(params, updates), opt_state), params
+          >>> run = towers.round(train_step, 3, exchange=lambda s: tx.exchange(*s))
+          >>> params = jnp.zeros(())
+          >>> state = towers.replicate((params, tx.init(params)))
+          >>> batches = towers.shard_round([jnp.arange(16.0)] * 3)
+          >>> (params, opt_state), metrics = run(state, batches)
+          >>> print(params[0])  # the mean of what the towers found
+          7.5
+        """
+        _check.positive_int(period, "period")
+        program = _programs.whole_round(
+            self.mesh, train_step, period, exchange, unroll, self._tower_axes
+        )
+        return jax.jit(program, donate_argnums=(0,) if donate else ())
+
+    def evaluate(
+        self,
+        metric_fn: Callable[..., PyTree],
+        *arguments: PyTree,
+        reduction: str | Mapping[str, str] = "mean",
+    ) -> PyTree:
+        r"""Metrics of a data set, over all of its rows alike.
+
+        .. math:: \frac{\sum_j m_j}{\sum_j 1}
+
+        over the rows of all batches and towers, never a mean of means. Rows that fill
+        up a batch do not count. Nothing is kept between calls.
+
+        Args:
+          metric_fn: ``(*arguments, batch) -> metrics``: a pytree of arrays ``[rows,
+            ...]``, one value per row. Pass the same function again and it is not
+            compiled again.
+          arguments: what it needs, the same on every tower (parameters: the center's,
+            or `unreplicate`'s); the last is the batch, of any number of rows, or an
+            iterator of batches. On a mesh that spans processes each gives its own, as
+            many batches as the others.
+          reduction: ``"mean"`` or ``"sum"``, or a mapping of the names of metrics to
+            these.
+
+        Returns:
+          The metrics, as floats (arrays where a row has several values), the same in
+          every process.
+
+        Raises:
+          InvalidArgumentError: a metric has not one value per row, or there is no data.
+
+        Example:
+          >>> import numpy as np, agn_optax
+          >>> def metrics(threshold, x):
+          ...     return {"above": x > threshold}
+          >>> towers = agn_optax.Towers(2)
+          >>> batches = iter([np.array([1.0, 2.0, 3.0]), np.array([4.0])])
+          >>> print(towers.evaluate(metrics, 1.5, batches))
+          {'above': 0.75}
+        """
+        _evaluate.check_reduction(reduction)
+        *constant, data = _given(arguments)
+        placed = self._place(tuple(constant))
+        program = self._sums(metric_fn)
+        parts = []
+        for batch in data if isinstance(data, Iterator) else [data]:
+            padded, mask = self.shard_padded(batch)
+            parts.append(program(placed, padded, mask > 0))
+        if not parts:
+            raise errors.InvalidArgumentError("there are no batches to evaluate on")
+        return _evaluate.combine(parts, reduction)
+
+    def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+        """Outputs for every row of a batch, in order, computed on all towers.
+
+        Args:
+          fn: ``(*arguments, batch) -> outputs``: a pytree (classes, scores, ...) of
+            arrays ``[rows, ...]``. Pass the same function again and it is not compiled
+            again.
+          arguments: what it needs, the same on every tower; the last is the batch, of
+            any number of rows.
+
+        Returns:
+          The outputs on the host, numpy arrays ``[rows, ...]``. On a mesh that spans
+          processes, those of the rows that this process gave.
+
+        Raises:
+          InvalidArgumentError: an output has not one value per row.
+
+        Example:
+          >>> import numpy as np, agn_optax
+          >>> double = lambda x: {"doubled": 2 * x}
+          >>> print(agn_optax.Towers(2).predict(double, np.array([1.0, 2.0, 3.0])))
+          {'doubled': array([2., 4., 6.], dtype=float32)}
+        """
+        *constant, batch = _given(arguments)
+        rows = _batches.rows_of(batch)
+        padded, mask = self.shard_padded(batch)
+        outputs = self._outputs(fn)(self._place(tuple(constant)), padded, mask > 0)
+
+        def own(leaf: jax.Array) -> Any:
+            shards = sorted(
+                leaf.addressable_shards, key=lambda s: s.index[0].start or 0
+            )
+            return np.concatenate([np.asarray(s.data) for s in shards])[:rows]
+
+        return jax.tree.map(own, outputs)
+
+    def _place(self, arguments: PyTree) -> PyTree:
+        """``arguments`` on every tower, as they are in process 0."""
+        if _mesh.spans_processes(self.mesh):
+            arguments = _batches.of_first_process(arguments)
+        return _placed(arguments, self._alike)
+
+
+def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    """``tree`` on the mesh, its special nodes where they belong."""
+
+    def place(node: Any) -> Any:
+        if _replicas.is_per_tower(node):
+            rows = PartitionSpec(sharding.mesh.axis_names)
+            return _replicas.PerTower(_placed(node.rows, sharding.update(spec=rows)))
+        if _replicas.is_on_host(node):
+            host = sharding.with_memory_kind("pinned_host")
+            return OnHost(_placed(node.tree, host))
+        return _batches.put(node, sharding)
+
+    return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+
+
+def _given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not arguments:
+        raise errors.InvalidArgumentError(
+            "the last argument is the batch, and there is none"
+        )
+    return arguments
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _same_rows(leaves: list[jax.Array], workers: int) -> jax.Array:
+    return jnp.stack([_replicas.same_rows(leaf, workers) for leaf in leaves])
+
+
+def _mean_of_rows(tree: PyTree) -> PyTree:
+    def mean(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf[0]
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        return wide.mean(axis=0).astype(leaf.dtype)
+
+    return jax.tree.map(mean, tree)

@@ -1,0 +1,78 @@
+"""A small regression: what the tests of towers train, and its one-device reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import agn_optax
+
+ROWS = 16  # of a batch, over all towers
+
+
+def params(dtype="float32"):
+    rng = np.random.default_rng(0)
+    leaf = lambda *shape: jnp.asarray(rng.normal(size=shape) / 2, dtype)  # noqa: E731
+    return {"hidden": {"w": leaf(3, 5), "b": leaf(5)}, "out": leaf(5, 1), "s": leaf()}
+
+
+def batches(count, dtype="float32", rows=ROWS):
+    rng = np.random.default_rng(1)
+    xs = rng.normal(size=(count, rows, 3))
+    ys = np.sin(xs.sum(axis=-1, keepdims=True))
+    return [
+        {"x": x.astype(jnp.dtype(dtype)), "y": y.astype(jnp.dtype(dtype))}
+        for x, y in zip(xs, ys, strict=True)
+    ]
+
+
+def predict(params, x):
+    hidden = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
+    return hidden @ params["out"] * params["s"]
+
+
+def losses(params, batch):
+    return ((predict(params, batch["x"]) - batch["y"]) ** 2)[:, 0]
+
+
+def loss(params, batch):
+    return losses(params, batch).mean()
+
+
+def train_step(tx):
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": value}
+
+    return step
+
+
+def train(towers, tx, all_batches, params, step=None):
+    """Every worker's parameters and the state, after one step for each batch."""
+    step = towers.step(train_step(tx)) if step is None else step
+    state = towers.create(lambda p: (p, tx.init(p)), params)
+    for batch in all_batches:
+        state, metrics = step(state, towers.shard(batch))
+    return state, metrics
+
+
+def reference(tx, all_batches, params, workers):
+    """The same on one device: workers by vmap, each with all rows of its towers."""
+    state = (params, tx.init(params))
+    state = jax.tree.map(lambda x: jnp.stack([x] * workers), state)
+    step = jax.jit(jax.vmap(train_step(tx), axis_name="workers"))
+    for batch in all_batches:
+        own = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
+        state, metrics = step(state, own)
+    return state, metrics
+
+
+def of_workers(towers, tree):
+    """The rows of the first tower of every worker."""
+    return jax.tree.map(lambda x: x[:: towers.size // towers.workers], tree)
+
+
+def agn(inner, period=3, **options):
+    return agn_optax.agn(inner, period, axis_name="workers", **options)

@@ -1,0 +1,288 @@
+"""Every way of reducing gradients gives the same numbers, in the messages it says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from jax.experimental import sparse
+from jax.sharding import Mesh, NamedSharding
+
+import agn_optax
+from agn_optax import errors
+
+P = jax.P
+SHAPES = [(7,), (3, 4), (), (5, 0), (130,), (2, 3)]
+
+
+def mesh(shape=(8,), names=("towers",)):
+    return Mesh(np.array(jax.devices())[: np.prod(shape)].reshape(shape), names)
+
+
+def gradients(towers, dtype="float32", shapes=SHAPES):
+    rng = np.random.default_rng(0)
+    return {
+        f"g{i}": jnp.asarray(rng.normal(size=(towers, *shape)), dtype)
+        for i, shape in enumerate(shapes)
+    }
+
+
+def program(tx, mesh):
+    """``tx`` on the gradients of every tower, which are rows."""
+
+    def update(grads):
+        grads = jax.tree.map(lambda g: g[0], grads)
+        return jax.tree.map(lambda g: g[None], tx.update(grads, tx.init(grads))[0])
+
+    rows = P(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(update, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    )
+
+
+def compiled(tx, mesh, grads):
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    grads = jax.tree.map(lambda g: jax.device_put(g, rows), grads)
+    return program(tx, mesh).lower(grads).compile()
+
+
+WAYS = {
+    "all_reduce": {},
+    "reduce_scatter": {"algorithm": "reduce_scatter"},
+    "buckets": {"bucket_bytes": 100},
+    "buckets of two": {"bucket_bytes": 4096, "bucket_leaves": 2},
+    "scattered buckets": {"bucket_bytes": 100, "algorithm": "reduce_scatter"},
+    "half": {"wire_dtype": "bfloat16"},
+    "float16": {"wire_dtype": "float16", "algorithm": "reduce_scatter"},
+    "half, summed wide": {"wire_dtype": jnp.bfloat16, "sum_dtype": "float32"},
+    "half buckets": {
+        "wire_dtype": "bfloat16",
+        "sum_dtype": "float32",
+        "bucket_bytes": 64,
+        "algorithm": "reduce_scatter",
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same(way, reduction):
+    # Three towers: nothing divides evenly.
+    options, grads = WAYS[way], gradients(3)
+    tx = agn_optax.all_reduce("towers", reduction=reduction, **options)
+    reduced = program(tx, mesh((3,)))(grads)
+    tolerance = 2e-2 if "wire_dtype" in options else 1e-6
+    for name, grad in grads.items():
+        expected = getattr(np, reduction)(np.asarray(grad), axis=0)
+        for row in np.asarray(reduced[name]):
+            np.testing.assert_allclose(row, expected, rtol=tolerance, atol=tolerance)
+            assert row.dtype == grad.dtype
+        assert all((np.asarray(reduced[name]) == reduced[name][0]).ravel())
+
+
+@pytest.mark.parametrize(
+    "wide", [{}, {"wire_dtype": "float16", "sum_dtype": "float32"}]
+)
+def test_hierarchical(wide):
+    both = ("hosts", "towers")
+    grads = gradients(6)
+    flat = program(agn_optax.all_reduce(both), mesh((2, 3), both))(grads)
+    tx = agn_optax.all_reduce(both, algorithm="hierarchical", bucket_bytes=1000, **wide)
+    tiered = program(tx, mesh((2, 3), both))(grads)
+    support.assert_close(tiered, flat, tolerance=5e-3 if wide else 1e-6)
+
+
+def test_a_hierarchy_sends_each_element_once_over_the_slow_link():
+    both, n = ("hosts", "towers"), 1200
+    grads = gradients(8, shapes=[(n,)])
+    tx = agn_optax.all_reduce(both, algorithm="hierarchical")
+    program = compiled(tx, mesh((2, 4), both), grads)
+    kinds = agn_optax.towers.traffic(program).kinds
+    assert kinds == {"reduce-scatter": 1, "all-reduce": 1, "all-gather": 1}
+    assert f"f32[{n // 4}]" in next(
+        line for line in program.as_text().splitlines() if " all-reduce(" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "collectives"),
+    [
+        # 12 small ones of 40 bytes: three fit into 120 bytes.
+        ([(10,)] * 12, {"bucket_bytes": 120}, 4),
+        ([(10,)] * 12, {"bucket_bytes": 10**6}, 1),
+        ([(10,)] * 12, {"bucket_bytes": 10**6, "bucket_leaves": 5}, 3),
+        # A large one of 4000 bytes in equal pieces, small ones of their own.
+        ([(1000,)], {"bucket_bytes": 1000}, 4),
+        ([(1000,)], {"bucket_bytes": 1001}, 4),
+        ([(10,), (1000,), (10,)], {"bucket_bytes": 1000}, 6),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
+def test_the_number_of_collectives(shapes, options, collectives, algorithm):
+    tx = agn_optax.all_reduce("towers", algorithm=algorithm, **options)
+    grads = gradients(8, shapes=shapes)
+    traffic = agn_optax.towers.traffic(compiled(tx, mesh(), grads))
+    kinds = {
+        "all_reduce": {"all-reduce": collectives},
+        "reduce_scatter": {"reduce-scatter": collectives, "all-gather": collectives},
+    }[algorithm]
+    assert traffic.kinds == kinds
+
+
+def test_pieces_are_equal_and_bytes_are_the_minimum():
+    grads = gradients(8, shapes=[(1024,)])
+    tx = agn_optax.all_reduce(
+        "towers", algorithm="reduce_scatter", bucket_bytes=1000
+    )  # 5 pieces
+    text = compiled(tx, mesh(), grads).as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert len(gathers) == 5
+    assert sum("f32[208]" in line for line in gathers) == 5  # 205 or 204, filled up
+    plain = agn_optax.towers.traffic(
+        compiled(agn_optax.all_reduce("towers"), mesh(), grads)
+    )
+    assert plain.bytes_sent == 2 * 7 / 8 * 4 * 1024
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
+def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
+    grads = gradients(8, shapes=[(1024,)])
+    tx = agn_optax.all_reduce(
+        "towers", algorithm=algorithm, wire_dtype="bfloat16", sum_dtype="float32"
+    )
+    traffic = agn_optax.towers.traffic(compiled(tx, mesh(), grads))
+    assert traffic.bytes_sent == 2 * 7 / 8 * 2 * 1024
+    # And it is a better sum than one of 16 bits.
+    ones = {"g": jnp.ones((8, 1024)).at[0].set(256.0)}  # 256 + 1 is 256 in bfloat16
+    tx = agn_optax.all_reduce(
+        "towers", reduction="sum", wire_dtype="bfloat16", sum_dtype="float32"
+    )
+    np.testing.assert_array_equal(program(tx, mesh())(ones)["g"], 264.0)
+
+
+def test_a_mean_in_float16_does_not_overflow():
+    grads = {"g": jnp.full((8, 16), 30000.0)}
+    tx = agn_optax.all_reduce("towers", wire_dtype="float16")
+    np.testing.assert_allclose(program(tx, mesh())(grads)["g"], 30000.0, rtol=1e-3)
+
+
+def test_a_delayed_reduction_is_that_of_the_step_before():
+    grads = gradients(8)
+    later = jax.tree.map(lambda g: g + 1, grads)
+    tx = agn_optax.all_reduce("towers", delay=1)
+
+    @jax.jit
+    @lambda f: jax.vmap(f, axis_name="towers")
+    def two_steps(first, second):
+        zeros, state = tx.update(first, tx.init(first))
+        reduced, state = tx.update(second, state)
+        return zeros, reduced, state
+
+    zeros, reduced, state = two_steps(grads, later)
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(zeros[name], 0.0)
+        expected = np.broadcast_to(np.mean(grad, axis=0), grad.shape)
+        np.testing.assert_allclose(reduced[name], expected, rtol=1e-5, atol=1e-6)
+    support.assert_identical(state.in_flight, later)
+    # Towers differ in what is in flight, and agree all the same.
+    towers = agn_optax.Towers()
+    assert towers.towers_agree({"opt_state": state, "loss": jnp.zeros(8)})
+
+
+def embedding_gradient(rng, towers, count, table):
+    rows = rng.integers(0, table[0], size=(towers, count, 1)).astype(np.int32)
+    rows[:, -1] = rows[:, 0]  # duplicates on every tower
+    return rng.normal(size=(towers, count, table[1])).astype(np.float32), rows
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_of_embeddings_are_gathered(reduction):
+    table, count = (1000, 4), 6
+    values, rows = embedding_gradient(np.random.default_rng(0), 8, count, table)
+    dense = np.zeros((8, *table), np.float32)
+    for tower in range(8):
+        np.add.at(dense[tower], rows[tower, :, 0], values[tower])
+    reduced_to = getattr(np, reduction)(dense, axis=0)
+    tx = optax.chain(
+        agn_optax.all_reduce("towers", reduction=reduction), agn_optax.densify()
+    )
+
+    def update(values, rows, bias):
+        grads = {"table": sparse.BCOO((values[0], rows[0]), shape=table), "b": bias[0]}
+        updates, _ = tx.update(grads, tx.init(grads))
+        return jax.tree.map(lambda u: u[None], updates)
+
+    split = P("towers")
+    mapped = jax.jit(
+        jax.shard_map(
+            update, mesh=mesh(), in_specs=split, out_specs=split, check_vma=False
+        )
+    )
+    bias = np.arange(8.0, dtype=np.float32)
+    arguments = jax.device_put((values, rows, bias), NamedSharding(mesh(), split))
+    reduced = mapped(*arguments)
+    for row in reduced["table"]:
+        np.testing.assert_allclose(row, reduced_to, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(reduced["b"], getattr(np, reduction)(bias))
+    # Nothing of the size of the table travelled.
+    traffic = agn_optax.towers.traffic(mapped.lower(*arguments).compile())
+    assert traffic.kinds["all-gather"] == 2
+    assert traffic.bytes_sent < values.nbytes + rows.nbytes + 100 < dense[0].nbytes
+
+
+def test_reduced_rows_are_unique():
+    values, rows = embedding_gradient(np.random.default_rng(1), 4, 5, (50, 2))
+    tx = agn_optax.all_reduce("towers", wire_dtype="bfloat16")
+
+    def update(values, rows):
+        grad = sparse.BCOO((values, rows), shape=(50, 2))
+        return tx.update(grad, tx.init(grad))[0].indices
+
+    indices = jax.vmap(update, axis_name="towers")(values, rows)[0, :, 0]
+    inside = [i for i in indices.tolist() if i < 50]
+    assert sorted(inside) == sorted(set(rows.ravel().tolist()))
+    other = sparse.BCOO.fromdense(jnp.eye(3))
+    with pytest.raises(errors.TreeMismatchError, match="n_sparse=2; a row-sparse"):
+        jax.vmap(lambda x: tx.update({"t": other}, tx.init(x)), axis_name="towers")(
+            jnp.zeros(2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("t",), {"reduction": "max"}, r"reduction must be one of \('mean', 'sum'\)"),
+        (("t",), {"algorithm": "ring"}, "algorithm must be one of"),
+        (("t",), {"algorithm": "hierarchical"}, "needs two axes"),
+        (("t",), {"delay": 2}, r"delay must be one of \(0, 1\), got 2"),
+        (("t",), {"delay": True}, "delay must be one of"),
+        (("t",), {"bucket_bytes": 0}, "bucket_bytes must be a positive int"),
+        (("t",), {"bucket_leaves": 3}, "give both"),
+        (("t",), {"wire_dtype": "int8"}, "wire_dtype must be a floating dtype"),
+        (("t",), {"sum_dtype": "float32"}, "give both"),
+        ((None,), {}, "axis_name must name the axis"),
+    ],
+)
+def test_bad_options(arguments, options, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        agn_optax.all_reduce(*arguments, **options)
+
+
+def test_bad_gradients():
+    tx = agn_optax.all_reduce("towers")
+    with pytest.raises(errors.UnboundAxisError, match="'towers' is not bound"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+
+    def update(grads):
+        return jax.vmap(
+            lambda x: tx.update(jax.tree.map(lambda g: g * x, grads), tx.init(grads)),
+            axis_name="towers",
+        )(jnp.ones(2, jnp.int32))
+
+    with pytest.raises(errors.TreeMismatchError, match="no gradients"):
+        update({"a": None})
+    with pytest.raises(
+        errors.TreeMismatchError, match=r"updates\['a'\] has dtype int32"
+    ):
+        update({"a": jnp.arange(3)})

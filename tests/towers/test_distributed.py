@@ -1,0 +1,84 @@
+"""Two real processes with two devices each are one process with four."""
+
+import importlib.util
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import agn_optax
+from agn_optax import errors
+
+PROGRAM = pathlib.Path(__file__).with_name("processes.py")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(output, count=2):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, PROGRAM, address, str(count), str(i), output / f"{i}.npz"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+
+
+def test_two_processes_are_one(tmp_path):
+    processes = launch(tmp_path)
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+    spec = importlib.util.spec_from_file_location("processes", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    expected = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            module.results(jax.devices()[:4], module.Part(0, 1))
+        )
+    }
+    found = [np.load(tmp_path / f"{i}.npz") for i in range(2)]
+    assert set(expected) == set(found[0])
+    for name, value in expected.items():
+        if "predict" in name:  # each process has the outputs of its own rows
+            own = np.concatenate([f[name] for f in found])
+            np.testing.assert_allclose(own, value, rtol=1e-4, atol=1e-5, err_msg=name)
+            continue
+        for f in found:
+            np.testing.assert_allclose(
+                f[name], value, rtol=1e-4, atol=1e-5, err_msg=name
+            )
+        assert value.all() or "agree" not in name
+
+
+def test_a_process_alone():
+    assert agn_optax.initialize_distributed() == 1
+    with pytest.raises(
+        errors.InvalidArgumentError, match="without num_processes and process_id"
+    ):
+        agn_optax.initialize_distributed("127.0.0.1:1")

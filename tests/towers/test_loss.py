@@ -1,0 +1,76 @@
+"""Losses of towers: their mean, and the mean of their gradients, are the batch's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import agn_optax
+from agn_optax import errors
+
+VALUES = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+WEIGHTS = np.array([1, 0, 2, 0, 0, 0, 0.5, 1], np.float32)  # tower 2 has none
+
+WHOLE = {
+    "mean": lambda loss, w: (loss * w).sum() / (w * jnp.ones_like(loss)).sum(),
+    "sum": lambda loss, w: (loss * w).sum(),
+    "sum_over_batch_size": lambda loss, w: (loss * w).sum() / loss.size,
+    "sum_by_nonzero_weights": lambda loss, w: (
+        (loss * w).sum() / jnp.count_nonzero(w * jnp.ones_like(loss))
+    ),
+}
+
+
+@pytest.mark.parametrize("reduction", WHOLE)
+@pytest.mark.parametrize("weighted", [None, "rows", "tokens"])
+def test_reductions(reduction, weighted):
+    weights = {
+        None: np.ones(8, np.float32),
+        "rows": WEIGHTS,
+        "tokens": np.arange(24, dtype=np.float32).reshape(8, 3) % 3,
+    }[weighted]
+
+    def loss(x, values, weights, axis_name):
+        return agn_optax.reduce_loss(
+            (x * values) ** 2,
+            None if weighted is None else weights,
+            reduction=reduction,
+            axis_name=axis_name,
+        )
+
+    def whole(x):
+        w = weights if weights.ndim == 2 else weights[:, None]
+        return WHOLE[reduction]((x * VALUES) ** 2, w)
+
+    expected = jax.value_and_grad(whole)(2.0)
+    share = jax.vmap(
+        lambda v, w: jax.value_and_grad(loss)(2.0, v, w, "towers"), axis_name="towers"
+    )
+    split = share(VALUES.reshape(4, 2, 3), weights.reshape(4, 2, *weights.shape[1:]))
+    alone = jax.value_and_grad(loss)(2.0, VALUES, weights, None)
+    for i in range(2):
+        np.testing.assert_allclose(split[i].mean(), expected[i], rtol=1e-5)
+        np.testing.assert_allclose(alone[i], expected[i], rtol=1e-5)
+
+
+def test_rows_without_weight_may_be_infinite_and_no_weight_is_no_loss():
+    losses, weights = jnp.array([1.0, jnp.inf]), jnp.array([1.0, 0.0])
+    assert agn_optax.reduce_loss(losses, weights) == 1.0
+    assert agn_optax.reduce_loss(losses, jnp.zeros(2)) == 0.0
+    assert agn_optax.reduce_loss(losses.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_no_gradient_flows_into_weights():
+    gradient = jax.grad(lambda w: agn_optax.reduce_loss(jnp.array([1.0, 4.0]), w))
+    np.testing.assert_array_equal(gradient(jnp.array([1.0, 2.0])), [0.0, 0.0])
+
+
+def test_bad_losses():
+    with pytest.raises(errors.InvalidArgumentError, match="one number"):
+        agn_optax.reduce_loss(jnp.ones(3), reduction="none")
+    with pytest.raises(errors.InvalidArgumentError, match=r"weights has shape \[2\]"):
+        agn_optax.reduce_loss(jnp.ones(3), jnp.ones(2))
+    with pytest.raises(errors.UnboundAxisError):
+        agn_optax.reduce_loss(jnp.ones(3), axis_name="towers")
+    with pytest.raises(errors.TreeMismatchError, match="int32"):
+        agn_optax.reduce_loss(jnp.ones(3, jnp.int32))

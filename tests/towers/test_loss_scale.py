@@ -1,0 +1,141 @@
+"""Loss scaling: one bad gradient anywhere, and every tower skips the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import support
+
+import agn_optax
+from agn_optax import errors
+
+
+def scaled_step(tx):
+    def step(state, batch):
+        params, opt_state = state
+        data, poison = batch
+
+        def loss(params):
+            return problem.loss(params, data) * agn_optax.loss_scale(opt_state)
+
+        grads = jax.grad(loss)(params)
+        grads["s"] = grads["s"] + poison[0]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return step
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("mode", ["data parallel", "independent", "islands"])
+def test_one_bad_gradient_skips_the_step_everywhere(mode, bad):
+    """And is neither recorded nor counted: as if the batch had not come."""
+    workers = {"data parallel": 1, "independent": 4, "islands": 2}[mode]
+    towers = agn_optax.Towers(4, workers=workers)
+    data = problem.batches(6)
+    own = problem.agn(optax.adam(0.05), period=2)
+    axes = ("workers", "towers")
+    tx = optax.chain(
+        agn_optax.all_reduce("towers"), agn_optax.loss_scaling(own, axis_name=axes)
+    )
+    step = towers.step(scaled_step(tx))
+    state = towers.create(lambda p: (p, tx.init(p)), problem.params())
+    clean = np.zeros(16, np.float32)
+    for i, batch in enumerate(data):
+        poison = clean.copy()
+        if i == 3:
+            poison[4 * 2] = bad  # on tower 2 alone
+        before = jax.tree.map(np.asarray, state)
+        state, _ = step(state, towers.shard((batch, poison)))
+        if i == 3:
+            for was, now in ((before[0], state[0]), (before[1][1][3], state[1][1][3])):
+                support.assert_identical(jax.tree.map(np.asarray, now), was)
+    expected, _ = problem.reference(own, data[:3] + data[4:], problem.params(), workers)
+    support.assert_close(problem.of_workers(towers, state[0]), expected[0])
+    scaling = towers.unreplicate(state[1][1])
+    assert scaling.skipped == 1
+    assert scaling.scale == 2.0**14
+    assert scaling.good_steps == 2
+
+
+def test_the_scale_falls_to_a_floor_and_grows_again():
+    tx = agn_optax.loss_scaling(
+        optax.sgd(1.0),
+        initial_scale=8.0,
+        growth_interval=3,
+        factor=2.0,
+        min_scale=2.0,
+        max_scale=16.0,
+    )
+    update = jax.jit(tx.update)
+    state = tx.init(jnp.zeros(2))
+    scales = []
+    for gradient in [jnp.inf] * 5 + [1.0] * 12 + [jnp.nan, 1.0, 1.0, 1.0]:
+        updates, state = update(jnp.array([1.0, gradient]), state)
+        assert np.isfinite(updates).all()
+        scales.append(float(state.scale))
+    assert scales == (
+        [4.0] + [2.0] * 4 + [2.0, 2.0] + [4.0] * 3 + [8.0] * 3 + [16.0] * 4
+    ) + [8.0, 8.0, 8.0, 16.0]
+    assert state.skipped == 6
+
+
+def test_half_precision_gradients_survive_scaled():
+    """x * w with both small has a float16 gradient of zero, unless it is scaled."""
+    x = jnp.full(4, 1e-8, jnp.float32)
+    tx = agn_optax.loss_scaling(optax.sgd(1.0), initial_scale=2.0**15)
+    state = tx.init(x)
+
+    def loss(params, scale):
+        half = params.astype(jnp.float16)  # its gradient passes through float16
+        return (half.astype(jnp.float32) * x).sum() * scale
+
+    plain = jax.grad(loss)(jnp.ones(4), 1.0)
+    np.testing.assert_array_equal(plain, 0.0)
+    scaled = jax.grad(loss)(jnp.ones(4), agn_optax.loss_scale(state))
+    updates, _ = tx.update(scaled, state)
+    np.testing.assert_allclose(updates, -1e-8, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_scale": 0.0}, "min_scale"),
+        ({"factor": 1.0}, "factor"),
+        ({"initial_scale": 0.5}, "initial_scale"),
+        ({"initial_scale": float("inf")}, "initial_scale"),
+        ({"max_scale": 0.5}, "max_scale"),
+        ({"growth_interval": 0}, "growth_interval must be a positive int"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        agn_optax.loss_scaling(optax.sgd(0.1), **options)
+
+
+def test_bad_states():
+    with pytest.raises(errors.InvalidArgumentError, match="found 0 in"):
+        agn_optax.loss_scale(optax.sgd(0.1).init(jnp.zeros(2)))
+    with pytest.raises(errors.InvalidTypeError, match="inner"):
+        agn_optax.loss_scaling(None)
+    tx = agn_optax.loss_scaling(optax.sgd(0.1), axis_name="towers")
+    with pytest.raises(errors.UnboundAxisError):
+        tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
+
+
+def test_the_split_form_inside():
+    """phases() is an optimizer to wrappers, and its exchange finds its own state."""
+    rule = agn_optax.rules.agn(optax.sgd(0.5))
+    split = agn_optax.phases(optax.sgd(0.1), rule)
+    tx = optax.chain(optax.clip(10.0), agn_optax.loss_scaling(split, initial_scale=2.0))
+    params = jnp.array([1.0])
+    state = tx.init(params)
+    for gradient in (2.0, jnp.inf, 4.0):
+        updates, state = tx.update(jnp.array([gradient]), state, params)
+        params = optax.apply_updates(params, updates)
+    params, state = split.exchange(params, state)
+    # inf is clipped to 10 before loss_scaling sees it, so three steps count.
+    np.testing.assert_allclose(params, 1.0 - 0.5 * (2 + 10 + 4) / 2 / 3, rtol=1e-6)
+    assert state[1].inner_state.exchanges == 1

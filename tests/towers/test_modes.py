@@ -1,0 +1,275 @@
+"""Data parallel, independent and islands: one train step, against one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import support
+
+import agn_optax
+
+MODES = {"data parallel": 1, "independent": 8, "islands": 2}
+INNERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.05)}
+
+
+def make(inner, **options):
+    return optax.chain(
+        agn_optax.all_reduce("towers", **options), problem.agn(INNERS[inner]())
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_train_step_serves_every_mode(mode, inner, dtype):
+    towers = agn_optax.Towers(workers=MODES[mode])
+    data = problem.batches(6, dtype)
+    start = problem.params(dtype)
+    (params, opt_state), metrics = problem.train(towers, make(inner), data, start)
+    expected, losses = problem.reference(
+        problem.agn(INNERS[inner]()), data, start, towers.workers
+    )
+    support.assert_close(problem.of_workers(towers, params), expected[0], dtype)
+    support.assert_close(
+        towers.center_params(opt_state),
+        jax.tree.map(lambda c: c[0], agn_optax.center_params(expected[1])),
+        dtype,
+    )
+    assert bool(towers.towers_agree((params, opt_state)))
+    of_worker = metrics["loss"].reshape(towers.workers, -1)  # means of equal shares
+    support.assert_close(
+        of_worker.astype(jnp.float32).mean(axis=1),
+        losses["loss"].astype(jnp.float32),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rule_in_every_mode(mode):
+    towers = agn_optax.Towers(workers=MODES[mode])
+    data = problem.batches(4)
+    for name, rule in support.RULES.items():
+        own = agn_optax.exchange_every(
+            optax.sgd(0.1), rule(), period=2, axis_name="workers"
+        )
+        tx = optax.chain(agn_optax.all_reduce("towers"), own)
+        (params, _), _ = problem.train(towers, tx, data, problem.params())
+        expected, _ = problem.reference(own, data, problem.params(), towers.workers)
+        try:
+            support.assert_close(problem.of_workers(towers, params), expected[0])
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+def test_the_gradient_of_a_mean_loss_is_that_of_the_whole_batch():
+    towers = agn_optax.Towers()
+    tx = agn_optax.all_reduce("towers")
+    params, (batch,) = problem.params(), problem.batches(1)
+
+    def step(state, batch):
+        grads = jax.grad(problem.loss)(state, batch)
+        return tx.update(grads, tx.init(state))[0], None
+
+    reduced, _ = towers.step(step)(towers.replicate(params), towers.shard(batch))
+    assert towers.towers_agree(reduced)
+    whole = jax.jit(jax.grad(problem.loss))(params, batch)
+    support.assert_close(towers.unreplicate(reduced), whole, tolerance=1e-6)
+
+
+def test_permuted_towers_give_permuted_results():
+    data = problem.batches(4)
+    order = np.array([3, 1, 0, 2])
+    own = problem.agn(optax.sgd(0.1), period=2)
+    towers = agn_optax.Towers(4, workers=4)
+
+    def permuted(batch):
+        return jax.tree.map(
+            lambda x: x.reshape(4, -1, *x.shape[1:])[order].reshape(x.shape), batch
+        )
+
+    (params, state), _ = problem.train(towers, own, data, problem.params())
+    (other, other_state), _ = problem.train(
+        towers, own, [permuted(b) for b in data], problem.params()
+    )
+    support.assert_close(other, jax.tree.map(lambda x: x[order], params))
+    support.assert_close(towers.center_params(other_state), towers.center_params(state))
+    # And which device is which tower makes no difference at all.
+    turned = agn_optax.Towers(jax.devices()[3::-1], workers=4)
+    (same, _), _ = problem.train(turned, own, data, problem.params())
+    support.assert_close(same, params, tolerance=1e-6)
+
+
+def test_pmap_and_vmap_give_the_same_numbers():
+    data = problem.batches(4)
+    tx = optax.chain(
+        agn_optax.all_reduce("towers"), agn_optax.agn(optax.sgd(0.1), period=2)
+    )
+    towers = agn_optax.Towers()
+    (expected, _), _ = problem.train(towers, tx, data, problem.params())
+    for transform in (jax.pmap, jax.vmap):
+        step = transform(problem.train_step(tx), axis_name="towers")
+        params = problem.params()
+        state = jax.tree.map(lambda x: jnp.stack([x] * 8), (params, tx.init(params)))
+        for batch in data:
+            own = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+            state, _ = step(state, own)
+        support.assert_close(state[0], expected, tolerance=1e-6)
+
+
+def test_a_shard_map_that_checks_varying_axes():
+    mesh = jax.make_mesh((8,), ("towers",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, (batch,) = problem.params(), problem.batches(1)
+    tx = agn_optax.all_reduce("towers", algorithm="reduce_scatter")
+
+    def reduced(params, batch, vary=True):
+        if vary:
+            params = jax.tree.map(
+                lambda p: jax.lax.pcast(p, "towers", to="varying"), params
+            )
+        grads = jax.grad(problem.loss)(params, batch)
+        return tx.update(grads, tx.init(params))[0]
+
+    P = jax.P
+    checked = jax.shard_map(
+        reduced, mesh=mesh, in_specs=(P(), P("towers")), out_specs=P()
+    )
+    whole = jax.grad(problem.loss)(params, batch)
+    support.assert_close(jax.jit(checked)(params, batch), whole, tolerance=1e-6)
+
+    twice = jax.shard_map(
+        lambda p, b: reduced(p, b, vary=False),
+        mesh=mesh,
+        in_specs=(P(), P("towers")),
+        out_specs=P(),
+    )
+    with pytest.raises(agn_optax.errors.TreeMismatchError, match="same on every tower"):
+        jax.jit(twice)(params, batch)
+
+
+def test_one_device_costs_nothing_extra():
+    towers = agn_optax.Towers(1)
+    tx = optax.chain(
+        agn_optax.all_reduce("towers", bucket_bytes=100, wire_dtype="bfloat16"),
+        agn_optax.loss_scaling(
+            problem.agn(optax.adam(0.1)), axis_name=("workers", "towers")
+        ),
+    )
+    state = towers.replicate((problem.params(), tx.init(problem.params())))
+    batch = towers.shard(problem.batches(1)[0])
+    compiled = towers.step(problem.train_step(tx)).lower(state, batch).compile()
+    assert agn_optax.towers.traffic(compiled).collectives == 0
+    for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        assert name not in compiled.as_text()
+
+
+@pytest.mark.parametrize(("workers", "members"), [(8, 8), (2, 2), (1, None)])
+def test_what_an_axis_of_one_member_would_say_is_not_compiled(workers, members):
+    towers = agn_optax.Towers(workers=workers)
+    tx = problem.agn(optax.sgd(0.1))
+    if towers.size > workers:
+        tx = optax.chain(agn_optax.all_reduce("towers"), tx)
+    state = towers.replicate((problem.params(), tx.init(problem.params())))
+    batch = towers.shard(problem.batches(1)[0])
+    compiled = towers.step(problem.train_step(tx)).lower(state, batch).compile()
+    text = compiled.as_text()
+    # One for the gradients of several towers, one for the exchange of several workers.
+    expected = (towers.size > workers) + (members is not None)
+    assert agn_optax.towers.traffic(compiled).collectives == expected
+    assert ("{{0},{1}" in text) is False  # no group of one
+
+
+def test_towers_that_never_speak_are_refused():
+    towers = agn_optax.Towers(4)
+    tx = optax.sgd(0.1)
+    with pytest.raises(
+        agn_optax.errors.InvalidArgumentError, match=r"never communicates over 'towers'"
+    ):
+        problem.train(towers, tx, problem.batches(1), problem.params())
+    # As workers of their own they may.
+    problem.train(
+        agn_optax.Towers(4, workers=4), tx, problem.batches(1), problem.params()
+    )
+
+
+def test_no_second_compilation_and_the_state_is_donated():
+    towers = agn_optax.Towers(4, workers=2)
+    tx = make("adam")
+    step = towers.step(problem.train_step(tx))
+    state = towers.replicate((problem.params(), tx.init(problem.params())))
+    for batch in problem.batches(3):
+        sharded, before = towers.shard(batch), state
+        with jax.transfer_guard("disallow"):
+            state, _ = step(state, sharded)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert step._cache_size() == 1
+
+    kept = towers.step(problem.train_step(tx), donate=False)
+    kept(state, sharded)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_at_most_one_live_copy_of_the_state():
+    towers = agn_optax.Towers(2, workers=2)
+    tx = agn_optax.phases(
+        optax.adam(0.1), agn_optax.rules.agn(optax.sgd(0.1)), axis_name="workers"
+    )
+    params = {"w": jnp.ones((256, 256))}
+
+    def local(state, batch):
+        params, opt_state = state
+        grads = jax.grad(lambda p: ((batch @ p["w"]) ** 2).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    run = towers.round(local, 3, exchange=lambda s: tx.exchange(*s))
+    state = towers.replicate((params, tx.init(params)))
+    batches = towers.shard_round([np.ones((4, 256), np.float32)] * 3)
+    memory = run.lower(state, batches).compile().memory_analysis()
+    own = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2  # of one tower
+    # All but a counter that starts anew is written over the state that came in.
+    assert memory.alias_size_in_bytes >= own - 8
+    model = 4 * 256 * 256
+    assert memory.temp_size_in_bytes < 3 * model  # gradients and messages, no state
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_round_is_its_steps(split):
+    towers = agn_optax.Towers(4, workers=2)
+    data, start = problem.batches(6), problem.params()
+    rule = agn_optax.rules.diloco()
+    own = agn_optax.exchange_every(optax.adam(0.05), rule, 3, axis_name="workers")
+    expected, _ = problem.train(
+        towers, optax.chain(agn_optax.all_reduce("towers"), own), data, start
+    )
+    phases = agn_optax.phases(optax.adam(0.05), rule, axis_name="workers")
+    tx = optax.chain(agn_optax.all_reduce("towers"), phases if split else own)
+    run = towers.round(
+        problem.train_step(tx),
+        period=3,
+        exchange=(lambda state: phases.exchange(*state)) if split else None,
+    )
+    state = towers.replicate((start, tx.init(start)))
+    for first in (0, 3):
+        state, metrics = run(state, towers.shard_round(data[first : first + 3]))
+    assert metrics["loss"].shape == (4, 3)
+    support.assert_close(state[0], expected[0])
+    support.assert_close(towers.center_params(state), towers.center_params(expected))
+    assert run._cache_size() == 1
+    with pytest.raises(agn_optax.errors.InvalidArgumentError, match="period 3 needs"):
+        run(state, towers.shard_round(data[:2]))
+
+
+def test_stop_save_restore_go_on():
+    """Bit for bit, at the end of a round, from the one replica that is saved."""
+    towers = agn_optax.Towers(4)
+    tx = make("adam")
+    data, step = problem.batches(6), towers.step(problem.train_step(make("adam")))
+    through, _ = problem.train(towers, tx, data, problem.params(), step)
+    stopped, _ = problem.train(towers, tx, data[:3], problem.params(), step)
+    saved = jax.tree.map(np.asarray, towers.unreplicate(stopped))
+    state = towers.replicate(saved)
+    for batch in data[3:]:
+        state, _ = step(state, towers.shard(batch))
+    support.assert_identical(state, through)

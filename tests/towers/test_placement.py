@@ -1,0 +1,233 @@
+"""A center in shards or on the host is the same center."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import support
+
+import agn_optax
+from agn_optax import errors
+from agn_optax.rules._forms import find_state
+
+# Where shards may lie: over the workers, over the towers of each, over both.
+SHARDS = ["workers", "towers", ("workers", "towers")]
+
+
+def make(rule, placement=None, period=3, inner=None):
+    return optax.chain(
+        agn_optax.all_reduce("towers"),
+        agn_optax.exchange_every(
+            optax.adam(0.05) if inner is None else inner,
+            rule,
+            period,
+            axis_name="workers",
+            placement=placement,
+        ),
+    )
+
+
+@pytest.mark.parametrize("rule", support.RULES)
+def test_shards_give_the_same_numbers(rule):
+    # Three towers of two workers: no leaf divides evenly, and small ones stay whole.
+    towers = agn_optax.Towers(6, workers=2)
+    data = problem.batches(6, rows=12)
+    (params, state), _ = problem.train(
+        towers, make(support.RULES[rule]()), data, problem.params()
+    )
+    for axes in SHARDS:
+        placement = agn_optax.Placement(shard_axis=axes)
+        tx = make(support.RULES[rule](), placement)
+        (own, own_state), _ = problem.train(towers, tx, data, problem.params())
+        support.assert_close(own, params)
+        support.assert_close(
+            towers.center_params(own_state), towers.center_params(state)
+        )
+        assert towers.towers_agree((own, own_state))
+
+
+@pytest.mark.parametrize("axes", [None, "towers"])
+def test_a_center_on_the_host(axes):
+    towers = agn_optax.Towers(4, workers=2)
+    data = problem.batches(6)
+    rule = agn_optax.rules.diloco()
+    inner = optax.sgd(0.1)
+    plain = make(rule, inner=inner)
+    (params, state), _ = problem.train(towers, plain, data, problem.params())
+    placement = agn_optax.Placement(shard_axis=axes, memory="host")
+    tx = make(rule, placement, inner=inner)
+    (own, own_state), _ = problem.train(towers, tx, data, problem.params())
+    support.assert_close(own, params)
+    support.assert_close(towers.center_params(own_state), towers.center_params(state))
+    held = find_state(own_state)
+    for leaf in jax.tree.leaves((held.center, held.center_state)):
+        assert leaf.sharding.memory_kind == "pinned_host"
+    for leaf in jax.tree.leaves(held.local):
+        assert leaf.sharding.memory_kind == "device"
+    # It stays there when it is saved and comes back.
+    back = towers.replicate(towers.unreplicate(own_state))
+    support.assert_identical(back, own_state)
+    for leaf in jax.tree.leaves(find_state(back).center):
+        assert leaf.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_a_center_on_one_device(memory):
+    """Without a mesh at all: a drop-in optimizer, and center_params outside of jit."""
+    placement = agn_optax.Placement(memory=memory)
+    rule = agn_optax.rules.agn(optax.adam(0.05))
+    params, data = support.tree(), support.feeds(support.tree(), 6)
+    tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 3, placement=placement)
+    _, _, state = support.run(tx, params, data)
+    plain = agn_optax.exchange_every(optax.sgd(0.1), rule, 3)
+    expected = agn_optax.center_params(support.run(plain, params, data)[2])
+    center = agn_optax.center_params(state)
+    support.assert_close(center, expected)
+    assert center["scale"] + 1 == center["scale"] + 1  # on the device
+
+
+def test_every_tower_holds_its_part_only():
+    towers = agn_optax.Towers(8)
+    params = {"w": jnp.zeros((80, 100))}
+    rule = agn_optax.rules.agn(optax.adam(0.1))
+
+    def held(placement):
+        tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 10, placement=placement)
+        state = towers.create(tx.init, params)
+        own = (state.center, state.center_state, state.local.record)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(own)) / 8
+
+    whole = held(agn_optax.Placement())
+    sharded = held(agn_optax.Placement(shard_axis="towers"))
+    assert whole > 4 * 4 * 8000  # center, two moments, record
+    assert sharded < whole / 8 + 64
+
+
+@pytest.mark.parametrize("rule", ["agn", "average"])
+def test_what_an_exchange_sends(rule):
+    """As much as the all-reduce, and one gathering more where the anchor is read."""
+    towers = agn_optax.Towers(workers=8)
+    params = {"w": jnp.zeros(8000)}
+
+    def sent(axes):
+        tx = agn_optax.phases(
+            optax.sgd(0.1),
+            support.RULES[rule](),
+            axis_name="workers",
+            placement=agn_optax.Placement(shard_axis=axes),
+        )
+        state = towers.create(lambda p: (p, tx.init(p)), params)
+        exchange = towers.step(lambda state, _: (tx.exchange(*state), 0))
+        batch = towers.shard(np.zeros(8))
+        return agn_optax.towers.traffic(exchange.lower(state, batch).compile())
+
+    whole, sharded = sent(None), sent("workers")
+    assert whole.kinds == {"all-reduce": 1}
+    gathers = 1 if rule == "agn" else 2
+    assert sharded.kinds == {"reduce-scatter": 1, "all-gather": gathers}
+    assert whole.bytes_sent == 2 * 7 * 4000
+    assert sharded.bytes_sent == (1 + gathers) * 7 * 4000
+
+
+def test_saved_pieces_go_on_as_they_were():
+    towers = agn_optax.Towers(4, workers=2)
+    placement = agn_optax.Placement(shard_axis=("workers", "towers"))
+    # What differs from worker to worker at the end of a round is the inner state, of
+    # which the first worker's is saved; sgd has none.
+    tx = make(support.RULES["diloco"](), placement, inner=optax.sgd(0.1))
+    step = towers.step(problem.train_step(tx))
+    data = problem.batches(6)
+    through, _ = problem.train(towers, tx, data, problem.params(), step)
+    stopped, _ = problem.train(towers, tx, data[:3], problem.params(), step)
+    saved = jax.tree.map(np.asarray, towers.unreplicate(stopped))
+    elements = sum(x.size for x in jax.tree.leaves(find_state(saved).center.pieces))
+    whole = sum(x.size for x in jax.tree.leaves(problem.params()))
+    assert (
+        elements < whole + 4 * 4
+    )  # each piece once, and not every whole piece is full
+    state = towers.replicate(saved)
+    for batch in data[3:]:
+        state, _ = step(state, towers.shard(batch))
+    support.assert_identical(state, through)
+
+
+REFUSED = {
+    "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "scale_by_trust_ratio": optax.lamb(0.1),
+    "scale_by_factored_rms": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "scale_by_muon": optax.contrib.muon(0.1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
+    towers = agn_optax.Towers(2)
+    for placement in (None, agn_optax.Placement(shard_axis="towers")):
+        tx = agn_optax.exchange_every(
+            optax.sgd(0.1), agn_optax.rules.agn(REFUSED[name]), 3, placement=placement
+        )
+        params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+        if placement is None:
+            towers.create(tx.init, params)
+            continue
+        with pytest.raises(errors.InvalidArgumentError, match=f"shards: {name}"):
+            towers.create(tx.init, params)
+
+
+@pytest.mark.parametrize(
+    "center",
+    [
+        optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True),
+        optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
+        optax.lion(0.1),
+    ],
+)
+def test_elementwise_optimizers_are_not_refused(center):
+    towers = agn_optax.Towers(4)
+    data, rule = problem.batches(2), agn_optax.rules.agn(center)
+    params = []
+    for axes in (None, "towers"):
+        placement = agn_optax.Placement(shard_axis=axes)
+        tx = make(rule, placement, period=1, inner=optax.sgd(0.1))
+        params.append(problem.train(towers, tx, data, problem.params())[0][0])
+    support.assert_close(*params)
+
+
+def test_an_optimizer_that_tells_leaves_by_their_shape_is_refused():
+    def by_shape(updates, params):
+        del params
+        return jax.tree.map(lambda u: -u if u.shape[0] > 2 else u * 0.5, updates)
+
+    rule = agn_optax.rules.agn(optax.stateless(by_shape))
+    placement = agn_optax.Placement(shard_axis="towers")
+    tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 3, placement=placement)
+    with pytest.raises(errors.InvalidArgumentError, match="by their shape"):
+        agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
+
+
+def test_placements_that_cannot_be():
+    with pytest.raises(errors.InvalidArgumentError, match="'device' or 'host'"):
+        agn_optax.Placement(memory="disk")
+    rule = agn_optax.rules.average()
+    with pytest.raises(errors.InvalidTypeError, match="placement must be"):
+        agn_optax.phases(optax.sgd(0.1), rule, placement="towers")
+    sharded = agn_optax.Placement(shard_axis="towers")
+    tx = agn_optax.phases(optax.sgd(0.1), rule, placement=sharded)
+    with pytest.raises(errors.UnboundAxisError):
+        tx.init(jnp.ones(16))
+    towers = agn_optax.Towers(4)
+    state = towers.create(tx.init, jnp.ones(16))
+    with pytest.raises(errors.UnboundAxisError, match=r"towers\.center_params"):
+        agn_optax.center_params(state)
+    whole = agn_optax.phases(optax.sgd(0.1), rule)
+    for one, other in itertools.permutations((tx, whole)):
+        made = towers.create(one.init, jnp.ones(16))
+        with pytest.raises(errors.TreeMismatchError, match="but the placement is"):
+            towers.step(lambda s, _: (other.exchange(jnp.ones(16), s)[1], 0))(  # noqa: B023
+                made, towers.shard(np.ones(4))
+            )

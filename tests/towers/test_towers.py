@@ -1,0 +1,147 @@
+"""Meshes, replicas, and what is saved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import support
+from jax.sharding import Mesh
+
+import agn_optax
+from agn_optax import errors
+
+
+def test_devices():
+    assert agn_optax.Towers().size == 8
+    assert repr(agn_optax.Towers()) == "Towers(1 x 8 cpu)"
+    assert agn_optax.Towers(3).mesh.shape == {"workers": 1, "towers": 3}
+    assert (
+        list(agn_optax.Towers(jax.devices()[5:]).mesh.devices.flat)
+        == (jax.devices()[5:])
+    )
+    assert agn_optax.Towers(6, workers=3).mesh.shape == {"workers": 3, "towers": 2}
+    named = agn_optax.Towers(4, workers=2, axis_name="gpus", worker_axis="hosts")
+    assert named.mesh.axis_names == ("hosts", "gpus")
+
+
+def test_a_mesh_of_the_callers():
+    devices = np.array(jax.devices())
+    only = agn_optax.Towers(Mesh(devices, ("towers",)))
+    assert only.mesh.shape == {"workers": 1, "towers": 8}
+    both = agn_optax.Towers(Mesh(devices.reshape(4, 2), ("towers", "workers")))
+    assert both.mesh.shape == {"workers": 2, "towers": 4}
+    assert both.mesh.devices[1, 2] == devices.reshape(4, 2)[2, 1]
+    cube = agn_optax.Towers(
+        Mesh(devices.reshape(2, 2, 2), ("workers", "hosts", "chips")),
+        axis_name=("hosts", "chips"),
+    )
+    assert (cube.size, cube.workers) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 0}, "devices must be a positive int, got 0"),
+        ({"devices": 9}, "devices=9 were asked for, and this process has 8"),
+        ({"devices": "gpu"}, "devices must be None, a number, a list"),
+        ({"devices": []}, "at least one"),
+        ({"devices": 6, "workers": 4}, "4 workers for 6 towers"),
+        ({"workers": 0}, "workers must be a positive int, got 0"),
+        ({"axis_name": "workers"}, "the axes need different names"),
+        ({"axis_name": ("a", "b")}, "devices must be a Mesh that has them"),
+        ({"axis_name": ()}, "axis_name must be a name"),
+    ],
+)
+def test_bad_towers(arguments, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        agn_optax.Towers(**arguments)
+
+
+def test_bad_meshes():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    with pytest.raises(errors.InvalidArgumentError, match=r"has the axes .*'model'"):
+        agn_optax.Towers(mesh)
+    with pytest.raises(errors.InvalidArgumentError, match="the mesh has 2"):
+        agn_optax.Towers(mesh, workers=4, worker_axis="data", axis_name="model")
+
+
+def test_replicas():
+    towers = agn_optax.Towers(4, workers=2)
+    state = {
+        "w": jnp.arange(6.0).reshape(2, 3),
+        "half": jnp.ones(3, jnp.bfloat16),
+        "step": 7,
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+    }
+    stacked = towers.replicate(state)
+    assert stacked["w"].shape == (4, 2, 3)
+    assert stacked["w"].sharding.shard_shape(stacked["w"].shape) == (1, 2, 3)
+    assert stacked["step"].shape == (4,)
+    back = towers.unreplicate(stacked)
+    support.assert_identical(back, jax.tree.map(jnp.asarray, state))
+    assert back["w"].devices() == {jax.devices()[0]}
+    # Both are memory of their own.
+    stacked["w"].delete()
+    np.testing.assert_array_equal(back["w"], state["w"])
+    with pytest.raises(errors.TreeMismatchError, match=r"state\['empty'\].*one row"):
+        towers.unreplicate(state)
+
+
+def test_towers_agree_names_the_first_leaf_that_differs():
+    towers = agn_optax.Towers(4, workers=2)
+    state = towers.replicate({"a": jnp.zeros(2), "b": {"c": jnp.zeros(2), "d": 0}})
+    agreement = towers.towers_agree(state)
+    assert agreement
+    assert str(agreement) == "all towers agree"
+    assert agreement.differs is None
+    # Workers may differ, their towers may not.
+    state["b"]["c"] = state["b"]["c"].at[2:].set(1.0)
+    assert towers.towers_agree(state)
+    state["b"]["c"] = state["b"]["c"].at[3, 1].set(jnp.nan)
+    state["b"]["d"] = state["b"]["d"].at[1].set(1)
+    assert not towers.towers_agree(state)
+    assert towers.towers_agree(state).differs == "['b']['c']"
+    # Bits, so that NaN is itself and -0 is not 0.
+    assert towers.towers_agree(towers.replicate({"nan": jnp.nan}))
+    signs = towers.replicate(jnp.zeros(()))
+    assert not towers.towers_agree(signs.at[1].set(-0.0))
+
+
+def test_random_keys_differ_from_tower_to_tower():
+    towers = agn_optax.Towers(4)
+    key = jax.random.key(3)
+    state = towers.replicate({"key": key, "keys": jax.random.split(key, 2)})
+    drawn = jax.vmap(jax.random.normal)(state["key"])
+    assert len(set(np.asarray(drawn).tolist())) == 4
+    assert towers.unreplicate(state)["key"] == key
+    assert state["keys"].shape == (4, 2)
+    assert (state["key"][2] == jax.random.fold_in(key, 2)).item()
+    assert towers.towers_agree(state)  # they differ on purpose
+
+
+def test_means():
+    towers = agn_optax.Towers(4)
+    tree = {
+        "loss": jnp.arange(4.0),
+        "half": jnp.arange(4).astype(jnp.bfloat16),
+        "step": jnp.full(4, 9),
+    }
+    assert jax.tree.map(float, towers.mean(tree)) == {
+        "loss": 1.5,
+        "half": 1.5,
+        "step": 9.0,
+    }
+    assert towers.mean(tree)["half"].dtype == jnp.bfloat16
+
+
+def test_the_center_of_every_mode():
+    for workers in (1, 4):
+        towers = agn_optax.Towers(4, workers=workers)
+        tx = optax.chain(agn_optax.all_reduce("towers"), problem.agn(optax.sgd(0.1)))
+        state = towers.replicate({"opt_state": tx.init(problem.params())})
+        support.assert_identical(towers.center_params(state), problem.params())
+    with pytest.raises(errors.CenterNotFoundError):
+        towers.center_params(towers.replicate(optax.adam(0.1).init(jnp.ones(3))))

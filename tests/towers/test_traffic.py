@@ -1,0 +1,83 @@
+"""Counting what programs send, on every kind of collective and spelling of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import agn_optax
+from agn_optax import errors
+from agn_optax.towers import Traffic, traffic
+
+P = jax.P
+
+
+def compiled(function, shape=(8, 96)):
+    mesh = Mesh(np.array(jax.devices()), ("towers",))
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=P("towers"),
+        out_specs=P("towers"),
+        check_vma=False,
+    )
+    return jax.jit(mapped).lower(jnp.zeros(shape)).compile()
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "sent"),
+    [
+        (lambda x: jax.lax.psum(x, "towers"), "all-reduce", 2 * 7 / 8 * 384),
+        (lambda x: jax.lax.all_gather(x[0], "towers"), "all-gather", 7 / 8 * 8 * 384),
+        (
+            lambda x: jax.lax.psum_scatter(x[0], "towers", tiled=True),
+            "reduce-scatter",
+            7 * 48,
+        ),
+        (
+            lambda x: jax.lax.all_to_all(x.reshape(8, 12), "towers", 0, 0),
+            "all-to-all",
+            7 / 8 * 384,
+        ),
+        (
+            lambda x: jax.lax.ppermute(x, "towers", [(i, i ^ 1) for i in range(8)]),
+            "collective-permute",
+            384,
+        ),
+    ],
+)
+def test_kinds(function, kind, sent):
+    assert traffic(compiled(function)) == Traffic(1, sent, {kind: 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (  # asynchronous, as GPUs and TPUs do it
+            "%s = f32[64]{0} all-reduce-start(%x), replica_groups={{0,1},{2,3}}",
+            Traffic(1, 256, {"all-reduce": 1}),
+        ),
+        ("%d = f32[64]{0} all-reduce-done(%s)", Traffic(0, 0, {})),
+        (
+            "%s = (bf16[8], bf16[32]) all-gather-start(%x), replica_groups=[2,4]<=[8]",
+            Traffic(1, 48, {"all-gather": 1}),
+        ),
+        (
+            "%r = (f32[4]{0}, s8[8]{0}) all-reduce(%x, %y), replica_groups={{0,1}}",
+            Traffic(1, 24, {"all-reduce": 1}),
+        ),
+        ("%r = f32[4]{0} all-reduce(%x), replica_groups={{0},{1}}", Traffic(0, 0, {})),
+        (
+            "%r = pred[] all-reduce(%x), replica_groups={}",
+            Traffic(1, 1, {"all-reduce": 1}),
+        ),
+    ],
+)
+def test_spellings(line, expected):
+    assert traffic(f"HloModule m\n  {line}, to_apply=%sum\n") == expected
+
+
+def test_what_is_no_program():
+    with pytest.raises(errors.InvalidTypeError, match="compiled program"):
+        agn_optax.towers.traffic(42)
