@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo test lint types format bench lock clean venv
+.PHONY: help demo towers test lint types format bench lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -19,13 +19,18 @@ lint: venv ## check style
 
 types: venv ## check types
 	@$(python) -m mypy
+	@$(python) -m mypy benchmarks
 
 format: venv ## mend style
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
 
-bench: venv ## measure the optimizers' overhead
-	@$(python) -B benchmarks/optimizer_overhead.py $(ARGS)
+towers: venv ## train a transformer on a mesh: data parallel, independent and islands
+	@$(python) -B examples/towers.py $(ARGS)
+
+bench: venv ## measure what the optimizers cost, and what meshes send
+	@$(python) -B benchmarks/optimizer_overhead.py
+	@$(python) -B benchmarks/towers.py
 
 lock: ## pin the newest versions of everything, with hashes (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --extra dev \

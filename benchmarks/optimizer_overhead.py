@@ -14,19 +14,15 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import pathlib
-import platform
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+import side_by_side
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import agn_optax
@@ -48,12 +44,9 @@ def adam() -> optax.GradientTransformation:
 
 
 @dataclasses.dataclass
-class Form:
-    """One way to make a period of steps, ready to run again and again."""
+class Form(side_by_side.Form):
+    """One way to make a period of steps."""
 
-    name: str
-    peer: str  # the form whose time is 1
-    run: Callable[[], None]
     temporary: float  # bytes that its programs allocate beside their arguments
 
 
@@ -160,29 +153,12 @@ class Bench:
 def measure(bench: Bench, repeats: int, console: Console) -> list[dict[str, Any]]:
     """One row per form: its time per step, and relative to its peer's."""
     forms = bench.forms()
+    rows = side_by_side.measure(forms, repeats, console)
     for form in forms:
-        form.run()
-    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
-    for _ in track(range(repeats), "measuring", console=console, transient=True):
-        for form in forms:
-            start = time.perf_counter()
-            form.run()
-            seconds[form.name].append((time.perf_counter() - start) / bench.period)
-    rows = []
-    for form in forms:
-        ratios = np.array(seconds[form.name]) / np.array(seconds[form.peer])
-        low, middle, high = np.percentile(ratios, [25, 50, 75])
-        rows.append(
-            {
-                "form": form.name,
-                "peer": form.peer,
-                "ratio": round(float(middle), 3),
-                "quartiles": [round(float(low), 3), round(float(high), 3)],
-                "milliseconds": round(1e3 * float(np.median(seconds[form.name])), 3),
-                "temporary_models": round(form.temporary / bench.bytes, 3),
-            }
-        )
-    return rows
+        row = rows[form.name]
+        row["milliseconds"] = round(1e3 * row.pop("seconds") / bench.period, 3)
+        row["temporary_models"] = round(form.temporary / bench.bytes, 3)
+    return list(rows.values())
 
 
 def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
@@ -191,12 +167,11 @@ def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
     for column in ("time of", "ratio", "quartiles", "ms a step", "temporary, models"):
         table.add_column(column, justify="right")
     for row in rows:
-        low, high = row["quartiles"]
         table.add_row(
             row["form"],
             row["peer"],
             f"{row['ratio']:.2f}",
-            f"[{low:.2f}, {high:.2f}]".replace("[", r"\["),
+            side_by_side.spread(row),
             f"{row['milliseconds']:.2f}",
             f"{row['temporary_models']:.2f}",
         )
@@ -213,13 +188,7 @@ def main() -> None:
     add("--json", type=pathlib.Path, help="also write the numbers here")
     args = parser.parse_args()
     console = Console()
-    machine = {
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "optax": optax.__version__,
-    }
+    machine = side_by_side.machine()
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
     results = []
     for millions in args.millions:

@@ -1,4 +1,4 @@
-"""Real images to train on: scikit-learn's digits, or MNIST from its own idx files."""
+"""Real data: scikit-learn's digits, MNIST from its own idx files, Python's source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import math
 import pathlib
 import struct
+import sysconfig
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,14 @@ class Dataset(NamedTuple):
     name: str
     train: Split
     test: Split
+
+
+class Text(NamedTuple):
+    """Characters to learn from, and others to be tested on; uint8 below 128."""
+
+    name: str
+    train: Array
+    test: Array
 
 
 def digits(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
@@ -110,3 +119,28 @@ def _find(folder: pathlib.Path, name: str) -> pathlib.Path:
         if candidate.is_file():
             return candidate
     raise FileNotFoundError(f"neither {name} nor {name}.gz in {folder}")
+
+
+def python_source(megabytes: float = 8.0, *, test_fraction: float = 0.05) -> Text:
+    """Source text of Python's own standard library, which is on every machine."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path
+        for path in folder.rglob("*.py")
+        if "site-packages" not in path.parts and "test" not in path.parts
+    )
+    # Every machine takes the same files of a Python version, from all over the library.
+    np.random.default_rng(0).shuffle(files)
+    parts: list[bytes] = []
+    size, wanted = 0, round(megabytes * 1e6)
+    for path in files:
+        if size >= wanted:
+            break
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+    if size < wanted:
+        raise ValueError(f"{folder} has {size / 1e6:.1f} MB of source, not {megabytes}")
+    characters = np.frombuffer(b"".join(parts)[:wanted], np.uint8)
+    characters = np.where(characters < 128, characters, ord("?")).astype(np.uint8)
+    cut = round(len(characters) * (1 - test_fraction))
+    return Text("Python's standard library", characters[:cut], characters[cut:])

@@ -1,0 +1,255 @@
+"""What a mesh sends, and what a center in shards costs and saves.
+
+Collectives and bytes are counted in the compiled programs. The exchanges run in turns
+within one process, and every ratio is of two neighbors in time.
+
+    python benchmarks/towers.py --millions 40 --towers 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import side_by_side
+from rich.console import Console
+from rich.table import Table
+
+import agn_optax
+from agn_optax import rules
+from agn_optax.towers import traffic
+
+PyTree = Any
+GRADIENTS = {
+    "all-reduce": {},
+    "reduce-scatter": {"algorithm": "reduce_scatter"},
+    "buckets of 4 MiB": {"bucket_bytes": 2**22},
+    "bfloat16, summed in float32": {
+        "wire_dtype": "bfloat16",
+        "sum_dtype": "float32",
+    },
+}
+RULES: dict[str, Callable[[], rules.Rule]] = {
+    "agn": lambda: rules.agn(optax.adam(1e-3)),
+    "diloco": rules.diloco,
+    "easgd": lambda: rules.easgd(0.1),
+}
+
+
+class Model:
+    """Parameters in equal leaves; a gradient without any work, to see the rest."""
+
+    def __init__(self, size: int, leaf: int) -> None:
+        self.leaves = max(1, round(size / leaf))
+        self.shape = (size // self.leaves,)
+        self.bytes = 4 * self.leaves * self.shape[0]
+
+    def params(self) -> PyTree:
+        """New ones."""
+        return [jnp.full(self.shape, 0.5) for _ in range(self.leaves)]
+
+    def step(self, tx: Any) -> Callable[..., Any]:
+        """A train step of ``tx``."""
+
+        def train_step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
+            params, opt_state = state
+            grads = jax.tree.map(lambda p: p * batch.mean(), params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), batch.mean()
+
+        return train_step
+
+
+def count(model: Model, towers: int, period: int) -> list[dict[str, Any]]:
+    """Collectives and bytes of a step (of a round, divided) in every mode."""
+    rows = []
+    minimum = 2 * (towers - 1) / towers * model.bytes  # of an all-reduce, per device
+
+    def add(name: str, collectives: float, sent: float) -> None:
+        rows.append(
+            {
+                "mode": name,
+                "collectives": collectives,
+                "megabytes": round(sent / 1e6, 3),
+                "of_minimum": round(sent / minimum, 4),
+            }
+        )
+
+    for name, options in GRADIENTS.items():
+        mesh = agn_optax.Towers(towers)
+        reduce: Any = agn_optax.all_reduce("towers", **options)  # type: ignore[arg-type]
+        tx = optax.chain(reduce, optax.sgd(0.1))
+        seen = of_program(mesh, mesh.step(model.step(tx)), tx, model)
+        add(f"data parallel, {name}", seen.collectives, seen.bytes_sent)
+    for workers in (towers, 2):
+        mesh = agn_optax.Towers(towers, workers=workers)
+        split = agn_optax.phases(optax.sgd(0.1), rules.average(), axis_name="workers")
+        tx = optax.chain(agn_optax.all_reduce("towers"), split)
+        local = of_program(mesh, mesh.step(model.step(tx)), tx, model)
+        exchange = of_program(mesh, program_of(mesh, split.exchange), tx, model)
+        mode = "independent" if workers == towers else f"{workers} islands"
+        add(
+            f"{mode}, period {period}",
+            local.collectives + exchange.collectives / period,
+            local.bytes_sent + exchange.bytes_sent / period,
+        )
+    return rows
+
+
+def of_program(mesh: Any, program: Any, tx: Any, model: Model) -> Any:
+    """What one execution of a program of the mesh sends."""
+    state = mesh.create(lambda p: (p, tx.init(p)), model.params())
+    batch = mesh.shard(np.ones(mesh.size, np.float32))
+    return traffic(program.lower(state, batch).compile())
+
+
+def program_of(mesh: Any, exchange: Callable[..., Any]) -> Any:
+    """The exchange of every tower alone, ``(state, batch) -> state``."""
+    spec = jax.P(mesh.mesh.axis_names)
+
+    def end(state: PyTree, batch: jax.Array) -> PyTree:
+        del batch
+        own = jax.tree.map(lambda x: x[0], state)
+        return jax.tree.map(lambda x: x[None], exchange(*own))
+
+    mapped = jax.shard_map(
+        end, mesh=mesh.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+@dataclasses.dataclass
+class Exchange(side_by_side.Form):
+    """An exchange with the center in one place."""
+
+    rule: str
+    mode: str
+    center: str
+    held: float  # bytes a tower: center, center optimizer's state, record
+    temporary: float  # bytes a tower, of the program
+
+
+def exchanges(model: Model, towers: int, name: str, rule: rules.Rule) -> list[Exchange]:
+    """The exchange of independent towers and of one data-parallel worker."""
+    forms = []
+    for mode, workers, axis in (
+        ("independent", towers, "workers"),
+        ("data parallel", 1, "towers"),
+    ):
+        mesh = agn_optax.Towers(towers, workers=workers)
+        for label, shards in (("whole", None), ("in shards", axis)):
+            tx = agn_optax.phases(
+                optax.sgd(0.1),
+                rule,
+                axis_name="workers",
+                placement=agn_optax.Placement(shard_axis=shards),
+            )
+            state = mesh.create(lambda p, tx=tx: (p, tx.init(p)), model.params())
+            opt_state = state[1]
+            kept = (
+                opt_state.center,
+                opt_state.center_state,
+                opt_state.local.record,
+                opt_state.local.anchor,
+            )
+            held = sum(
+                leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(kept)
+            )
+            batch = mesh.shard(np.ones(mesh.size, np.float32))
+            program = program_of(mesh, tx.exchange).lower(state, batch).compile()
+            loop = [state]
+
+            def run(
+                loop: list[PyTree] = loop, program: Any = program, batch: Any = batch
+            ) -> None:
+                loop[0] = jax.block_until_ready(program(loop[0], batch))
+
+            memory = program.memory_analysis()
+            forms.append(
+                Exchange(
+                    name=f"{mode}, {label}",
+                    peer=f"{mode}, whole",
+                    run=run,
+                    rule=name,
+                    mode=mode,
+                    center=label,
+                    held=held,
+                    temporary=memory.temp_size_in_bytes if memory else float("nan"),
+                )
+            )
+    return forms
+
+
+def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
+    table = Table(title=title)
+    table.add_column(next(iter(rows[0])))
+    for column in list(rows[0])[1:]:
+        table.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        first, *others = (
+            side_by_side.spread(row) if key == "quartiles" else value
+            for key, value in row.items()
+        )
+        table.add_row(
+            first, *(f"{x:.3g}" if isinstance(x, float) else str(x) for x in others)
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a mesh sends and keeps.")
+    add = parser.add_argument
+    add("--millions", type=float, default=40, help="of parameters")
+    add("--leaf", type=float, default=1, help="millions of parameters in a leaf")
+    add("--towers", type=int, default=4, help="CPU devices where there are no others")
+    add("--period", type=int, default=10)
+    add("--repeats", type=int, default=15, help="exchanges measured of every form")
+    add("--json", type=pathlib.Path, help="also write the numbers here")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.towers)
+    console = Console()
+    machine = {**side_by_side.machine(), "towers": args.towers}
+    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    model = Model(int(args.millions * 1e6), int(args.leaf * 1e6))
+    size = f"{args.millions:g} M float32 parameters in {model.leaves} leaves"
+    traffic_rows = count(model, args.towers, args.period)
+    show(traffic_rows, f"a step of {args.towers} towers sends, {size}", console)
+    exchange_rows = []
+    for name, rule in RULES.items():
+        forms = exchanges(model, args.towers, name, rule())
+        rows = side_by_side.measure(forms, args.repeats, console)
+        for form in forms:
+            row = rows[form.name]
+            exchange_rows.append(
+                {
+                    "rule": form.rule,
+                    "mode": form.mode,
+                    "center": form.center,
+                    "ratio": row["ratio"],
+                    "quartiles": row["quartiles"],
+                    "milliseconds": round(1e3 * row["seconds"], 1),
+                    "held": round(form.held / model.bytes, 3),
+                    "temporary": round(form.temporary / model.bytes, 3),
+                }
+            )
+        del forms, form  # with their states
+    show(
+        exchange_rows,
+        f"an exchange of {args.towers} towers, {size}; memory of a tower in models",
+        console,
+    )
+    if args.json:
+        results = {"traffic": traffic_rows, "exchanges": exchange_rows}
+        args.json.write_text(json.dumps({"machine": machine, **results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

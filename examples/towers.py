@@ -1,0 +1,316 @@
+"""Train a character-level transformer on a mesh: data parallel, independent, islands.
+
+One train step, one optimizer, and three ways to use the devices: all as one worker that
+reduces its gradients at every step; each as a worker of its own that meets the others
+once a period; or islands, data-parallel inside and meeting once a period. All see the
+same number of characters of Python's own standard library.
+
+    python examples/towers.py                  # every local accelerator, else four CPUs
+
+On several hosts the same script is launched once on each (docs/multihost.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import agn_optax
+from agn_optax import rules
+from agn_optax.towers import traffic
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+PyTree = Any
+
+RULES: dict[str, Callable[[], rules.Rule]] = {
+    "average": rules.average,
+    "diloco": rules.diloco,
+    "agn": lambda: rules.agn(optax.adam(1e-2)),
+}
+
+
+class Transformer(nn.Module):
+    """A decoder that predicts every next character."""
+
+    layers: int
+    width: int
+    context: int
+
+    @nn.compact
+    def __call__(self, characters: jax.Array) -> jax.Array:
+        """Logits ``[rows, context, 128]`` of characters ``[rows, context]``."""
+        x = nn.Embed(128, self.width)(characters)
+        x = x + nn.Embed(self.context, self.width)(jnp.arange(self.context))
+        mask = nn.make_causal_mask(characters)
+        for _ in range(self.layers):
+            attention = nn.SelfAttention(num_heads=self.width // 16)
+            x = x + attention(nn.LayerNorm()(x), mask)
+            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+            x = x + nn.Dense(self.width)(hidden)
+        return nn.Dense(128)(nn.LayerNorm()(x))
+
+
+@dataclasses.dataclass
+class Run:
+    """What one mode did: its center's test loss as training went on."""
+
+    mode: str
+    towers: agn_optax.Towers
+    characters: list[int] = dataclasses.field(default_factory=list)
+    megabytes: list[float] = dataclasses.field(default_factory=list)  # sent by a device
+    loss: list[float] = dataclasses.field(default_factory=list)  # nats a character
+    seconds: float = 0.0  # of training, without compilation
+
+
+class Trainer:
+    """The problem that every mode solves."""
+
+    def __init__(self, text: datasets.Text, args: argparse.Namespace) -> None:
+        self.text, self.args = text, args
+        self.model = Transformer(args.layers, args.width, args.context)
+        self.own_rows = args.batch * len(jax.local_devices())  # of this process
+        # Each process draws its own rows, and is tested on its own part.
+        self.seed = (args.seed, jax.process_index())
+        windows = self._windows(text.test, np.random.default_rng(self.seed), 64)
+        self.test = windows
+
+    def optimizer(self) -> tuple[optax.GradientTransformation, agn_optax.Phases]:
+        """Reduces gradients over the towers of a worker, exchanges with the others."""
+        warmup = max(1, self.args.rounds * self.args.period // 10)
+        schedule = optax.linear_schedule(0.0, self.args.learning_rate, warmup)
+        split = agn_optax.phases(
+            optax.adamw(schedule), RULES[self.args.rule](), axis_name="workers"
+        )
+        return optax.chain(agn_optax.all_reduce("towers"), split), split
+
+    def train(self, run: Run, report: Callable[[Run], None]) -> None:
+        """Trains from the same start on the same characters, mode after mode."""
+        args, towers = self.args, run.towers
+        tx, split = self.optimizer()
+        example = jnp.zeros((1, args.context), jnp.int32)
+        params = self.model.init(jax.random.key(args.seed), example)["params"]
+        state = towers.replicate(
+            TrainState.create(apply_fn=self.model.apply, params=params, tx=tx)
+        )
+
+        def exchange(state: TrainState) -> TrainState:
+            params, opt_state = split.exchange(state.params, state.opt_state)
+            return state.replace(params=params, opt_state=opt_state)
+
+        rounds = towers.round(self._step, args.period, exchange=exchange)
+        data = self._rounds(towers)
+        batches = next(data)
+        program = rounds.lower(state, batches).compile()  # type: ignore[attr-defined]
+        sent = self._sent_in_a_round(towers, state, batches, program)
+        self._measure(run, state, 0.0)
+        report(run)
+        for i in range(args.rounds):
+            start = time.perf_counter()
+            state, losses = program(state, batches)
+            batches = next(data)  # while the devices are at work
+            jax.block_until_ready(losses)
+            run.seconds += time.perf_counter() - start
+            if (i + 1) % args.evaluate == 0 or i + 1 == args.rounds:
+                self._measure(run, state, sent * (i + 1))
+                report(run)
+
+    def _step(self, state: TrainState, rows: jax.Array) -> tuple[TrainState, jax.Array]:
+        """An ordinary train step: it knows nothing of towers."""
+
+        def objective(params: PyTree) -> jax.Array:
+            return self._losses(params, rows).mean()
+
+        loss, grads = jax.value_and_grad(objective)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def _losses(self, params: PyTree, rows: jax.Array) -> jax.Array:
+        """The loss of every row, in nats a character."""
+        rows = rows.astype(jnp.int32)
+        logits = self.model.apply({"params": params}, rows[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
+        return losses.mean(axis=1)
+
+    def _measure(self, run: Run, state: TrainState, sent: float) -> None:
+        center = run.towers.center_params(state)
+        run.loss.append(run.towers.evaluate(self._losses, center, self.test))
+        rows = self.own_rows * jax.process_count()
+        step = int(run.towers.mean(state.step))
+        run.characters.append(step * rows * self.args.context)
+        run.megabytes.append(sent / 1e6)
+
+    def _sent_in_a_round(
+        self, towers: agn_optax.Towers, state: PyTree, batches: PyTree, program: Any
+    ) -> float:
+        """Bytes, as counted in the compiled programs; a scan's body counts once."""
+        first = jax.tree.map(lambda rows: rows[0], batches)
+        step = towers.step(self._step, donate=False)
+        local = traffic(step.lower(state, first).compile())  # type: ignore[attr-defined]
+        whole = traffic(program)
+        exchange = whole.bytes_sent - local.bytes_sent
+        return self.args.period * local.bytes_sent + exchange
+
+    def _rounds(self, towers: agn_optax.Towers) -> Iterator[PyTree]:
+        rng = np.random.default_rng(self.seed)
+        while True:
+            yield towers.shard_round(
+                [
+                    self._windows(self.text.train, rng, self.own_rows)
+                    for _ in range(self.args.period)
+                ]
+            )
+
+    def _windows(self, text: Any, rng: np.random.Generator, rows: int) -> Any:
+        """``rows`` stretches of text with a character more than the context."""
+        starts = rng.integers(0, len(text) - self.args.context - 1, size=rows)
+        return np.stack([text[s : s + self.args.context + 1] for s in starts])
+
+
+def table_of(runs: list[Run]) -> Table:
+    """What each mode reached, and what it sent for that."""
+    table = Table(title="test loss of the center")
+    table.add_column("mode")
+    for column in ("workers", "nats a character", "MB sent by a device", "seconds"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        each = run.towers.size // run.towers.workers
+        table.add_row(
+            run.mode,
+            f"{run.towers.workers} x {each}",
+            f"{run.loss[-1]:.3f}",
+            f"{run.megabytes[-1]:.1f}",
+            f"{run.seconds:.1f}",
+        )
+    return table
+
+
+def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
+    """Loss of the center against characters seen and against bytes sent."""
+    figure, (by_characters, by_bytes) = plt.subplots(
+        1, 2, figsize=(11, 4.2), sharey=True
+    )
+    colors = ("tab:blue", "tab:red", "tab:green")
+    for run, color in zip(runs, colors, strict=False):
+        millions = np.array(run.characters) / 1e6
+        by_characters.plot(millions, run.loss, label=run.mode, color=color)
+        by_bytes.plot(run.megabytes, run.loss, label=run.mode, color=color)
+    by_characters.set(
+        xlabel="millions of characters, all towers",
+        ylabel="test loss of the center, nats a character",
+    )
+    by_bytes.set(xlabel="MB sent by each device", xscale="symlog")
+    by_bytes.set_xlim(left=0)
+    for axes in (by_characters, by_bytes):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper right")
+    figure.suptitle(
+        f"{trainer.text.name}: {runs[0].towers.size} towers, rule {trainer.args.rule}, "
+        f"period {trainer.args.period}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--towers", type=int, default=4, help="CPU devices where there are no others")
+    add("--rule", choices=RULES, default="average")
+    add("--period", type=int, default=10, help="local steps of a round (default 10)")
+    add("--rounds", type=int, default=80, help="rounds of training (default 80)")
+    add("--evaluate", type=int, default=5, help="rounds between two tests (default 5)")
+    add("--batch", type=int, default=8, help="rows of a tower (default 8)")
+    add("--context", type=int, default=64, help="characters of a row (default 64)")
+    add("--width", type=int, default=64, help="of the model, in sixteens (default 64)")
+    add("--layers", type=int, default=2, help="of the model (default 2)")
+    add("--learning-rate", type=float, default=3e-3, help="the largest (default 3e-3)")
+    add("--megabytes", type=float, default=8.0, help="of text (default 8)")
+    add("--seed", type=int, default=0)
+    add("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
+    args = parser.parse_args(arguments)
+    for name in (
+        "towers",
+        "period",
+        "rounds",
+        "evaluate",
+        "batch",
+        "context",
+        "layers",
+    ):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.width < 16 or args.width % 16:
+        parser.error(f"--width must be a multiple of 16, got {args.width}")
+    return args
+
+
+def main(arguments: list[str] | None = None) -> list[Run]:
+    """Trains in every mode; process 0 prints the table and writes the plot."""
+    args = parse(arguments)
+    jax.config.update("jax_num_cpu_devices", args.towers)
+    agn_optax.initialize_distributed()
+    devices = jax.devices()
+    modes = {"data parallel": 1, "independent": len(devices)}
+    if len(devices) % 2 == 0 and len(devices) > 2:
+        # Islands of devices that are close to each other: a host's, where there are
+        # several.
+        hosts = jax.process_count()
+        modes["islands"] = hosts if 1 < hosts < len(devices) else 2
+    trainer = Trainer(datasets.python_source(args.megabytes), args)
+    runs = [
+        Run(mode, agn_optax.Towers(devices, workers=workers))
+        for mode, workers in modes.items()
+    ]
+    first = jax.process_index() == 0
+    console = Console(quiet=not first)
+    progress = Progress(
+        TextColumn("{task.description:>13}"),
+        BarColumn(),
+        TextColumn("{task.completed:>8.0f}/{task.total:.0f} characters"),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not first,
+    )
+    rows = trainer.own_rows * jax.process_count()
+    total = args.rounds * args.period * rows * args.context
+    with progress:
+        for run in runs:
+            bar = progress.add_task(run.mode, total=total, loss="")
+
+            def report(run: Run, bar: Any = bar) -> None:
+                loss = f"{run.loss[-1]:.3f}"
+                progress.update(bar, completed=run.characters[-1], loss=loss)
+
+            trainer.train(run, report)
+    console.print(table_of(runs))
+    if first:
+        args.output.mkdir(parents=True, exist_ok=True)
+        plot(runs, trainer, args.output / "towers.png")
+        console.print(f"plot: {args.output / 'towers.png'}")
+    return runs
+
+
+if __name__ == "__main__":
+    main()
