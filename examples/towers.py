@@ -7,7 +7,7 @@ same number of characters of Python's own standard library.
 
     python examples/towers.py                  # every local accelerator, else four CPUs
 
-On several hosts the same script is launched once on each (docs/multihost.md).
+On several hosts the same script is launched once on each (docs/towers.md).
 """
 
 from __future__ import annotations
@@ -105,11 +105,13 @@ class Trainer:
         """Trains from the same start on the same characters, mode after mode."""
         args, towers = self.args, run.towers
         tx, split = self.optimizer()
-        example = jnp.zeros((1, args.context), jnp.int32)
-        params = self.model.init(jax.random.key(args.seed), example)["params"]
-        state = towers.replicate(
-            TrainState.create(apply_fn=self.model.apply, params=params, tx=tx)
-        )
+
+        def make(key: jax.Array) -> TrainState:
+            example = jnp.zeros((1, args.context), jnp.int32)
+            params = self.model.init(key, example)["params"]
+            return TrainState.create(apply_fn=self.model.apply, params=params, tx=tx)
+
+        state = towers.create(make, jax.random.key(args.seed))
 
         def exchange(state: TrainState) -> TrainState:
             params, opt_state = split.exchange(state.params, state.opt_state)
@@ -119,7 +121,7 @@ class Trainer:
         data = self._rounds(towers)
         batches = next(data)
         program = rounds.lower(state, batches).compile()  # type: ignore[attr-defined]
-        sent = self._sent_in_a_round(towers, state, batches, program)
+        sent = traffic(program).bytes_sent  # in a round, by each device
         self._measure(run, state, 0.0)
         report(run)
         for i in range(args.rounds):
@@ -155,17 +157,6 @@ class Trainer:
         step = int(run.towers.mean(state.step))
         run.characters.append(step * rows * self.args.context)
         run.megabytes.append(sent / 1e6)
-
-    def _sent_in_a_round(
-        self, towers: agn_optax.Towers, state: PyTree, batches: PyTree, program: Any
-    ) -> float:
-        """Bytes, as counted in the compiled programs; a scan's body counts once."""
-        first = jax.tree.map(lambda rows: rows[0], batches)
-        step = towers.step(self._step, donate=False)
-        local = traffic(step.lower(state, first).compile())  # type: ignore[attr-defined]
-        whole = traffic(program)
-        exchange = whole.bytes_sent - local.bytes_sent
-        return self.args.period * local.bytes_sent + exchange
 
     def _rounds(self, towers: agn_optax.Towers) -> Iterator[PyTree]:
         rng = np.random.default_rng(self.seed)

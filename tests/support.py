@@ -1,6 +1,10 @@
 """What several test files need: optimizers, trees, gradients and loops."""
 
 import functools
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -142,3 +146,35 @@ def assert_identical(actual, expected):
         assert a.dtype == b.dtype, jax.tree_util.keystr(path)
         assert a.shape == b.shape, jax.tree_util.keystr(path)
         assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
+
+
+def run_processes(program, arguments, count, timeout=240):
+    """What the processes of one `jax.distributed` job say, when all have ended."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    job = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    processes = [
+        subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-B", program, *map(str, arguments)],
+            env={**os.environ, **job, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, text in zip(processes, said, strict=True):
+        assert process.returncode == 0, text
+    return said

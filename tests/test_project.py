@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "agn_optax"
 
 # A layer, and those that it may import. `errors` and `_version` are below all of them.
-LAYERS = {"rules": set(), "center": {"rules"}}
+LAYERS = {"rules": set(), "towers": {"rules"}, "center": {"rules"}}
 
 
 def imports(path):
@@ -56,7 +56,15 @@ def test_the_library_needs_only_jax_and_optax(layer):
 
 
 def test_importing_is_light():
-    heavy = ["flax", "grpc", "google.protobuf", "orbax", "matplotlib", "sklearn"]
+    heavy = [
+        "flax",
+        "jax.experimental.sparse",
+        "grpc",
+        "google.protobuf",
+        "orbax",
+        "matplotlib",
+        "sklearn",
+    ]
     program = (
         "import sys, agn_optax\n"
         f"print([m for m in {heavy} if m in sys.modules])\n"
@@ -70,7 +78,14 @@ def test_importing_is_light():
 
 
 @pytest.mark.parametrize(
-    "module", [agn_optax, agn_optax.rules, agn_optax.center, agn_optax.errors]
+    "module",
+    [
+        agn_optax,
+        agn_optax.rules,
+        agn_optax.towers,
+        agn_optax.center,
+        agn_optax.errors,
+    ],
 )
 def test_all_is_the_truth(module):
     assert sorted(module.__all__) == sorted(set(module.__all__))
@@ -137,7 +152,8 @@ def test_the_file_tree_of_the_readme_is_the_tree():
     named = set(re.findall(r"\b(_?\w+\.py)\b", tree.group(1)))
     package = {p.name for p in PACKAGE.rglob("*.py")} - {"__init__.py", "_version.py"}
     assert package <= named
-    assert named - package <= {"digits.py", "optimizer_overhead.py"}
+    others = {p.name for f in ("examples", "benchmarks") for p in (ROOT / f).iterdir()}
+    assert named - package <= others
 
 
 def test_the_rule_table_of_the_readme_has_every_rule():

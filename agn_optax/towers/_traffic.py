@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from agn_optax import errors
@@ -28,8 +30,14 @@ _GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(?P<size>\d+)\]")
 
 
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"\b(?:body|condition|calls|to_apply)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
 class Traffic(NamedTuple):
-    """What one execution of a program sends; loops are counted as one trip."""
+    """What one execution of a program sends."""
 
     collectives: int  # collective operations
     bytes_sent: int  # by each device, with the best algorithm for each
@@ -41,8 +49,9 @@ def traffic(compiled: Any) -> Traffic:
 
     Of n devices with S bytes each, the best all-reduce sends
     :math:`2 S (n - 1) / n` from every device, reduce-scatter and all-gather half of it.
-    An operation inside a loop counts once: the exchange of a drop-in optimizer, which
-    is made once a period, and the steps of a scan alike.
+    What a scan repeats counts as often as it is repeated. A loop of unknown length
+    counts as one trip; the exchange of a drop-in optimizer, which is made once a
+    period, is such a loop.
 
     Args:
       compiled: ``jitted.lower(...).compile()``, or its ``as_text()``.
@@ -64,9 +73,9 @@ def traffic(compiled: Any) -> Traffic:
       Communication Operations in MPICH*, 2005.
     """
     text = compiled if isinstance(compiled, str) else _text(compiled)
-    kinds: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     sent = 0.0
-    for line in text.splitlines():
+    for line, times in _executed(text):
         operation = _OPERATION.search(line)
         if operation is None:
             continue
@@ -76,9 +85,37 @@ def traffic(compiled: Any) -> Traffic:
         members = _members(line, kind)
         if members < 2:
             continue
-        kinds[kind] = kinds.get(kind, 0) + 1
-        sent += _SENT[kind](members) * sum(_nbytes(*array) for array in arrays)
-    return Traffic(sum(kinds.values()), round(sent), kinds)
+        kinds[kind] += times
+        result = sum(_nbytes(*array) for array in arrays)
+        sent += times * _SENT[kind](members) * result
+    return Traffic(kinds.total(), round(sent), dict(kinds))
+
+
+def _executed(text: str) -> Iterator[tuple[str, int]]:
+    """Every operation of a program, and how often one execution makes it."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = None, list[str]()
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = computations.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
+        else:
+            lines.append(line)
+    # One that stands alone, as in a test, is the entry.
+    computations.setdefault("", lines)
+
+    def walk(name: str, times: int) -> Iterator[tuple[str, int]]:
+        for line in computations.get(name, ()):
+            yield line, times
+            trips = _TRIPS.search(line)
+            inner = times * int(trips[1]) if trips else times
+            called = _CALLED.findall(line)
+            for branches in _BRANCHES.findall(line):
+                called += [branch.strip(" %") for branch in branches.split(",")]
+            for computation in called:
+                yield from walk(computation, inner)
+
+    return walk(entry or "", 1)
 
 
 def _text(compiled: Any) -> str:

@@ -1,9 +1,10 @@
 """One of several processes that train together: run by test_distributed.
 
-python processes.py COORDINATOR COUNT INDEX OUTPUT
+python processes.py OUTPUT
 """
 
 import dataclasses
+import pathlib
 import sys
 
 import jax
@@ -62,6 +63,8 @@ def results(devices, part):
     found = {}
     for mode, workers in MODES.items():
         for name, placement in PLACEMENTS.items():
+            if placement is not None and mode != "islands":
+                continue
             towers = agn_optax.Towers(devices, workers=workers)
             tx = optimizer(placement)
             step = towers.step(problem.train_step(tx))
@@ -104,14 +107,14 @@ def results(devices, part):
 
 
 def main():
-    coordinator, count, index, output = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", 2)
-    assert agn_optax.initialize_distributed(coordinator, int(count), int(index)) == 2
-    assert len(jax.devices()) == 4
-    found = results(jax.devices(), Part(int(index), int(count)))
+    count = agn_optax.initialize_distributed()
+    index = jax.process_index()
+    assert (count, len(jax.devices())) == (2, 4)
+    found = results(jax.devices(), Part(index, count))
     leaves = jax.tree_util.tree_leaves_with_path(found)
     np.savez(
-        output,
+        pathlib.Path(sys.argv[1]) / f"{index}.npz",
         **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves},
     )
 

@@ -1,15 +1,12 @@
 """Two real processes with two devices each are one process with four."""
 
 import importlib.util
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
+import support
 
 import agn_optax
 from agn_optax import errors
@@ -17,42 +14,8 @@ from agn_optax import errors
 PROGRAM = pathlib.Path(__file__).with_name("processes.py")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def launch(output, count=2):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    address = f"127.0.0.1:{free_port()}"
-    return [
-        subprocess.Popen(  # noqa: S603 our own program
-            [sys.executable, PROGRAM, address, str(count), str(i), output / f"{i}.npz"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(count)
-    ]
-
-
 def test_two_processes_are_one(tmp_path):
-    processes = launch(tmp_path)
-    try:
-        for process in processes:
-            said, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, said
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
+    support.run_processes(PROGRAM, [tmp_path], count=2)
     spec = importlib.util.spec_from_file_location("processes", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

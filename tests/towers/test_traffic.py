@@ -51,6 +51,26 @@ def test_kinds(function, kind, sent):
     assert traffic(compiled(function)) == Traffic(1, sent, {kind: 1})
 
 
+def test_loops_count_as_often_as_they_run():
+    def scanned(x):
+        def body(carry, _):
+            return carry + jax.lax.pmean(carry, "towers"), None
+
+        def outer(carry, _):
+            return jax.lax.scan(body, carry, None, length=4)[0], None
+
+        return jax.lax.scan(outer, x, None, length=5)[0]
+
+    assert traffic(compiled(scanned)) == Traffic(20, 20 * 672, {"all-reduce": 20})
+
+    def chosen(x):  # whether the exchange of a drop-in optimizer is made, say
+        return jax.lax.fori_loop(
+            0, (x[0, 0] > 0).astype(int), lambda _, c: jax.lax.psum(c, "towers"), x
+        )
+
+    assert traffic(compiled(chosen)) == Traffic(1, 672, {"all-reduce": 1})
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
