@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
 from agn_optax import errors
 from agn_optax.rules import _axes
 from agn_optax.rules._forms import scan_round
-from agn_optax.towers import _rows
+from agn_optax.towers import _replicas, _rows
 
 PyTree = Any
 
@@ -42,7 +43,27 @@ def row(tree: PyTree) -> PyTree:
 
 
 def as_row(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.numpy.asarray(x)[None], tree)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """``(*arguments) -> state``, a row for each tower of what ``make`` gives it."""
+
+    def on_tower(*arguments: PyTree) -> PyTree:
+        made = jax.tree.map(jnp.asarray, make(*arguments))
+        return as_row(_replicas.fold_keys(made, _axes.index(mesh.axis_names)))
+
+    def on_all(*arguments: PyTree) -> PyTree:
+        specs = jax.tree.map(
+            lambda node: (
+                rows(mesh) if _replicas.is_per_tower(node) else PartitionSpec()
+            ),
+            arguments,
+            is_leaf=_replicas.is_per_tower,
+        )
+        return per_tower(mesh, on_tower, specs, rows(mesh))(*arguments)
+
+    return jax.jit(on_all)
 
 
 def step(

@@ -99,6 +99,17 @@ def is_per_tower(node: Any) -> bool:
     return isinstance(node, PerTower)
 
 
+def own(state: PyTree) -> PyTree:
+    """One tower's state, of what every tower gets alike and of its `PerTower` rows."""
+    return jax.tree.map(
+        lambda node: (
+            jax.tree.map(lambda x: x[0], node.rows) if is_per_tower(node) else node
+        ),
+        state,
+        is_leaf=is_per_tower,
+    )
+
+
 def is_special(node: Any) -> bool:
     return is_on_host(node) or is_per_tower(node)
 

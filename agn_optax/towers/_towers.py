@@ -97,6 +97,9 @@ class Towers:
         self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
         self._alike = NamedSharding(self.mesh, PartitionSpec())
         # Programs are kept for the functions that they were made of.
+        self._created = functools.lru_cache(64)(
+            functools.partial(_programs.create, self.mesh)
+        )
         self._sums = functools.lru_cache(64)(
             functools.partial(_evaluate.sums, self.mesh)
         )
@@ -128,7 +131,8 @@ class Towers:
         (`Placement`) can only start here.
 
         Args:
-          make: ``make(*arguments) -> state``, traced once.
+          make: ``make(*arguments) -> state``. Pass the same function again and it is
+            not compiled again.
           arguments: pytrees, the same for every tower.
 
         Returns:
@@ -142,25 +146,7 @@ class Towers:
           >>> state[0].mu.shape
           (2, 3)
         """
-
-        def on_tower(*arguments: PyTree) -> PyTree:
-            made = jax.tree.map(jnp.asarray, make(*arguments))
-            index = _axes.index(self.mesh.axis_names)
-            return _programs.as_row(_replicas.fold_keys(made, index))
-
-        specs = jax.tree.map(
-            lambda node: (
-                _programs.rows(self.mesh)
-                if _replicas.is_per_tower(node)
-                else PartitionSpec()
-            ),
-            arguments,
-            is_leaf=_replicas.is_per_tower,
-        )
-        program = _programs.per_tower(
-            self.mesh, on_tower, specs, _programs.rows(self.mesh)
-        )
-        return jax.jit(program)(*self._place(arguments))
+        return self._created(make)(*self._place(arguments))
 
     def replicate(self, state: PyTree) -> PyTree:
         """Gives every tower a replica of ``state``, which stays as it is.
@@ -181,17 +167,7 @@ class Towers:
           >>> agn_optax.Towers(2).replicate({"w": jnp.ones(3)})["w"].shape
           (2, 3)
         """
-
-        def own(state: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda node: (
-                    _programs.row(node.rows) if _replicas.is_per_tower(node) else node
-                ),
-                state,
-                is_leaf=_replicas.is_per_tower,
-            )
-
-        return self.create(own, state)
+        return self.create(_replicas.own, state)
 
     def unreplicate(self, state: PyTree) -> PyTree:
         """Tower 0's values: what is saved.

@@ -26,8 +26,17 @@ _OPERATION = re.compile(
     rf"= (?P<result>.*?) (?P<kind>{'|'.join(_SENT)})(?P<start>-start)?\("
 )
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,]*)\]")
+# The devices of a group in XLA's spellings: a list, a reshaped range, axes of a mesh
+# (of which one may be split), everyone.
 _GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]*)\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(?P<size>\d+)\]")
+_RANGE_GROUPS = re.compile(r"replica_groups=\[\d+,(?P<size>\d+)\]")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] ?\{(?P<axes>[^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'(?P<name>[^']*)'=(?P<size>\d+)")
+_GROUP_AXIS = re.compile(r"'(?P<name>[^']*)'(?::\(\d+\)(?P<size>\d+))?")
+_EVERYONE = re.compile(r"replica_groups=\{\}|replica_groups=(?!\S)")
+_DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
@@ -61,6 +70,7 @@ def traffic(compiled: Any) -> Traffic:
 
     Raises:
       InvalidTypeError: ``compiled`` is something else.
+      InvalidArgumentError: it is spelled in a way that is not known here.
 
     Example:
       >>> import jax, jax.numpy as jnp, agn_optax
@@ -73,6 +83,7 @@ def traffic(compiled: Any) -> Traffic:
       Communication Operations in MPICH*, 2005.
     """
     text = compiled if isinstance(compiled, str) else _text(compiled)
+    devices = math.prod(int(n) for n in _DEVICES.findall(text.partition("\n")[0]))
     kinds: Counter[str] = Counter()
     sent = 0.0
     for line, times in _executed(text):
@@ -82,7 +93,7 @@ def traffic(compiled: Any) -> Traffic:
         kind, arrays = operation["kind"], _ARRAY.findall(operation["result"])
         if operation["start"] and kind != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
-        members = _members(line, kind)
+        members = _members(line, kind, devices)
         if members < 2:
             continue
         kinds[kind] += times
@@ -134,11 +145,20 @@ def _nbytes(dtype: str, shape: str) -> int:
     return elements * bits // 8
 
 
-def _members(line: str, kind: str) -> int:
+def _members(line: str, kind: str, devices: int) -> int:
+    """How many devices take part in a collective together."""
     if kind == "collective-permute":
         return 2
     if found := _GROUPS.search(line):
         return len(found["first"].split(","))
-    if found := _IOTA_GROUPS.search(line):
+    if found := _RANGE_GROUPS.search(line):
         return int(found["size"])
-    return 2  # replica_groups={}: everyone, and there is more than one
+    if found := _MESH_GROUPS.search(line):
+        sizes = {name: int(size) for name, size in _MESH_AXIS.findall(found["mesh"])}
+        axes = _GROUP_AXIS.findall(found["axes"])
+        return math.prod(int(split) if split else sizes[name] for name, split in axes)
+    if _EVERYONE.search(line):
+        return devices
+    raise errors.InvalidArgumentError(
+        f"compiled has a collective whose devices cannot be read: {line.strip()[:200]}"
+    )

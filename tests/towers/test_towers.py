@@ -145,3 +145,16 @@ def test_the_center_of_every_mode():
         support.assert_identical(towers.center_params(state), problem.params())
     with pytest.raises(errors.CenterNotFoundError):
         towers.center_params(towers.replicate(optax.adam(0.1).init(jnp.ones(3))))
+
+
+def test_replicating_again_compiles_nothing(caplog):
+    towers = agn_optax.Towers(2)
+    state = {"w": jnp.ones(3), "key": jax.random.key(0)}
+    with jax.log_compiles():
+        for _ in range(3):
+            state = towers.unreplicate(towers.replicate(state))
+    said = [record.getMessage() for record in caplog.records]
+    compiled = [
+        m for m in said if m.startswith("Finished XLA compilation of jit(on_all")
+    ]
+    assert len(compiled) == 1

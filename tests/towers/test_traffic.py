@@ -88,14 +88,29 @@ def test_loops_count_as_often_as_they_run():
             Traffic(1, 24, {"all-reduce": 1}),
         ),
         ("%r = f32[4]{0} all-reduce(%x), replica_groups={{0},{1}}", Traffic(0, 0, {})),
+        (  # as JAX 0.12 has it
+            "%r = f32[4]{0} all-reduce(%x), replica_groups=mesh['w'=2,'t'=4] {'t'}",
+            Traffic(1, 24, {"all-reduce": 1}),
+        ),
         (
-            "%r = pred[] all-reduce(%x), replica_groups={}",
-            Traffic(1, 1, {"all-reduce": 1}),
+            "%r = s8[8] all-reduce(), replica_groups=mesh['w'=2,'t'=4] {'w','t':(2)2}",
+            Traffic(1, 12, {"all-reduce": 1}),
+        ),
+        (
+            "%r = f32[4]{0} all-reduce(%x), replica_groups={}",
+            Traffic(1, 28, {"all-reduce": 1}),
         ),
     ],
 )
 def test_spellings(line, expected):
-    assert traffic(f"HloModule m\n  {line}, to_apply=%sum\n") == expected
+    program = f"HloModule m, num_partitions=8\n  {line}, to_apply=%sum\n"
+    assert traffic(program) == expected
+
+
+def test_a_spelling_that_is_not_known():
+    line = "%r = f32[4]{0} all-reduce(%x), replica_groups=others"
+    with pytest.raises(errors.InvalidArgumentError, match="cannot be read: %r = f32"):
+        traffic(f"HloModule m\n  {line}\n")
 
 
 def test_what_is_no_program():
