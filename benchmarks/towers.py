@@ -85,16 +85,19 @@ def count(model: Model, towers: int, period: int) -> list[dict[str, Any]]:
 
     for name, options in GRADIENTS.items():
         mesh = agn_optax.Towers(towers)
+        batch = mesh.shard(np.ones(towers, np.float32))
         reduce: Any = agn_optax.all_reduce("towers", **options)  # type: ignore[arg-type]
         tx = optax.chain(reduce, optax.sgd(0.1))
-        seen = of_program(mesh, mesh.step(model.step(tx)), tx, model)
+        seen = of_program(mesh, mesh.step(model.step(tx)), tx, model, batch)
         add(f"data parallel, {name}", seen.collectives, seen.bytes_sent)
     for workers in (towers, 2):
         mesh = agn_optax.Towers(towers, workers=workers)
+        batch = mesh.shard(np.ones(towers, np.float32))
         split = agn_optax.phases(optax.sgd(0.1), rules.average(), axis_name="workers")
         tx = optax.chain(agn_optax.all_reduce("towers"), split)
-        local = of_program(mesh, mesh.step(model.step(tx)), tx, model)
-        exchange = of_program(mesh, program_of(mesh, split.exchange), tx, model)
+        local = of_program(mesh, mesh.step(model.step(tx)), tx, model, batch)
+        ending = mesh.apply(lambda s, split=split: split.exchange(*s))  # type: ignore[misc]
+        exchange = of_program(mesh, ending, tx, model)
         mode = "independent" if workers == towers else f"{workers} islands"
         add(
             f"{mode}, period {period}",
@@ -104,26 +107,10 @@ def count(model: Model, towers: int, period: int) -> list[dict[str, Any]]:
     return rows
 
 
-def of_program(mesh: Any, program: Any, tx: Any, model: Model) -> Any:
+def of_program(mesh: Any, program: Any, tx: Any, model: Model, *batch: Any) -> Any:
     """What one execution of a program of the mesh sends."""
     state = mesh.create(lambda p: (p, tx.init(p)), model.params())
-    batch = mesh.shard(np.ones(mesh.size, np.float32))
-    return traffic(program.lower(state, batch).compile())
-
-
-def program_of(mesh: Any, exchange: Callable[..., Any]) -> Any:
-    """The exchange of every tower alone, ``(state, batch) -> state``."""
-    spec = jax.P(mesh.mesh.axis_names)
-
-    def end(state: PyTree, batch: jax.Array) -> PyTree:
-        del batch
-        own = jax.tree.map(lambda x: x[0], state)
-        return jax.tree.map(lambda x: x[None], exchange(*own))
-
-    mapped = jax.shard_map(
-        end, mesh=mesh.mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    return jax.jit(mapped, donate_argnums=0)
+    return traffic(program.lower(state, *batch).compile())
 
 
 @dataclasses.dataclass
@@ -163,14 +150,12 @@ def exchanges(model: Model, towers: int, name: str, rule: rules.Rule) -> list[Ex
             held = sum(
                 leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(kept)
             )
-            batch = mesh.shard(np.ones(mesh.size, np.float32))
-            program = program_of(mesh, tx.exchange).lower(state, batch).compile()
+            ending: Any = mesh.apply(lambda s, tx=tx: tx.exchange(*s))  # type: ignore[misc]
+            program = ending.lower(state).compile()
             loop = [state]
 
-            def run(
-                loop: list[PyTree] = loop, program: Any = program, batch: Any = batch
-            ) -> None:
-                loop[0] = jax.block_until_ready(program(loop[0], batch))
+            def run(loop: list[PyTree] = loop, program: Any = program) -> None:
+                loop[0] = jax.block_until_ready(program(loop[0]))
 
             memory = program.memory_analysis()
             forms.append(

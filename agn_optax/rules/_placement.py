@@ -86,7 +86,7 @@ class Placement:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["pieces"],
-    meta_fields=["shapes", "axes"],
+    meta_fields=["shapes", "axes", "cut"],
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedCenter:
@@ -95,6 +95,7 @@ class ShardedCenter:
     pieces: PyTree  # as the parameters; leaves [1, ..., 1, elements of a piece]
     shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
     axes: tuple[_axes.Axes, _axes.Axes]  # the worker's own, and those of the workers
+    cut: tuple[int, int]  # into how many pieces by each
 
     def like(self) -> PyTree:
         """A tree with the shapes of the whole."""
@@ -179,7 +180,10 @@ class Layout:
         """Pieces and center optimizer's state as an optimizer state keeps them."""
         if self.sharded:
             shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
-            center = ShardedCenter(center, shapes, (self.within, self.across))
+            cut = self._cut()
+            center = ShardedCenter(
+                center, shapes, (cut.within, cut.across), cut.pieces()
+            )
         if self.on_host:
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)
@@ -220,6 +224,8 @@ class Layout:
                 f"{'host' if on_host else 'device'}, but the placement is "
                 f"{self.placement}"
             )
+        if sharded:
+            self._cut().check(center)
         whole = center.like() if sharded else center
         _check.same_tree(params, whole, "params", "center")
 
@@ -247,6 +253,7 @@ def whole_center(center: PyTree) -> PyTree:
             "not bound here: use towers.center_params(opt_state)"
         ) from None
     cut, like = _Cut(within, across), center.like()
+    cut.check(center)
     parts = jax.tree.map(cut.unite, center.pieces, like)
     return jax.tree.map(cut.whole, parts, like)
 
@@ -268,6 +275,19 @@ class _Cut:
 
     within: _axes.Axes
     across: _axes.Axes
+
+    def pieces(self) -> tuple[int, int]:
+        return _axes.size(self.within), _axes.size(self.across)
+
+    def check(self, center: ShardedCenter) -> None:
+        """``center`` was cut like this."""
+        here = ((self.within, self.across), self.pieces())
+        if (center.axes, center.cut) != here:
+            raise errors.TreeMismatchError(
+                f"the state's center is in shards over the axes {center.axes} of sizes "
+                f"{center.cut}, and here they are {here[0]} of sizes {here[1]}. Read "
+                "it with center_params where it was made, and start anew from that"
+            )
 
     def part(self, leaf: jax.Array) -> jax.Array:
         length = self._part_length(leaf)

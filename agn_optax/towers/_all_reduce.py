@@ -50,7 +50,8 @@ def all_reduce(
         \quad\text{or}\quad g \leftarrow \sum_{i=1}^n g_i
 
     The towers are then one data-parallel worker. On an axis of one tower nothing is
-    compiled at all.
+    compiled at all (unless a shard_map checks varying axes, which only a collective can
+    satisfy).
 
     Row-sparse gradients (`jax.experimental.sparse.BCOO` with ``n_sparse=1``: values and
     row indices) are reduced by gathering the rows of all towers and summing duplicates.
@@ -59,7 +60,8 @@ def all_reduce(
 
     Args:
       axis_name: the axis of the towers, or a tuple of axes, bound by shard_map, pmap or
-        vmap around ``update``.
+        vmap around ``update``. (Over a tuple of axes, nested vmaps know neither
+        "reduce_scatter" nor ``sum_dtype`` nor row-sparse gradients.)
       reduction: ``"mean"`` of the towers' gradients, for losses that are means over a
         tower's examples (and for `reduce_loss`); ``"sum"`` for losses that are sums.
       algorithm: ``"all_reduce"`` leaves the way to XLA. ``"reduce_scatter"`` sums a
@@ -79,7 +81,8 @@ def all_reduce(
         the towers exchange pieces and add them themselves. None sums in the dtype of
         the wire.
       delay: 1 applies the gradients of the step before (zeros in the first step), so
-        that their reduction runs while this step computes.
+        that their reduction runs while this step computes. Gradients wait in the dtypes
+        of the parameters. Not for row-sparse ones.
 
     Returns:
       A transformation with `AllReduceState`, which keeps the dtypes of its updates.
@@ -151,8 +154,7 @@ def all_reduce(
         _check.axis_bound(axis_name)
         _check_gradients(updates, axes)
         if delay:
-            _check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
-            updates, state = state.in_flight, AllReduceState(updates)
+            updates, state = _delayed(updates, state)
         if _axes.size(axes) == 1 and not _axes.checked(axes):
             return updates, state
         scale = 1 / _axes.size(axes) if reduction == "mean" else 1.0
@@ -171,14 +173,13 @@ def all_reduce(
         else:
             for group in _groups(dense, bucket_bytes, bucket_leaves or len(dense)):
                 flat = jnp.concatenate([leaf.reshape(-1) for _, leaf in group])
-                pieces = -(-flat.nbytes // bucket_bytes)
-                length = -(-flat.size // pieces)
-                flat = jnp.concatenate(
-                    [
-                        reduce(flat[start : start + length])
-                        for start in range(0, flat.size, length)
-                    ]
-                )
+                if flat.size:
+                    pieces = -(-flat.nbytes // bucket_bytes)
+                    length = -(-flat.size // pieces)
+                    starts = range(0, flat.size, length)
+                    flat = jnp.concatenate(
+                        [reduce(flat[start : start + length]) for start in starts]
+                    )
                 offset = 0
                 for i, leaf in group:
                     reduced[i] = flat[offset : offset + leaf.size].reshape(leaf.shape)
@@ -239,11 +240,11 @@ class _Wire:
     def reduce(self, x: jax.Array, scale: float) -> jax.Array:
         if not x.size:
             return _axes.psum(x, self.axes)
-        if self.dtype is None:
-            return self._reduce(x) * jnp.asarray(scale, x.dtype)
-        return self._reduce(
-            (x * jnp.asarray(scale, x.dtype)).astype(self.dtype)
-        ).astype(x.dtype)
+        wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
+        if jnp.finfo(wire).bits > 16:
+            return self._reduce(x.astype(wire)).astype(x.dtype) * factor
+        # Divided first, or a sum in float16 would overflow.
+        return self._reduce((x * factor).astype(wire)).astype(x.dtype)
 
     def _reduce(self, x: jax.Array) -> jax.Array:
         if self.algorithm == "hierarchical":
@@ -269,9 +270,10 @@ class _Wire:
             return _axes.scatter(flat, axes)
         # As integers of the same width: some backends widen 16-bit floats on the wire.
         n = _axes.size(axes)
-        pieces = jax.lax.all_to_all(
-            _bits(flat.reshape(n, -1)), axes, split_axis=0, concat_axis=0, tiled=True
-        )
+        # Under vmap a constant gradient is not mapped, and all_to_all wants it so.
+        rows = _bits(flat.reshape(n, -1))
+        rows = jnp.where(_axes.index(axes) < 0, jnp.zeros_like(rows), rows)
+        pieces = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
         wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
         return wide.sum(axis=0).astype(flat.dtype)
 
@@ -326,6 +328,19 @@ def _after_one_another(
     return reduce_next
 
 
+def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceState]:
+    """The gradients of the step before, and the state in which these wait."""
+    if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
+        raise errors.TreeMismatchError(
+            "updates has row-sparse gradients, which cannot wait: their rows change "
+            "from step to step. Leave delay out, or put densify() first"
+        )
+    _check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
+    before = optax.tree.cast_like(state.in_flight, updates)
+    waiting = optax.tree.cast_like(updates, state.in_flight)
+    return before, AllReduceState(waiting)
+
+
 def _check_gradients(updates: PyTree, axes: _axes.Axes) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
@@ -336,9 +351,10 @@ def _check_gradients(updates: PyTree, axes: _axes.Axes) -> None:
             _rows.check(leaf, f"updates{keystr(path)}")
             leaf = leaf.data
         _check.float_leaves(leaf, f"updates{keystr(path)}")
-        if checked and not _axes.varying(jnp.asarray(leaf)) & set(axes):
+        if checked and (alike := set(axes) - _axes.varying(jnp.asarray(leaf))):
             raise errors.TreeMismatchError(
-                f"updates{keystr(path)} is the same on every tower of {axes} already: "
+                f"updates{keystr(path)} is the same on every tower of "
+                f"{', '.join(sorted(alike))} already: "
                 "JAX sums the gradients of parameters that are replicated. Make them "
                 "vary before you differentiate (jax.lax.pcast(params, axes, "
                 "to='varying')), or leave all_reduce out"

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax.rules import _check
 from agn_optax.towers import _mesh, _replicas, _rows
 
 PyTree = Any
@@ -87,7 +88,7 @@ def fill(batch: PyTree, rows: int) -> PyTree:
         if _rows.is_rows(leaf):
             return type(leaf)((leaf.data, leaf.indices), shape=(rows, *leaf.shape[1:]))
         leaf = _host(leaf)
-        return np.concatenate([leaf, np.repeat(leaf[-1:], missing, axis=0)])
+        return joined([leaf, *[leaf[-1:]] * missing])
 
     return jax.tree.map(filled, batch, is_leaf=_rows.is_rows)
 
@@ -107,6 +108,9 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     if sharding.is_fully_addressable:
+        if isinstance(leaf, np.ndarray):
+            # A CPU's array may be the caller's memory, which loaders fill again.
+            leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
     if _replicas.is_key(leaf):
         data = put(jax.random.key_data(leaf), sharding)
@@ -166,11 +170,18 @@ def check_alike(batches: list[PyTree]) -> None:
             raise errors.InvalidArgumentError(
                 f"batches[{i}] has {count} rows, but batches[0] has {rows[0]}"
             )
+        if any(
+            _rows.is_rows(x) for x in jax.tree.leaves(batches[i], is_leaf=_rows.is_rows)
+        ):
+            continue
+        _check.same_tree(batches[i], batches[0], f"batches[{i}]", "batches[0]")
 
 
 def stack(batches: list[PyTree]) -> PyTree:
     """Batches as one, along a new first dimension."""
-    return jax.tree.map(lambda *leaves: np.stack([_host(x) for x in leaves]), *batches)
+    return jax.tree.map(
+        lambda *leaves: joined([_host(x)[None] for x in leaves]), *batches
+    )
 
 
 def in_processes(mesh: Mesh, value: int) -> list[int]:
@@ -181,5 +192,13 @@ def in_processes(mesh: Mesh, value: int) -> list[int]:
     return [int(v) for v in np.ravel(values)]
 
 
-def _host(leaf: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(leaf)
+def joined(parts: list[Any]) -> Any:
+    """Along the first dimension, on the host; random keys stay what they are."""
+    if _replicas.is_key(parts[0]):
+        data = joined([jax.random.key_data(part) for part in parts])
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(parts[0]))
+    return np.concatenate([np.asarray(part) for part in parts])
+
+
+def _host(leaf: Any) -> Any:
+    return leaf if _replicas.is_key(leaf) else np.asarray(leaf)

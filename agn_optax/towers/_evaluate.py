@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax.rules import _axes, _check, _trees
 from agn_optax.towers import _programs, _rows
 
 PyTree = Any
@@ -27,7 +27,7 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
 
         def total(v: jax.Array) -> jax.Array:
             v = jnp.asarray(v)
-            wide = v.astype(jnp.promote_types(v.dtype, jnp.float32))
+            wide = v.astype(_trees.wider(v.dtype, jnp.float32))
             mask = real.reshape(-1, *(1,) * (v.ndim - 1))
             return _axes.psum(jnp.where(mask, wide, 0).sum(axis=0), mesh.axis_names)
 
@@ -70,15 +70,20 @@ def combine(
     parts = list(parts)  # nothing was waited for until here
     counts = sum(int(count) for _, count in parts)
     total = jax.tree.map(
-        lambda *leaves: sum(np.asarray(leaf, np.float64) for leaf in leaves),
+        lambda *leaves: sum(_widest(leaf) for leaf in leaves),
         *(sums for sums, _ in parts),
     )
 
     def reduced(path: Any, value: Any) -> Any:
         value = value / counts if _reduction_of(path, reduction) == "mean" else value
-        return float(value) if np.ndim(value) == 0 else value
+        return value.item() if np.ndim(value) == 0 else value
 
     return jax.tree_util.tree_map_with_path(reduced, total)
+
+
+def _widest(leaf: Any) -> Any:
+    leaf = np.asarray(leaf)
+    return leaf.astype(np.result_type(leaf.dtype, np.float64))
 
 
 def check_reduction(reduction: Any) -> None:

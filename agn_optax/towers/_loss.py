@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax.rules import _axes, _check, _trees
 
+SCOPE = "reduce_loss"
 _REDUCTIONS = ("mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights")
 
 
@@ -71,6 +72,14 @@ def reduce_loss(
     if weights is None:
         weights = jnp.ones(losses.shape[:1], losses.dtype)
     weights = jax.lax.stop_gradient(jnp.asarray(weights))
+    if not (
+        jnp.issubdtype(weights.dtype, jnp.floating)
+        or jnp.issubdtype(weights.dtype, jnp.integer)
+        or weights.dtype == bool
+    ):
+        raise errors.InvalidArgumentError(
+            f"weights must be real numbers, got {weights.dtype}"
+        )
     if weights.shape != losses.shape[: weights.ndim]:
         raise errors.InvalidArgumentError(
             f"weights has shape {list(weights.shape)}; leading dimensions of losses, "
@@ -78,19 +87,20 @@ def reduce_loss(
         )
     per_weight = losses.size // max(weights.size, 1)
     weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    # In float32 at least: float16 overflows at 65504.
+    wide = _trees.wider(losses.dtype, jnp.float32)
+    weights = weights.astype(wide)
     # A row of weight 0 counts for nothing, be its loss infinite.
-    weighted = jnp.where(weights != 0, losses * weights.astype(losses.dtype), 0)
+    numerator = jnp.where(weights != 0, losses.astype(wide) * weights, 0).sum()
     divisor = {
-        "mean": lambda: weights.sum(dtype=jnp.float32) * per_weight,
-        "sum": lambda: jnp.ones((), jnp.float32) / _axes.size(axes),
-        "sum_over_batch_size": lambda: jnp.asarray(losses.size, jnp.float32),
-        "sum_by_nonzero_weights": lambda: (
-            (weights != 0).sum(dtype=jnp.float32) * per_weight
-        ),
+        "mean": lambda: weights.sum() * per_weight,
+        "sum": lambda: jnp.ones((), wide) / _axes.size(axes),
+        "sum_over_batch_size": lambda: jnp.asarray(losses.size, wide),
+        "sum_by_nonzero_weights": lambda: (weights != 0).sum(dtype=wide) * per_weight,
     }[reduction]()
+    # Named, so that nobody takes this for the reduction of gradients.
+    with jax.named_scope(SCOPE):
+        total = _axes.psum(divisor, axes)
     # The mean over the towers divides by their number once more.
-    total = _axes.psum(divisor, axes) / _axes.size(axes)
-    numerator = weighted.sum()
-    return jnp.where(total > 0, numerator / jnp.where(total > 0, total, 1), 0).astype(
-        losses.dtype
-    )
+    share = numerator * _axes.size(axes) / jnp.where(total != 0, total, 1)
+    return jnp.where(total != 0, share, 0).astype(losses.dtype)

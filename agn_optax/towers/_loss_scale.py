@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax.rules import _axes, _check, _trees
 
 PyTree = Any
 
@@ -50,7 +50,12 @@ def loss_scaling(
     After an `all_reduce` one non-finite gradient makes the reduced one non-finite on
     every tower, so all towers of a worker skip together. Every other axis over which
     ``inner`` communicates must be named in ``axis_name``, or workers would disagree on
-    when to exchange, and wait for each other for good.
+    when to exchange, and wait for each other for good. An ``all_reduce(delay=1)`` goes
+    inside (with ``axis_name`` given), since gradients must be divided by the scale that
+    they were made with.
+
+    The inner optimizer sees gradients in float32 at least, so that what float16 cannot
+    hold unscaled arrives; updates have the dtypes of the parameters.
 
     Args:
       inner: the optimizer to wrap, ``agn(...)`` for instance.
@@ -115,18 +120,24 @@ def loss_scaling(
         finite = _axes.psum(jnp.asarray(bad, jnp.int32), axes) == 0
 
         def unscale(g: Any) -> jax.Array:
-            return (jnp.asarray(g, jnp.float32) / state.scale).astype(g.dtype)
+            g = jnp.asarray(g)
+            wide = g.astype(_trees.wider(g.dtype, jnp.float32))
+            return wide / state.scale.astype(wide.dtype)
 
         unscaled = jax.tree.map(unscale, updates)
+        like = unscaled if params is None else params
 
         def step(carry: Any) -> Any:
             updates, inner_state = inner.update(
                 unscaled, carry[1], params, **extra_args
             )
-            return optax.tree.cast_like(updates, unscaled), inner_state
+            # Optimizers widen a narrow state for wide gradients; it stays as it began.
+            inner_state = jax.tree.map(_as_before, inner_state, carry[1])
+            return optax.tree.cast_like(updates, like), inner_state
 
         # The gradients' own memory becomes the updates'.
-        stepped, inner_state = _axes.when(finite, step, (unscaled, state.inner_state))
+        carry = (optax.tree.cast_like(unscaled, like), state.inner_state)
+        stepped, inner_state = _axes.when(finite, step, carry)
         stepped = jax.tree.map(lambda u: jnp.where(finite, u, 0), stepped)
         good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
         grows = good_steps >= growth_interval
@@ -144,6 +155,10 @@ def loss_scaling(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _as_before(new: Any, old: Any) -> jax.Array:
+    return jnp.asarray(new).astype(jnp.result_type(old))
 
 
 def loss_scale(opt_state: PyTree) -> jax.Array:

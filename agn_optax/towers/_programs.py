@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from agn_optax import errors
 from agn_optax.rules import _axes
 from agn_optax.rules._forms import scan_round
-from agn_optax.towers import _replicas, _rows
+from agn_optax.towers import _loss, _replicas, _rows
 
 PyTree = Any
 
@@ -21,8 +21,11 @@ PyTree = Any
 def per_tower(
     mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    # Varying axes are not checked, so that code written for pmap or for one device
-    # (a scan that starts from zeros, say) runs as it is.
+    """A program of the mesh.
+
+    Varying axes are not checked, so that code written for pmap or for one device (a
+    scan that starts from zeros, say) runs as it is.
+    """
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -43,7 +46,15 @@ def row(tree: PyTree) -> PyTree:
 
 
 def as_row(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+    """The reverse of `row`; without weak types, for which JAX would compile again."""
+
+    def strong(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if not _replicas.is_key(x):
+            x = jax.lax.convert_element_type(x, x.dtype)
+        return x[None]
+
+    return jax.tree.map(strong, tree)
 
 
 def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -55,8 +66,8 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def on_all(*arguments: PyTree) -> PyTree:
         specs = jax.tree.map(
-            lambda node: (
-                rows(mesh) if _replicas.is_per_tower(node) else PartitionSpec()
+            lambda node: PartitionSpec(
+                *(node.axes if _replicas.is_per_tower(node) else ())
             ),
             arguments,
             is_leaf=_replicas.is_per_tower,
@@ -76,7 +87,37 @@ def step(
         state, metrics = _checked(train_step, tower_axes)(row(state), batch)
         return as_row(state), as_row(metrics)
 
-    return per_tower(mesh, one_step, (rows(mesh), rows(mesh)), rows(mesh))
+    return _of_stacked(mesh, one_step, rows(mesh))
+
+
+def apply(mesh: Mesh, function: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+    """``state -> state`` of all towers."""
+
+    def on_tower(state: PyTree) -> PyTree:
+        return as_row(function(row(state)))
+
+    return _of_stacked(mesh, on_tower)
+
+
+def _of_stacked(mesh: Mesh, function: Callable[..., Any], *specs: Any) -> Any:
+    """A program of state with a row for each tower, and of what ``specs`` lay out."""
+    mapped = per_tower(mesh, function, (rows(mesh), *specs), rows(mesh))
+
+    def on_all(state: PyTree, *others: PyTree) -> Any:
+        _replicas.check_stacked(state, mesh.size)
+        _check_context(mesh)
+        return mapped(state, *others)
+
+    return on_all
+
+
+def _check_context(mesh: Mesh) -> None:
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and dict(context.shape) != dict(mesh.shape):
+        raise errors.InvalidArgumentError(
+            f"jax.set_mesh has set a mesh {dict(context.shape)}, and these towers have "
+            f"{dict(mesh.shape)}: call their programs outside of it"
+        )
 
 
 def whole_round(
@@ -109,7 +150,7 @@ def whole_round(
         state, metrics = _checked(run, tower_axes)(row(state), batches)
         return as_row(state), as_row(metrics)
 
-    return per_tower(mesh, one_round, (rows(mesh), rows(mesh, 1)), rows(mesh))
+    return _of_stacked(mesh, one_round, rows(mesh, 1))
 
 
 def _checked(
@@ -142,10 +183,11 @@ def _checked(
 
 
 def _spoken(jaxpr: Any) -> set[str]:
-    """The axes over which a traced program has collectives."""
+    """The axes over which a traced program has collectives, a loss's divisor aside."""
     axes: set[str] = set()
     for equation in jaxpr.eqns:
-        if equation.primitive.name != "axis_index":
+        only_loss = _loss.SCOPE in str(equation.source_info.name_stack)
+        if equation.primitive.name != "axis_index" and not only_loss:
             for key in ("axes", "axis_name"):
                 named = equation.params.get(key)
                 if named is not None:

@@ -6,6 +6,7 @@ Most leaves are alike on all towers; some are meant not to be.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax.rules import _axes
 from agn_optax.rules._forms import ExchangeState
 from agn_optax.rules._placement import OnHost, ShardedCenter
 from agn_optax.towers._all_reduce import AllReduceState
@@ -36,10 +38,25 @@ class Agreement:
         return f"towers differ, first in state{self.differs}"
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["axes"]
+)
 @dataclasses.dataclass(frozen=True)
 class PerTower:
-    """Rows of all towers, where `unreplicate` finds pieces instead of replicas."""
+    """What differs along ``axes`` on purpose, where others have one replica.
+
+    In stacked state ``rows`` have a first dimension of all towers; in state that
+    `unreplicate` gave, one dimension for each of ``axes``.
+    """
+
+    rows: PyTree
+    axes: _axes.Axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """Gradients that wait for their reduction; their mean stands for all of them."""
 
     rows: PyTree
 
@@ -67,28 +84,37 @@ def _fold_each(keys: Any, index: Any) -> Any:
 
 
 def _is_own_state(node: Any) -> bool:
-    return isinstance(node, ExchangeState | AllReduceState | PerTower)
+    return isinstance(node, ExchangeState | AllReduceState)
 
 
-def pieces_apart(state: PyTree) -> PyTree:
-    """``state`` with `PerTower` around the pieces of centers in shards."""
+def marked(state: PyTree) -> PyTree:
+    """``state`` with marks around whatever is not a replica of one value."""
 
-    def wrap(node: Any) -> Any:
+    def mark(node: Any) -> Any:
+        if isinstance(node, AllReduceState):
+            return AllReduceState(InFlight(node.in_flight))
         if not isinstance(node, ExchangeState):
             return node
         center = node.center.tree if is_on_host(node.center) else node.center
         if not isinstance(center, ShardedCenter):
             return node
-        center = dataclasses.replace(center, pieces=PerTower(center.pieces))
+        within, across = center.axes
+        axes = (*within, *across)
+        center = dataclasses.replace(center, pieces=PerTower(center.pieces, axes))
         if is_on_host(node.center):
             center = OnHost(center)
+        record = PerTower(node.local.record, within)
         return node._replace(
             center=center,
-            center_state=PerTower(node.center_state),
-            local=node.local._replace(record=PerTower(node.local.record)),
+            center_state=PerTower(node.center_state, axes),
+            local=node.local._replace(record=record),
         )
 
-    return jax.tree.map(wrap, state, is_leaf=_is_own_state)
+    return jax.tree.map(mark, state, is_leaf=_is_own_state)
+
+
+def is_marked(node: Any) -> bool:
+    return isinstance(node, PerTower | InFlight)
 
 
 def is_on_host(node: Any) -> bool:
@@ -101,13 +127,14 @@ def is_per_tower(node: Any) -> bool:
 
 def own(state: PyTree) -> PyTree:
     """One tower's state, of what every tower gets alike and of its `PerTower` rows."""
-    return jax.tree.map(
-        lambda node: (
-            jax.tree.map(lambda x: x[0], node.rows) if is_per_tower(node) else node
-        ),
-        state,
-        is_leaf=is_per_tower,
-    )
+
+    def of_tower(node: Any) -> Any:
+        if not is_per_tower(node):
+            return node
+        dimensions = len(node.axes)
+        return jax.tree.map(lambda x: x.reshape(x.shape[dimensions:]), node.rows)
+
+    return jax.tree.map(of_tower, state, is_leaf=is_per_tower)
 
 
 def is_special(node: Any) -> bool:
@@ -119,16 +146,11 @@ def comparable(state: PyTree) -> list[tuple[str, jax.Array]]:
 
     Others differ on purpose: random keys, pieces of a center, gradients in flight.
     """
-    state = jax.tree.map(
-        lambda node: AllReduceState(None) if isinstance(node, AllReduceState) else node,
-        state,
-        is_leaf=_is_own_state,
-    )
-    leaves = tree_flatten_with_path(pieces_apart(state), is_leaf=is_per_tower)[0]
+    leaves = tree_flatten_with_path(marked(state), is_leaf=is_marked)[0]
     return [
         (keystr(path), leaf)
         for path, leaf in leaves
-        if not is_per_tower(leaf) and not is_key(leaf)
+        if not is_marked(leaf) and not is_key(leaf)
     ]
 
 
@@ -140,8 +162,21 @@ def same_rows(leaf: jax.Array, workers: int) -> jax.Array:
             return same_rows(leaf.real, workers) & same_rows(leaf.imag, workers)
         unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
         bits = jax.lax.bitcast_convert_type(leaf, unsigned)
-    bits = bits.reshape(workers, -1, *leaf.shape[1:])
+    bits = bits.reshape(workers, leaf.shape[0] // workers, *leaf.shape[1:])
     return (bits == bits[:, :1]).all()
+
+
+def check_pieces(node: PerTower, sizes: Any) -> None:
+    """Pieces from `unreplicate` have as many towers along their axes as there are."""
+    here = tuple(sizes[name] for name in node.axes if name in sizes)
+    for leaf in jax.tree.leaves(node.rows):
+        there = tuple(leaf.shape[: len(node.axes)])
+        if there != here:
+            raise errors.TreeMismatchError(
+                f"state has a center in shards of axes {node.axes} and sizes {there}; "
+                f"these towers have {here}. Read it with center_params where it was "
+                "made, and start anew from that"
+            )
 
 
 def check_stacked(state: PyTree, towers: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax.rules import _axes, _check, _trees
 from agn_optax.rules._center_params import center_params as _center_params
 from agn_optax.rules._placement import OnHost
 from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas
@@ -146,6 +146,7 @@ class Towers:
           >>> state[0].mu.shape
           (2, 3)
         """
+        _check_function(make, "make")
         return self._created(make)(*self._place(arguments))
 
     def replicate(self, state: PyTree) -> PyTree:
@@ -170,10 +171,16 @@ class Towers:
         return self.create(_replicas.own, state)
 
     def unreplicate(self, state: PyTree) -> PyTree:
-        """Tower 0's values: what is saved.
+        """Tower 0's values: what is saved, and never n copies.
 
         A center in shards is kept in its pieces, each once, and so are its optimizer's
-        state and the record; `replicate` puts them back.
+        state and the record; `replicate` puts them back, on towers of the same shape.
+        Of gradients in flight (``all_reduce(delay=1)``) the mean is kept.
+
+        What others had for themselves is not: of independent workers the inner states
+        but for the first's, and random keys that towers have advanced since
+        `replicate` (fold a step counter into a key that stays, and towers draw on as
+        if they had never stopped).
 
         Args:
           state: as `replicate` or a step returned it.
@@ -193,8 +200,12 @@ class Towers:
         _replicas.check_stacked(state, self.size)
 
         def first(node: Any) -> Any:
-            if _replicas.is_per_tower(node):
-                return jax.tree.map(jnp.copy, node)
+            if isinstance(node, _replicas.PerTower):
+                apart = functools.partial(self._apart, axes=node.axes)
+                return _replicas.PerTower(jax.tree.map(apart, node.rows), node.axes)
+            if isinstance(node, _replicas.InFlight):
+                each = self.size // self.workers
+                return self._means(jax.tree.map(lambda x: x[:each], node.rows))
             if _mesh.spans_processes(self.mesh):
                 return self._first_rows(node)
             shards = node.addressable_shards
@@ -202,9 +213,22 @@ class Towers:
             on_device = own.sharding.memory_kind == own.device.default_memory().kind
             return own[0] if on_device else np.asarray(own)[0].copy()
 
-        return jax.tree.map(
-            first, _replicas.pieces_apart(state), is_leaf=_replicas.is_per_tower
+        return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
+
+    def _apart(self, rows: jax.Array, *, axes: _axes.Axes) -> jax.Array:
+        """Of a row for every tower, those that differ: a dimension for each axis."""
+        names = self.mesh.axis_names
+        kept = tuple(slice(None) if name in axes else 0 for name in names)
+        order = [sorted(axes, key=names.index).index(name) for name in axes]
+
+        @functools.partial(
+            jax.jit, out_shardings=NamedSharding(self.mesh, PartitionSpec(*axes))
         )
+        def cut(rows: jax.Array) -> jax.Array:
+            apart = rows.reshape(*self.mesh.devices.shape, *rows.shape[1:])[kept]
+            return apart.transpose(*order, *range(len(axes), apart.ndim))
+
+        return cut(jax.device_put(rows, jax.memory.Space.Device))
 
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Whether the towers of each worker have the same state, bit for bit.
@@ -293,7 +317,7 @@ class Towers:
         """Lays a batch on the towers, each an equal part of its rows.
 
         On a mesh that spans processes, each process gives the rows of its own towers,
-        as many as the others.
+        as many as the others (which is not checked: that would cost a message a batch).
 
         Args:
           batch: pytree of arrays with rows along dimension 0 (nested dictionaries,
@@ -353,10 +377,12 @@ class Towers:
           [1. 2. 3. 3.] [1. 1. 1. 0.]
         """
         rows = _batches.rows_of(batch)
-        most = max(_batches.in_processes(self.mesh, rows))
-        padded = -(-most // self._own_towers) * self._own_towers
-        if not rows:
-            raise errors.InvalidArgumentError("batch has no rows")
+        in_processes = _batches.in_processes(self.mesh, rows)
+        if not min(in_processes):  # said by all of them, or others would wait
+            raise errors.InvalidArgumentError(
+                f"batch has no rows: {rows} here, {in_processes} in all processes"
+            )
+        padded = -(-max(in_processes) // self._own_towers) * self._own_towers
         mask = (np.arange(padded) < rows).astype(np.float32)
         return (
             self.shard(_batches.fill(batch, padded)),
@@ -422,6 +448,30 @@ class Towers:
           2.0
         """
         program = _programs.step(self.mesh, train_step, self._tower_axes)
+        return jax.jit(program, donate_argnums=(0,) if donate else ())
+
+    def apply(
+        self, function: Callable[[PyTree], PyTree], *, donate: bool = True
+    ) -> Callable[[PyTree], PyTree]:
+        """Compiles a function of the state alone for all towers.
+
+        For what is not a step: the exchange of `phases`, a moving average of weights.
+
+        Args:
+          function: ``state -> state`` of one tower; the axes of the mesh are bound.
+          donate: as for `step`.
+
+        Returns:
+          A jitted function ``state -> state`` of state as from `replicate`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, agn_optax
+          >>> towers = agn_optax.Towers()
+          >>> halve = towers.apply(lambda state: jax.tree.map(lambda x: x / 2, state))
+          >>> print(towers.unreplicate(halve(towers.replicate(jnp.array(8.0)))))
+          4.0
+        """
+        program = _programs.apply(self.mesh, function)
         return jax.jit(program, donate_argnums=(0,) if donate else ())
 
     def round(
@@ -519,6 +569,7 @@ class Towers:
         """
         _evaluate.check_reduction(reduction)
         *constant, data = _given(arguments)
+        _check_function(metric_fn, "metric_fn")
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
         parts = []
@@ -553,6 +604,7 @@ class Towers:
           {'doubled': array([2., 4., 6.], dtype=float32)}
         """
         *constant, batch = _given(arguments)
+        _check_function(fn, "fn")
         rows = _batches.rows_of(batch)
         padded, mask = self.shard_padded(batch)
         outputs = self._outputs(fn)(self._place(tuple(constant)), padded, mask > 0)
@@ -561,7 +613,7 @@ class Towers:
             shards = sorted(
                 leaf.addressable_shards, key=lambda s: s.index[0].start or 0
             )
-            return np.concatenate([np.asarray(s.data) for s in shards])[:rows]
+            return _batches.joined([s.data for s in shards])[:rows]
 
         return jax.tree.map(own, outputs)
 
@@ -577,14 +629,27 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
     def place(node: Any) -> Any:
         if _replicas.is_per_tower(node):
-            rows = PartitionSpec(sharding.mesh.axis_names)
-            return _replicas.PerTower(_placed(node.rows, sharding.update(spec=rows)))
+            _replicas.check_pieces(node, sharding.mesh.shape)
+            apart = sharding.update(spec=PartitionSpec(*node.axes))
+            rows = _placed(node.rows, apart)
+            return _replicas.PerTower(rows, node.axes)
         if _replicas.is_on_host(node):
             host = sharding.with_memory_kind("pinned_host")
             return OnHost(_placed(node.tree, host))
         return _batches.put(node, sharding)
 
     return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+
+
+def _check_function(function: Any, what: str) -> None:
+    """Programs are kept by the functions that they were made of."""
+    try:
+        hash(function)
+    except TypeError:
+        raise errors.InvalidTypeError(
+            f"{what} must be hashable, such as a plain function, got "
+            f"{_check.show(function)}"
+        ) from None
 
 
 def _given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -604,7 +669,7 @@ def _mean_of_rows(tree: PyTree) -> PyTree:
     def mean(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf[0]
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        wide = leaf.astype(_trees.wider(leaf.dtype, jnp.float32))
         return wide.mean(axis=0).astype(leaf.dtype)
 
     return jax.tree.map(mean, tree)

@@ -18,6 +18,7 @@ _SENT = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: n - 1.0,
     "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: (n - 1) / n,
 }
@@ -25,7 +26,7 @@ _SENT = {
 _OPERATION = re.compile(
     rf"= (?P<result>.*?) (?P<kind>{'|'.join(_SENT)})(?P<start>-start)?\("
 )
-_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,]*)\]")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,<=]*)\]")
 # The devices of a group in XLA's spellings: a list, a reshaped range, axes of a mesh
 # (of which one may be split), everyone.
 _GROUPS = re.compile(r"replica_groups=\{\{(?P<first>[\d,]*)\}")
@@ -87,12 +88,15 @@ def traffic(compiled: Any) -> Traffic:
     kinds: Counter[str] = Counter()
     sent = 0.0
     for line, times in _executed(text):
+        line = line.partition(", metadata=")[0]  # which may mention anything
         operation = _OPERATION.search(line)
         if operation is None:
             continue
         kind, arrays = operation["kind"], _ARRAY.findall(operation["result"])
         if operation["start"] and kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # (operands, results)
+            # (operands, results, and perhaps contexts)
+            arrays = [array for array in arrays if array != ("u32", "")]
+            arrays = arrays[len(arrays) // 2 :]
         members = _members(line, kind, devices)
         if members < 2:
             continue
@@ -141,7 +145,7 @@ def _text(compiled: Any) -> str:
 
 def _nbytes(dtype: str, shape: str) -> int:
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    elements = math.prod(int(n) for n in shape.split(",") if n)
+    elements = math.prod(int(n) for n in shape.replace("<=", "").split(",") if n)
     return elements * bits // 8
 
 

@@ -15,6 +15,7 @@ import problem
 from jax.experimental import sparse
 
 import agn_optax
+from agn_optax import errors
 
 MODES = {"data parallel": 1, "independent": 4, "islands": 2}
 
@@ -48,6 +49,10 @@ class Part:
             return x[rows * self.index : rows * (self.index + 1)]
 
         return jax.tree.map(own, tree)
+
+
+def cut(batch, rows):
+    return jax.tree.map(lambda x: x[:rows], batch)
 
 
 def metric(params, batch):
@@ -99,6 +104,11 @@ def results(devices, part):
     rows = sparse.BCOO.fromdense(part(np.tri(8, 3, dtype=np.float32)))
     product = alone.step(lambda s, m: (s, (m @ jnp.arange(3.0)).sum()))
     found["sparse"] = alone.mean(product(alone.replicate(0), alone.shard(rows))[1])
+    # One process has nothing left: all are told, and none waits for it.
+    try:
+        towers.evaluate(metric, center, mine if part.index else cut(batch, 0))
+    except errors.InvalidArgumentError as error:
+        found["refused"] = jnp.asarray("batch has no rows" in str(error))
     run = towers.round(problem.train_step(tx), 2)
     batches = towers.shard_round([part(b) for b in problem.batches(2)])
     state, metrics = run(towers.create(lambda p: (p, tx.init(p)), center), batches)

@@ -286,3 +286,90 @@ def test_bad_gradients():
         errors.TreeMismatchError, match=r"updates\['a'\] has dtype int32"
     ):
         update({"a": jnp.arange(3)})
+
+
+def test_a_bucket_may_be_empty():
+    grads = {"empty": jnp.zeros((4, 0)), "full": jnp.arange(4.0)}
+    tx = agn_optax.all_reduce("towers", bucket_bytes=4)
+    reduced = program(tx, mesh((4,)))(grads)
+    np.testing.assert_array_equal(reduced["full"], 1.5)
+    assert reduced["empty"].shape == (4, 0)
+
+
+def test_a_mean_of_float16_gradients_does_not_overflow():
+    grads = {"g": jnp.full((4, 8), 30000.0, jnp.float16)}
+    reduced = program(agn_optax.all_reduce("towers"), mesh((4,)))(grads)
+    np.testing.assert_array_equal(reduced["g"], 30000.0)
+
+
+def test_constant_gradients_under_vmap():
+    tx = agn_optax.all_reduce(
+        "towers", wire_dtype="bfloat16", sum_dtype="float32", reduction="sum"
+    )
+
+    def update(x):
+        grads = {"used": x * jnp.ones(6), "unused": jnp.full((2, 3), 2.0)}
+        return tx.update(grads, tx.init(grads))[0]
+
+    reduced = jax.vmap(update, axis_name="towers")(jnp.arange(3.0))
+    np.testing.assert_array_equal(reduced["used"], 3.0)
+    np.testing.assert_array_equal(reduced["unused"], 6.0)
+
+
+def test_gradients_wait_in_the_dtype_of_the_parameters():
+    tx = agn_optax.all_reduce("towers", delay=1)
+    params = jnp.zeros(3, jnp.bfloat16)
+
+    def scanned(grads):
+        def body(state, _):
+            updates, state = tx.update(grads, state)
+            return state, updates
+
+        return jax.lax.scan(body, tx.init(params), None, length=2)[1]
+
+    updates = jax.vmap(scanned, axis_name="towers")(jnp.ones((2, 3), jnp.float32))
+    assert updates.dtype == jnp.float32
+    np.testing.assert_array_equal(updates[:, 1], 1.0)
+    rows = sparse.BCOO((jnp.ones((1, 2)), jnp.zeros((1, 1), int)), shape=(4, 2))
+    with pytest.raises(errors.TreeMismatchError, match="row-sparse gradients, which"):
+        jax.vmap(
+            lambda x: tx.update({"t": rows}, tx.init({"t": x})), axis_name="towers"
+        )(jnp.zeros((2, 4, 2)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_in_flight_are_saved_as_one(reduction):
+    towers = agn_optax.Towers(4)
+    tx = optax.chain(
+        agn_optax.all_reduce("towers", delay=1, reduction=reduction), optax.sgd(1.0)
+    )
+
+    def train_step(state, batch):
+        params, opt_state = state
+        updates, opt_state = tx.update(batch[0] * params, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    step, params = towers.step(train_step), jnp.ones(2)
+    batch = towers.shard(np.arange(4, dtype=np.float32) / 8)
+    state, _ = step(towers.replicate((params, tx.init(params))), batch)
+    saved = towers.unreplicate(state)
+    assert saved[1][0].in_flight.shape == (2,)
+    again, _ = step(towers.replicate(saved), batch)
+    through, _ = step(state, batch)
+    support.assert_close(again[0], through[0])
+    assert float(through[0][0, 0]) < 1.0
+
+
+def test_a_loss_that_is_reduced_is_not_a_gradient_that_is():
+    towers = agn_optax.Towers(4)
+    tx = optax.sgd(0.1)
+
+    def train_step(state, batch):
+        def loss(p):
+            return agn_optax.reduce_loss((p - batch) ** 2, axis_name="towers")
+
+        updates, _ = tx.update(jax.grad(loss)(state), tx.init(state))
+        return state + updates, None
+
+    with pytest.raises(errors.InvalidArgumentError, match="never communicates"):
+        towers.step(train_step)(towers.replicate(0.0), towers.shard(np.ones(4)))

@@ -174,3 +174,28 @@ def test_batches_of_a_round_are_alike():
         towers.shard_round([{"x": np.zeros(2)}, {"y": np.zeros(2)}])
     with pytest.raises(errors.InvalidArgumentError, match=r"batches\[1\] has 4 rows"):
         towers.shard_round([np.zeros(2), np.zeros(4)])
+
+
+def test_random_keys_are_rows_too():
+    towers = agn_optax.Towers(2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    padded, mask = towers.shard_padded(keys)
+    assert (padded[:3] == keys).all()
+    assert mask.sum() == 3
+    assert towers.shard_round([keys[:2], keys[:2]]).shape == (2, 2)
+    out = towers.predict(lambda keys: {"keys": keys}, keys)
+    assert (out["keys"] == keys).all()
+
+
+def test_a_loader_may_fill_its_buffer_again():
+    towers = agn_optax.Towers(4)
+    for _ in range(8):
+        buffer = np.zeros(4096, np.float32)
+        batch = jax.block_until_ready(towers.shard(buffer))
+        buffer[:] = 7.0
+        assert float(jnp.max(batch)) == 0.0
+
+
+def test_rows_of_other_shapes_do_not_stack():
+    with pytest.raises(errors.TreeMismatchError, match=r"batches\[1\] has shape"):
+        agn_optax.Towers(2).shard_round([np.zeros((2, 3)), np.zeros((2, 4))])

@@ -74,3 +74,17 @@ def test_bad_losses():
         agn_optax.reduce_loss(jnp.ones(3), axis_name="towers")
     with pytest.raises(errors.TreeMismatchError, match="int32"):
         agn_optax.reduce_loss(jnp.ones(3, jnp.int32))
+
+
+def test_sums_are_wide():
+    many = jnp.full(8192, 10.0, jnp.float16)
+    assert agn_optax.reduce_loss(many) == 10.0
+    few = jnp.array([1.0, 3.0], jnp.float16)
+    assert agn_optax.reduce_loss(few, jnp.array([1e5, 1e5])) == 2.0
+    assert agn_optax.reduce_loss(few, jnp.array([1e-9, 1e-9])) == 2.0
+
+
+def test_weights_may_be_negative_and_not_complex():
+    assert agn_optax.reduce_loss(jnp.array([1.0, 3.0]), jnp.array([-2.0, 1.0])) == -1.0
+    with pytest.raises(errors.InvalidArgumentError, match="complex64"):
+        agn_optax.reduce_loss(jnp.ones(2), jnp.ones(2) * 1j)

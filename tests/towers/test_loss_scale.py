@@ -139,3 +139,50 @@ def test_the_split_form_inside():
     # inf is clipped to 10 before loss_scaling sees it, so three steps count.
     np.testing.assert_allclose(params, 1.0 - 0.5 * (2 + 10 + 4) / 2 / 3, rtol=1e-6)
     assert state[1].inner_state.exchanges == 1
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adam(0.1)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_wide_gradients_of_narrow_parameters(inner, dtype):
+    """The inner optimizer sees float32; its state and the updates stay narrow."""
+    params = jnp.ones(2, dtype)
+    tx = agn_optax.loss_scaling(inner, initial_scale=2.0**15)
+    for grads in (jnp.full(2, 3e-4, dtype), jnp.full(2, 3e-4, jnp.float32)):
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        assert updates.dtype == dtype
+        expected = jax.tree.map(jnp.result_type, tx.init(params))
+        assert jax.tree.map(jnp.result_type, state) == expected
+    if dtype == "float16":
+        # 3e-4 / 2**15 is nothing in float16, and something in float32.
+        seen = agn_optax.loss_scaling(
+            optax.chain(optax.scale(2.0**15), optax.sgd(1.0)), initial_scale=2.0**15
+        )
+        updates, _ = seen.update(jnp.full(2, 3e-4, dtype), seen.init(params), params)
+        np.testing.assert_allclose(updates, -3e-4, rtol=1e-2)
+
+
+def test_python_numbers():
+    tx = agn_optax.loss_scaling(optax.sgd(1.0), initial_scale=2.0)
+    updates, _ = tx.update({"w": 4.0}, tx.init({"w": jnp.zeros(())}))
+    assert updates["w"] == -2.0
+
+
+def test_with_a_delayed_reduction_inside():
+    """Each gradient is divided by the scale that it was made with."""
+    tx = agn_optax.loss_scaling(
+        optax.chain(agn_optax.all_reduce("towers", delay=1), optax.sgd(1.0)),
+        initial_scale=2.0,
+        growth_interval=2,
+        axis_name="towers",
+    )
+
+    def run(x):
+        state, seen = tx.init(x), []
+        for _ in range(6):
+            grads = jnp.ones_like(x) * agn_optax.loss_scale(state)
+            updates, state = tx.update(grads, state)
+            seen.append(updates)
+        return jnp.stack(seen)
+
+    updates = jax.vmap(run, axis_name="towers")(jnp.zeros(2))
+    np.testing.assert_array_equal(updates, np.tile([0, -1, -1, -1, -1, -1], (2, 1)))

@@ -231,3 +231,89 @@ def test_placements_that_cannot_be():
             towers.step(lambda s, _: (other.exchange(jnp.ones(16), s)[1], 0))(  # noqa: B023
                 made, towers.shard(np.ones(4))
             )
+
+
+LOOKS_FURTHER = {
+    "size": lambda x: x / x.size**0.5,
+    "neighbors": lambda x: jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (1,) * x.ndim, (1,) * x.ndim, "SAME"
+    ),
+    "callback": lambda x: jax.pure_callback(lambda y: y, x, x),
+    "product": lambda x: x @ x,
+    "transpose": lambda x: x + x.T,
+    "cumulative": lambda x: jnp.cumsum(x, axis=0),
+    "noise": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_FURTHER)
+def test_center_optimizers_that_look_further_are_refused(name):
+    further = optax.stateless(lambda u, p: jax.tree.map(LOOKS_FURTHER[name], u))
+    placement = agn_optax.Placement(shard_axis="towers")
+    rule = agn_optax.rules.agn(further)
+    tx = agn_optax.phases(optax.sgd(0.1), rule, placement=placement)
+    with pytest.raises(errors.InvalidArgumentError, match="cannot move a center in sh"):
+        agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
+
+
+def test_records_that_look_further_are_refused():
+    def update(updates, state, params=None):
+        del params
+        norm = optax.tree.norm(updates)
+        return updates, jax.tree.map(lambda s, u: s + u / norm, state, updates)
+
+    record = optax.GradientTransformation(optax.tree.zeros_like, update)
+    rule = agn_optax.rules.Rule(
+        name="direction",
+        center=optax.sgd(1.0),
+        record=record,
+        contribution=lambda record, params, anchor, steps: record,
+        needs_params=False,
+        needs_anchor=False,
+    )
+    placement = agn_optax.Placement(shard_axis="towers")
+    tx = agn_optax.phases(optax.sgd(0.1), rule, placement=placement)
+    with pytest.raises(errors.InvalidArgumentError, match="'direction' cannot move"):
+        agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
+
+
+def test_pieces_of_another_mesh_are_refused():
+    tx = make(
+        agn_optax.rules.average(), agn_optax.Placement(shard_axis=("workers", "towers"))
+    )
+    made = agn_optax.Towers(4)
+    state = made.create(tx.init, problem.params())
+    saved = made.unreplicate(state)
+    for other in (agn_optax.Towers(4, workers=2), agn_optax.Towers(2)):
+        with pytest.raises(errors.TreeMismatchError, match=r"sizes .*center_params"):
+            other.replicate(saved)
+    turned = agn_optax.Towers(4, workers=2)
+    with pytest.raises(errors.TreeMismatchError, match=r"of sizes \(4, 1\), and here"):
+        turned.center_params(jax.tree.map(np.asarray, state))
+
+
+@pytest.mark.parametrize("axes", SHARDS)
+def test_pieces_are_saved_once(axes):
+    towers = agn_optax.Towers(8, workers=2)
+    rule = agn_optax.rules.agn(optax.adam(0.1))
+    tx = make(rule, agn_optax.Placement(shard_axis=axes))
+    state = towers.create(tx.init, {"w": jnp.zeros(800)})
+    saved = find_state(towers.unreplicate(state))
+    assert sum(x.size for x in jax.tree.leaves(saved.center.pieces)) == 800
+    assert (
+        sum(x.size for x in jax.tree.leaves(saved.local.record.rows)) <= 804
+    )  # and counters
+    support.assert_identical(towers.replicate(towers.unreplicate(state)), state)
+
+
+def test_the_split_form_exchanges_on_islands():
+    towers = agn_optax.Towers(4, workers=2)
+    tx = agn_optax.phases(
+        optax.sgd(0.1), agn_optax.rules.average(), axis_name="workers"
+    )
+    params = jnp.array([1.0, 2.0])
+    state = towers.replicate((params, tx.init(params)))
+    state = (state[0].at[2:].add(1.0), state[1])  # the second worker went on
+    exchange = towers.apply(lambda state: tx.exchange(*state))
+    state = exchange(state)
+    np.testing.assert_allclose(state[0], np.tile([1.5, 2.5], (4, 1)))

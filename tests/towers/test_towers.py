@@ -158,3 +158,50 @@ def test_replicating_again_compiles_nothing(caplog):
         m for m in said if m.startswith("Finished XLA compilation of jit(on_all")
     ]
     assert len(compiled) == 1
+
+
+def test_a_state_with_an_empty_leaf_agrees():
+    towers = agn_optax.Towers(4, workers=2)
+    assert towers.towers_agree(towers.replicate({"a": jnp.zeros((0, 3)), "b": 1.0}))
+
+
+def test_what_was_not_replicated_is_refused():
+    towers = agn_optax.Towers(4, workers=4)
+    step = towers.step(lambda state, batch: (state, batch.sum()))
+    for wrong in (jnp.zeros((8, 3)), jnp.zeros(3), jnp.zeros(())):
+        with pytest.raises(errors.TreeMismatchError, match="one row for each tower"):
+            step(wrong, towers.shard(np.ones(4)))
+
+
+def test_python_numbers_compile_once():
+    towers = agn_optax.Towers(2, workers=2)
+    step = towers.step(lambda state, batch: (state + 1, None))
+    state = towers.replicate(0.0)
+    for _ in range(2):
+        state, _ = step(state, towers.shard(np.ones(2)))
+    assert step._cache_size() == 1
+
+
+def test_a_mesh_that_is_set_must_be_this_one():
+    towers = agn_optax.Towers(4)
+    step = towers.step(lambda state, batch: (state, jax.lax.psum(batch, "towers")))
+    state, batch = towers.replicate(0.0), towers.shard(np.ones(4))
+    other = Mesh(np.array(jax.devices()), ("data",))
+    with (
+        jax.set_mesh(other),
+        pytest.raises(errors.InvalidArgumentError, match="set_mesh has set a mesh"),
+    ):
+        step(state, batch)
+    with jax.set_mesh(towers.mesh):
+        step(towers.replicate(0.0), batch)
+
+
+def test_functions_are_kept_by_what_they_are():
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(errors.InvalidTypeError, match="fn must be hashable"):
+        agn_optax.Towers(2).predict(Unhashable(), np.ones(4))
