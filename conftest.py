@@ -1,19 +1,34 @@
 """Pytest: eight devices where there is one CPU, and programs that compile quickly."""
 
 import os
+import shutil
+import tempfile
 
-# Tests compile hundreds of tiny programs and run each a few times. What they say of
-# memory and collectives is settled before these passes.
+# Tests compile hundreds of tiny programs, many of them alike, and run each a few times:
+# they share what is compiled, for one session, among all of its processes. What is said
+# of memory and collectives is settled before the passes that are left out.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
 )
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+_own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if _own_cache:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="agn-optax-")
 
-import hypothesis
-import jax
+# JAX reads its variables when it is imported.
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 # An example may compile something, which takes as long as it takes.
 hypothesis.settings.register_profile("compiling", deadline=None)
 hypothesis.settings.load_profile("compiling")
+
+
+def pytest_unconfigure() -> None:
+    """The process that made the cache removes it; its workers have ended."""
+    if _own_cache:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
