@@ -120,7 +120,7 @@ class Trainer:
         rounds = towers.round(self._step, args.period, exchange=exchange)
         data = self._rounds(towers)
         batches = next(data)
-        program = rounds.lower(state, batches).compile()  # type: ignore[attr-defined]
+        program = rounds.lower(state, batches).compile()
         sent = traffic(program).bytes_sent  # in a round, by each device
         self._measure(run, state, 0.0)
         report(run)
@@ -226,8 +226,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--towers", type=int, default=4, help="CPU devices where there are no others")
-    add("--rule", choices=RULES, default="average")
+    add("--towers", type=int, default=4, help="CPUs without accelerators (default 4)")
+    add("--rule", choices=RULES, default="average", help="of exchanges (average)")
     add("--period", type=int, default=10, help="local steps of a round (default 10)")
     add("--rounds", type=int, default=80, help="rounds of training (default 80)")
     add("--evaluate", type=int, default=5, help="rounds between two tests (default 5)")
@@ -237,8 +237,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="of the model (default 2)")
     add("--learning-rate", type=float, default=3e-3, help="the largest (default 3e-3)")
     add("--megabytes", type=float, default=8.0, help="of text (default 8)")
-    add("--seed", type=int, default=0)
-    add("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
+    add("--seed", type=int, default=0, help="of parameters and data (default 0)")
+    output = pathlib.Path("demo-output")
+    add("--output", type=pathlib.Path, default=output, help="folder of the plot")
     args = parser.parse_args(arguments)
     for name in (
         "towers",
@@ -251,6 +252,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.megabytes * 1e6 * 0.05 < 2 * args.context:
+        parser.error(
+            f"--megabytes {args.megabytes:g} is too little for --context {args.context}"
+        )
     if args.width < 16 or args.width % 16:
         parser.error(f"--width must be a multiple of 16, got {args.width}")
     return args
@@ -262,7 +267,9 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     jax.config.update("jax_num_cpu_devices", args.towers)
     agn_optax.initialize_distributed()
     devices = jax.devices()
-    modes = {"data parallel": 1, "independent": len(devices)}
+    modes = {"data parallel": 1}
+    if len(devices) > 1:
+        modes["independent"] = len(devices)
     if len(devices) % 2 == 0 and len(devices) > 2:
         # Islands of devices that are close to each other: a host's, where there are
         # several.

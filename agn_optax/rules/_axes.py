@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 Axes = tuple[str, ...]
 
@@ -91,3 +92,17 @@ def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
     missing = varying(old) - varying(new)
     return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new
+
+
+def spoken(program: Any, *, aside: str | None = None) -> set[str]:
+    """The axes over which a jaxpr has collectives, those in a scope ``aside`` aside."""
+    axes: set[str] = set()
+    for equation in program.eqns:
+        counts = aside is None or aside not in str(equation.source_info.name_stack)
+        if equation.primitive.name != "axis_index" and counts:
+            for key in ("axes", "axis_name"):
+                named = names(equation.params.get(key))
+                axes.update(name for name in named if isinstance(name, str))
+        for inner in jaxprs_in_params(equation.params):
+            axes |= spoken(inner, aside=aside)
+    return axes

@@ -184,7 +184,7 @@ def params_given(params: PyTree, who: str) -> None:
         )
 
 
-def axis_bound(axis_name: Any) -> None:
+def axis_bound(axis_name: Any, hint: str | None = None) -> None:
     """``axis_name`` is bound where this is traced."""
     if axis_name is None:
         return
@@ -192,7 +192,10 @@ def axis_bound(axis_name: Any) -> None:
         jax.lax.axis_size(axis_name)
     except NameError:
         raise errors.UnboundAxisError(
-            f"axis_name {axis_name!r} is not bound here: call update inside "
-            "jax.shard_map, jax.pmap or jax.vmap with that axis name, or leave "
-            "axis_name out for a single worker"
+            f"axis_name {axis_name!r} is not bound here: "
+            + (
+                hint
+                or "call update inside jax.shard_map, jax.pmap or jax.vmap with that "
+                "axis name, or leave axis_name out for a single worker"
+            )
         ) from None

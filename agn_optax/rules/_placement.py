@@ -146,8 +146,14 @@ class Layout:
 
     def check_bound(self) -> None:
         """Every axis that this needs is bound where this is traced."""
-        _check.axis_bound(self.axis_name)
-        _check.axis_bound(self.placement.shard_axis)
+        hint = None
+        if self.sharded:
+            hint = (
+                "a center in shards lives inside the mesh; its state is made by "
+                "towers.create(tx.init, params), and updated in Towers' programs"
+            )
+        _check.axis_bound(self.axis_name, hint)
+        _check.axis_bound(self.placement.shard_axis, hint)
 
     def part(self, tree: PyTree) -> PyTree:
         """What this tower keeps of ``tree``, which its worker's towers have alike."""

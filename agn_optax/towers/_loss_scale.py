@@ -50,9 +50,9 @@ def loss_scaling(
     After an `all_reduce` one non-finite gradient makes the reduced one non-finite on
     every tower, so all towers of a worker skip together. Every other axis over which
     ``inner`` communicates must be named in ``axis_name``, or workers would disagree on
-    when to exchange, and wait for each other for good. An ``all_reduce(delay=1)`` goes
-    inside (with ``axis_name`` given), since gradients must be divided by the scale that
-    they were made with.
+    when to exchange, and wait for each other for good; it is refused. An
+    ``all_reduce(delay=1)`` goes inside (with ``axis_name`` given), since gradients must
+    be divided by the scale that they were made with.
 
     The inner optimizer sees gradients in float32 at least, so that what float16 cannot
     hold unscaled arrives; updates have the dtypes of the parameters.
@@ -73,6 +73,8 @@ def loss_scaling(
     Raises:
       InvalidArgumentError: an option is out of its range.
       InvalidTypeError: ``inner`` is not an optimizer.
+      InvalidArgumentError: (at ``update``) ``inner`` communicates over an axis that is
+        not in ``axis_name``.
       UnboundAxisError: ``axis_name`` is not bound around ``update``.
 
     Example:
@@ -135,6 +137,7 @@ def loss_scaling(
             inner_state = jax.tree.map(_as_before, inner_state, carry[1])
             return optax.tree.cast_like(updates, like), inner_state
 
+        _check_together(step, (unscaled, state.inner_state), axes)
         # The gradients' own memory becomes the updates'.
         carry = (optax.tree.cast_like(unscaled, like), state.inner_state)
         stepped, inner_state = _axes.when(finite, step, carry)
@@ -155,6 +158,18 @@ def loss_scaling(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_together(step: Any, carry: Any, axes: _axes.Axes) -> None:
+    """Whoever communicates in a step must skip it together."""
+    others = _axes.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
+    if others:
+        raise errors.InvalidArgumentError(
+            f"inner communicates over {', '.join(map(repr, sorted(others)))}, and a "
+            "step that is skipped by some members of that axis only would leave the "
+            "others waiting for good: name it in loss_scaling(..., axis_name=...), "
+            f"which is {axes or None}"
+        )
 
 
 def _as_before(new: Any, old: Any) -> jax.Array:

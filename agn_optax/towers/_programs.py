@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax.rules import _axes
@@ -16,6 +18,31 @@ from agn_optax.rules._forms import scan_round
 from agn_optax.towers import _loss, _replicas, _rows
 
 PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program of state, and perhaps of a batch.
+
+    Attributes:
+      jitted: the function of `jax.jit` inside.
+    """
+
+    jitted: Any
+
+    def __call__(self, state: PyTree, *batch: PyTree) -> Any:
+        """Runs it, unless the state is gone: a CPU would crash."""
+        for leaf in jax.tree.leaves(state)[:1]:
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise errors.InvalidArgumentError(
+                    "state has been donated to an earlier call: go on with what that "
+                    "call returned, or compile with donate=False"
+                )
+        return self.jitted(state, *batch)
+
+    def lower(self, *arguments: Any) -> Any:
+        """As that of a jitted function."""
+        return self.jitted.lower(*arguments)
 
 
 def per_tower(
@@ -78,8 +105,8 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def step(
-    mesh: Mesh, train_step: Callable[..., Any], tower_axes: _axes.Axes
-) -> Callable[..., Any]:
+    mesh: Mesh, train_step: Callable[..., Any], tower_axes: _axes.Axes, donate: bool
+) -> Program:
     """``(state, batch) -> (state, metrics)`` of all towers."""
 
     def one_step(state: PyTree, batch: PyTree) -> Any:
@@ -87,28 +114,45 @@ def step(
         state, metrics = _checked(train_step, tower_axes)(row(state), batch)
         return as_row(state), as_row(metrics)
 
-    return _of_stacked(mesh, one_step, rows(mesh))
+    return _of_stacked(mesh, one_step, rows(mesh), donate=donate)
 
 
-def apply(mesh: Mesh, function: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
+def apply(mesh: Mesh, function: Callable[[PyTree], PyTree], donate: bool) -> Program:
     """``state -> state`` of all towers."""
 
     def on_tower(state: PyTree) -> PyTree:
         return as_row(function(row(state)))
 
-    return _of_stacked(mesh, on_tower)
+    return _of_stacked(mesh, on_tower, donate=donate)
 
 
-def _of_stacked(mesh: Mesh, function: Callable[..., Any], *specs: Any) -> Any:
+def _of_stacked(
+    mesh: Mesh, function: Callable[..., Any], *specs: PartitionSpec, donate: bool
+) -> Program:
     """A program of state with a row for each tower, and of what ``specs`` lay out."""
     mapped = per_tower(mesh, function, (rows(mesh), *specs), rows(mesh))
 
-    def on_all(state: PyTree, *others: PyTree) -> Any:
+    def on_all(state: PyTree, *batches: PyTree) -> Any:
         _replicas.check_stacked(state, mesh.size)
         _check_context(mesh)
-        return mapped(state, *others)
+        for batch, spec in zip(batches, specs, strict=True):
+            _check_batch(batch, len(spec) - 1, mesh.size)
+        return mapped(state, *batches)
 
-    return on_all
+    return Program(jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+
+
+def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
+    """The batch has rows for every tower along ``dimension``."""
+    how = "shard_round(batches)" if dimension else "shard(batch)"
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        shape = jnp.shape(leaf)
+        if len(shape) <= dimension or shape[dimension] % towers:
+            raise errors.InvalidArgumentError(
+                f"batch{keystr(path)} has shape {list(shape)}; along dimension "
+                f"{dimension} rows for {towers} towers are expected: lay it out with "
+                f"towers.{how}"
+            )
 
 
 def _check_context(mesh: Mesh) -> None:
@@ -127,7 +171,8 @@ def whole_round(
     exchange: Callable[[PyTree], PyTree] | None,
     unroll: int | bool,
     tower_axes: _axes.Axes,
-) -> Callable[..., Any]:
+    donate: bool,
+) -> Program:
     """``(state, batches) -> (state, metrics)`` of all towers."""
     # The scan of the split form, with everything in one state.
     scanned = scan_round(
@@ -147,51 +192,36 @@ def whole_round(
         def run(state: PyTree, batches: PyTree) -> Any:
             return scanned(None, state, batches)[1:]
 
-        state, metrics = _checked(run, tower_axes)(row(state), batches)
+        axes = (mesh.axis_names[0], *tower_axes)
+        state, metrics = _checked(run, axes)(row(state), batches)
         return as_row(state), as_row(metrics)
 
-    return _of_stacked(mesh, one_round, rows(mesh, 1))
+    return _of_stacked(mesh, one_round, rows(mesh, 1), donate=donate)
 
 
-def _checked(
-    train_step: Callable[..., Any], tower_axes: _axes.Axes
-) -> Callable[..., Any]:
-    """``train_step``, refused if several towers of a worker never speak.
+def _checked(train_step: Callable[..., Any], axes: _axes.Axes) -> Callable[..., Any]:
+    """``train_step``, refused if the members of one of ``axes`` never speak.
 
     Each would train on its own and be thrown away but for the first.
     """
 
     def run(*arguments: Any) -> Any:
-        silent = [name for name in tower_axes if jax.lax.axis_size(name) > 1]
+        silent = [name for name in axes if jax.lax.axis_size(name) > 1]
         if not silent:
             return train_step(*arguments)
         traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-        heard = _spoken(traced.jaxpr)
+        heard = _axes.spoken(traced.jaxpr, aside=_loss.SCOPE)
         silent = [name for name in silent if name not in heard]
         if silent:
             raise errors.InvalidArgumentError(
                 "train_step never communicates over "
-                f"{', '.join(map(repr, silent))}, so the towers of a worker would "
-                f"drift apart: put all_reduce({tower_axes[0]!r}) first in the "
-                "optimizer's chain, or make each tower a worker of its own, "
-                "Towers(workers=...)"
+                f"{', '.join(map(repr, silent))}: towers of one worker would drift "
+                "apart, and workers never meet. Towers need all_reduce(axis_name) "
+                "first in the optimizer's chain, or to be workers of their own, "
+                "Towers(workers=...); workers need an exchange over their axis_name, "
+                "in the optimizer or with round(..., exchange=...)"
             )
         results = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
-
-
-def _spoken(jaxpr: Any) -> set[str]:
-    """The axes over which a traced program has collectives, a loss's divisor aside."""
-    axes: set[str] = set()
-    for equation in jaxpr.eqns:
-        only_loss = _loss.SCOPE in str(equation.source_info.name_stack)
-        if equation.primitive.name != "axis_index" and not only_loss:
-            for key in ("axes", "axis_name"):
-                named = equation.params.get(key)
-                if named is not None:
-                    axes.update(n for n in _axes.names(named) if isinstance(n, str))
-        for inner in jaxprs_in_params(equation.params):
-            axes |= _spoken(inner)
-    return axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -420,7 +420,7 @@ class Towers:
         train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         *,
         donate: bool = True,
-    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    ) -> _programs.Program:
         """Compiles a training step for all towers.
 
         Args:
@@ -431,12 +431,14 @@ class Towers:
             out; it cannot be used again then.
 
         Returns:
-          A jitted function ``(state, batch) -> (state, metrics)``: state as from
-          `replicate`, batch as from `shard`, each metric with a row for every tower.
+          ``(state, batch) -> (state, metrics)``, compiled at its first call, with the
+          ``lower`` of a jitted function: state as from `replicate`, batch as from
+          `shard`, each metric with a row for every tower.
 
         Raises:
           InvalidArgumentError: (when called) a worker has several towers, and
-            ``train_step`` never communicates over their axis.
+            ``train_step`` has no collective over their axis at all; or the state has
+            been donated already, or the batch has not rows for every tower.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -447,12 +449,11 @@ class Towers:
           >>> print(towers.mean(state))
           2.0
         """
-        program = _programs.step(self.mesh, train_step, self._tower_axes)
-        return jax.jit(program, donate_argnums=(0,) if donate else ())
+        return _programs.step(self.mesh, train_step, self._tower_axes, donate)
 
     def apply(
         self, function: Callable[[PyTree], PyTree], *, donate: bool = True
-    ) -> Callable[[PyTree], PyTree]:
+    ) -> _programs.Program:
         """Compiles a function of the state alone for all towers.
 
         For what is not a step: the exchange of `phases`, a moving average of weights.
@@ -462,7 +463,7 @@ class Towers:
           donate: as for `step`.
 
         Returns:
-          A jitted function ``state -> state`` of state as from `replicate`.
+          ``state -> state``, as of `step`, of state as from `replicate`.
 
         Example:
           >>> import jax, jax.numpy as jnp, agn_optax
@@ -471,8 +472,7 @@ class Towers:
           >>> print(towers.unreplicate(halve(towers.replicate(jnp.array(8.0)))))
           4.0
         """
-        program = _programs.apply(self.mesh, function)
-        return jax.jit(program, donate_argnums=(0,) if donate else ())
+        return _programs.apply(self.mesh, function, donate)
 
     def round(
         self,
@@ -482,7 +482,7 @@ class Towers:
         exchange: Callable[[PyTree], PyTree] | None = None,
         unroll: int | bool = 1,
         donate: bool = True,
-    ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    ) -> _programs.Program:
         """Compiles a whole round for all towers: local steps, then the exchange.
 
         Args:
@@ -496,12 +496,13 @@ class Towers:
           donate: as for `step`.
 
         Returns:
-          A jitted function ``(state, batches) -> (state, metrics)``: batches as from
+          ``(state, batches) -> (state, metrics)``, as of `step`: batches as from
           `shard_round`; each metric is ``[towers, period, ...]``.
 
         Raises:
           InvalidArgumentError: ``period`` is no positive int; (when called) the batches
-            are not as many, or as `step`.
+            are not as many, or there are several workers and nothing is exchanged
+            between them, or as `step`.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -522,10 +523,9 @@ class Towers:
           7.5
         """
         _check.positive_int(period, "period")
-        program = _programs.whole_round(
-            self.mesh, train_step, period, exchange, unroll, self._tower_axes
+        return _programs.whole_round(
+            self.mesh, train_step, period, exchange, unroll, self._tower_axes, donate
         )
-        return jax.jit(program, donate_argnums=(0,) if donate else ())
 
     def evaluate(
         self,
@@ -545,8 +545,9 @@ class Towers:
             ...]``, one value per row. Pass the same function again and it is not
             compiled again.
           arguments: what it needs, the same on every tower (parameters: the center's,
-            or `unreplicate`'s); the last is the batch, of any number of rows, or an
-            iterator of batches. On a mesh that spans processes each gives its own, as
+            or `unreplicate`'s); the last is the batch, of any number of rows; or a
+            data loader or iterator (``iter(list_of_batches)``: a list itself is one
+            batch) of batches. On a mesh that spans processes each gives its own, as
             many batches as the others.
           reduction: ``"mean"`` or ``"sum"``, or a mapping of the names of metrics to
             these.
@@ -573,7 +574,7 @@ class Towers:
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
         parts = []
-        for batch in data if isinstance(data, Iterator) else [data]:
+        for batch in data if _is_loader(data) else [data]:
             padded, mask = self.shard_padded(batch)
             parts.append(program(placed, padded, mask > 0))
         if not parts:
@@ -639,6 +640,14 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
         return _batches.put(node, sharding)
 
     return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+
+
+def _is_loader(data: Any) -> bool:
+    """Whether ``data`` is to be iterated over; lists and arrays are batches."""
+    if isinstance(data, Iterator):
+        return True
+    is_leaf = all(leaf is data for leaf in jax.tree.leaves(data))
+    return is_leaf and isinstance(data, Iterable) and not hasattr(data, "shape")
 
 
 def _check_function(function: Any, what: str) -> None:

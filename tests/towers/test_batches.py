@@ -151,7 +151,7 @@ def test_sparse_rows_of_a_round_and_of_predictions():
         total = rows.todense().sum()
         return state + total, total
 
-    run = workers.round(step, 2)
+    run = workers.round(step, 2, exchange=lambda s: jax.lax.pmean(s, "workers"))
     state, totals = run(workers.replicate(0.0), workers.shard_round(batches))
     np.testing.assert_array_equal(totals, [[2.0, 8.0], [2.0, 8.0]])
     np.testing.assert_array_equal(state, [10.0, 10.0])

@@ -110,3 +110,13 @@ def test_the_same_function_is_compiled_once():
     for _ in range(3):
         towers.predict(double, np.ones(7))
     assert traced == [(2,)]
+
+
+def test_data_loaders():
+    class Loader:
+        def __iter__(self):
+            return iter([np.array([1.0, 2.0]), np.array([6.0])])
+
+    assert agn_optax.Towers(2).evaluate(lambda x: x, Loader()) == 3.0
+    pair = [np.array([1.0, 2.0]), np.array([3.0, 5.0])]  # a batch, not two
+    assert agn_optax.Towers(2).evaluate(lambda b: b[1] - b[0], pair) == 2.5

@@ -186,3 +186,11 @@ def test_with_a_delayed_reduction_inside():
 
     updates = jax.vmap(run, axis_name="towers")(jnp.zeros(2))
     np.testing.assert_array_equal(updates, np.tile([0, -1, -1, -1, -1, -1], (2, 1)))
+
+
+def test_who_communicates_must_skip_together():
+    """Else the members that do not skip would wait for the others for good."""
+    towers = agn_optax.Towers(4, workers=4)
+    tx = agn_optax.loss_scaling(problem.agn(optax.sgd(0.1), period=3))
+    with pytest.raises(errors.InvalidArgumentError, match="over 'workers', and a step"):
+        problem.train(towers, tx, problem.batches(1), problem.params())

@@ -198,7 +198,7 @@ def test_no_second_compilation_and_the_state_is_donated():
         with jax.transfer_guard("disallow"):
             state, _ = step(state, sharded)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
 
     kept = towers.step(problem.train_step(tx), donate=False)
     kept(state, sharded)
@@ -251,7 +251,7 @@ def test_a_round_is_its_steps(split):
     assert metrics["loss"].shape == (4, 3)
     support.assert_close(state[0], expected[0])
     support.assert_close(towers.center_params(state), towers.center_params(expected))
-    assert run._cache_size() == 1
+    assert run.jitted._cache_size() == 1
     with pytest.raises(agn_optax.errors.InvalidArgumentError, match="period 3 needs"):
         run(state, towers.shard_round(data[:2]))
 

@@ -179,7 +179,7 @@ def test_python_numbers_compile_once():
     state = towers.replicate(0.0)
     for _ in range(2):
         state, _ = step(state, towers.shard(np.ones(2)))
-    assert step._cache_size() == 1
+    assert step.jitted._cache_size() == 1
 
 
 def test_a_mesh_that_is_set_must_be_this_one():
@@ -205,3 +205,38 @@ def test_functions_are_kept_by_what_they_are():
 
     with pytest.raises(errors.InvalidTypeError, match="fn must be hashable"):
         agn_optax.Towers(2).predict(Unhashable(), np.ones(4))
+
+
+def test_a_donated_state_is_refused():
+    towers = agn_optax.Towers(4, workers=4)
+    step = towers.step(lambda state, batch: (state + batch.sum(), None))
+    state, batch = towers.replicate(jnp.zeros(3)), towers.shard(np.ones(8))
+    step(state, batch)
+    with pytest.raises(errors.InvalidArgumentError, match="donated to an earlier call"):
+        step(state, batch)
+
+
+def test_batches_that_were_not_laid_out():
+    towers = agn_optax.Towers(4, workers=4)
+    step = towers.step(lambda state, batch: (state, batch["x"].sum()))
+    state = towers.replicate(0.0)
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"batch\['x'\] has shape \[7, 3\].*shard\("
+    ):
+        step(state, {"x": np.ones((7, 3))})
+    run = towers.round(lambda s, b: (jax.lax.psum(s, "workers"), None), 2)
+    with pytest.raises(errors.InvalidArgumentError, match=r"dimension 1.*shard_round"):
+        run(state, towers.shard(np.ones(4)))
+
+
+def test_workers_that_never_meet_in_a_round_are_refused():
+    towers = agn_optax.Towers(4, workers=2)
+    split = agn_optax.phases(
+        optax.sgd(0.1), agn_optax.rules.average(), axis_name="workers"
+    )
+    tx = optax.chain(agn_optax.all_reduce("towers"), split)
+    state = towers.replicate((problem.params(), tx.init(problem.params())))
+    batches = towers.shard_round(problem.batches(2))
+    forgotten = towers.round(problem.train_step(tx), 2)
+    with pytest.raises(errors.InvalidArgumentError, match=r"over 'workers'.*exchange="):
+        forgotten(state, batches)
