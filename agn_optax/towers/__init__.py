@@ -9,6 +9,7 @@ from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
 from agn_optax.towers._loss import reduce_loss
 from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scaling
 from agn_optax.towers._mesh import initialize_distributed
+from agn_optax.towers._programs import Program
 from agn_optax.towers._replicas import Agreement
 from agn_optax.towers._towers import Towers
 from agn_optax.towers._traffic import Traffic, traffic
@@ -17,6 +18,7 @@ __all__ = [
     "Agreement",
     "AllReduceState",
     "LossScaleState",
+    "Program",
     "Towers",
     "Traffic",
     "all_reduce",

@@ -156,7 +156,12 @@ def all_reduce(
         if delay:
             updates, state = _delayed(updates, state)
         if _axes.size(axes) == 1 and not _axes.checked(axes):
-            return updates, state
+            alone = jax.tree.map(
+                lambda leaf: _rows.unique(leaf) if _rows.is_rows(leaf) else leaf,
+                updates,
+                is_leaf=_rows.is_rows,
+            )
+            return alone, state
         scale = 1 / _axes.size(axes) if reduction == "mean" else 1.0
         leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
         reduced: list[Any] = [None] * len(leaves)

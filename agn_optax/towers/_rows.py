@@ -37,8 +37,12 @@ def all_gather(rows: Any, axes: _axes.Axes, scale: float, wire_dtype: Any) -> An
         values = values.astype(wire_dtype)
     values = _axes.gather(values, axes, same=True).astype(dtype)
     indices = _axes.gather(rows.indices, axes, same=True)
-    gathered = type(rows)((values, indices), shape=rows.shape)
-    return gathered.sum_duplicates(nse=min(values.shape[0], rows.shape[0]))
+    return unique(type(rows)((values, indices), shape=rows.shape))
+
+
+def unique(rows: Any) -> Any:
+    """``rows`` with each row once; what is then left over lies outside of the array."""
+    return rows.sum_duplicates(nse=min(rows.data.shape[0], rows.shape[0]))
 
 
 def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
