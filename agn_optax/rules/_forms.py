@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
 from agn_optax import errors
 from agn_optax.rules import _axes, _check, _elementwise, _exchange, _period, _trees
@@ -368,8 +368,7 @@ def _is_own(node: Any) -> bool:
 
 def find_state(opt_state: PyTree) -> ExchangeState:
     """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
-    leaves = tree_flatten_with_path(opt_state, is_leaf=_is_own)[0]
-    found = [(path, node) for path, node in leaves if _is_own(node)]
+    found = _trees.nodes(opt_state, ExchangeState)
     if not found:
         raise errors.CenterNotFoundError(
             f"no center in this {type(opt_state).__name__}: expected the state of one "

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import tree_flatten_with_path
 
 PyTree = Any
 
@@ -17,6 +18,16 @@ def copy(tree: PyTree, dtype: Any = None) -> PyTree:
         lambda leaf: jnp.array(leaf, dtype=dtype or jnp.result_type(leaf), copy=True),
         tree,
     )
+
+
+def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
+    """The nodes of a type, with their paths, wherever wrappers have put them."""
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    leaves = tree_flatten_with_path(tree, is_leaf=is_found)[0]
+    return [(path, node) for path, node in leaves if is_found(node)]
 
 
 def wider(*dtypes: Any) -> Any:

@@ -28,9 +28,7 @@ _ALGORITHMS = ("all_reduce", "reduce_scatter", "hierarchical")
 class AllReduceState(NamedTuple):
     """State of `all_reduce`."""
 
-    in_flight: (
-        PyTree  # delay=1: this tower's last gradients, not reduced yet; else None
-    )
+    in_flight: PyTree  # with delay=1 this tower's gradients, not reduced yet; or None
 
 
 def all_reduce(
@@ -156,12 +154,7 @@ def all_reduce(
         if delay:
             updates, state = _delayed(updates, state)
         if _axes.size(axes) == 1 and not _axes.checked(axes):
-            alone = jax.tree.map(
-                lambda leaf: _rows.unique(leaf) if _rows.is_rows(leaf) else leaf,
-                updates,
-                is_leaf=_rows.is_rows,
-            )
-            return alone, state
+            return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / _axes.size(axes) if reduction == "mean" else 1.0
         leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
         reduced: list[Any] = [None] * len(leaves)
@@ -222,11 +215,7 @@ def densify() -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         del params, extra_args
-
-        def dense(leaf: Any) -> Any:
-            return leaf.todense() if _rows.is_rows(leaf) else leaf
-
-        return jax.tree.map(dense, updates, is_leaf=_rows.is_rows), state
+        return _rows.map_rows(lambda rows: rows.todense(), updates), state
 
     return optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(), update_fn
@@ -317,15 +306,15 @@ def _groups(
 def _after_one_another(
     reduce: Callable[[jax.Array], jax.Array],
 ) -> Callable[[jax.Array], jax.Array]:
-    """``reduce``, each call depending in name on the one before.
+    """``reduce`` of lines that are not empty, each depending in name on the one before.
 
     XLA merges collectives that are independent, whatever the size of the buckets.
     """
     before: list[jax.Array] = []
 
     def reduce_next(bucket: jax.Array) -> jax.Array:
-        if before and bucket.size and before[0].size:
-            never = before[0].reshape(-1)[0] > jnp.inf
+        if before:
+            never = before[0][0] > jnp.inf
             bucket = bucket.at[0].set(jnp.where(never, 0, bucket[0]))
         before[:] = [reduce(bucket)]
         return before[0]

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax.rules import _check
-from agn_optax.towers import _mesh, _replicas, _rows
+from agn_optax.towers import _mesh, _programs, _replicas, _rows
 
 PyTree = Any
 
@@ -98,8 +98,7 @@ def lay(batch: PyTree, mesh: Mesh, *, dimension: int = 0) -> PyTree:
 
     Where a mesh spans processes, each gives the rows of its own towers.
     """
-    spec = PartitionSpec(*(None,) * dimension, mesh.axis_names)
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, _programs.rows(mesh, dimension))
     return jax.tree.map(lambda leaf: put(leaf, sharding), batch)
 
 
@@ -113,8 +112,7 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
             leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
     if _replicas.is_key(leaf):
-        data = put(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return _replicas.of_key_data(lambda data: put(data, sharding), leaf)
     return jax.make_array_from_process_local_data(sharding, _host(leaf))
 
 
@@ -125,8 +123,7 @@ def of_first_process(tree: PyTree) -> PyTree:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf
         if _replicas.is_key(leaf):
-            data = multihost_utils.broadcast_one_to_all(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            return _replicas.of_key_data(multihost_utils.broadcast_one_to_all, leaf)
         return multihost_utils.broadcast_one_to_all(_host(leaf))
 
     return jax.tree.map(own, tree)
@@ -137,7 +134,7 @@ def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
 
     All batches store alike many elements for a tower, so that they can be stacked.
     """
-    towers = len(_mesh.own_rows(mesh))
+    towers = _mesh.own_towers(mesh)
 
     def split(*leaves: Any) -> list[Any]:
         if not _rows.is_rows(leaves[0]):
@@ -195,8 +192,7 @@ def in_processes(mesh: Mesh, value: int) -> list[int]:
 def joined(parts: list[Any]) -> Any:
     """Along the first dimension, on the host; random keys stay what they are."""
     if _replicas.is_key(parts[0]):
-        data = joined([jax.random.key_data(part) for part in parts])
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(parts[0]))
+        return _replicas.of_key_data(lambda *data: joined(list(data)), *parts)
     return np.concatenate([np.asarray(part) for part in parts])
 
 

@@ -195,14 +195,10 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> print(agn_optax.loss_scale(tx.init(jnp.zeros(3))))
       32768.0
     """
-
-    def is_found(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
-
-    found = [n for n in jax.tree.leaves(opt_state, is_leaf=is_found) if is_found(n)]
+    found = _trees.nodes(opt_state, LossScaleState)
     if len(found) != 1:
         raise errors.InvalidArgumentError(
             f"opt_state must hold the state of one loss_scaling(...), found "
             f"{len(found)} in {type(opt_state).__name__}"
         )
-    return found[0].scale
+    return found[0][1].scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -98,14 +97,10 @@ def spans_processes(mesh: Mesh) -> bool:
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
-def own_rows(mesh: Mesh) -> list[int]:
-    """The places in the mesh of the towers of this process, in order."""
+def own_towers(mesh: Mesh) -> int:
+    """How many towers of the mesh are this process's."""
     here = jax.process_index()
-    return [i for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
-
-
-def towers_of(mesh: Mesh) -> int:
-    return math.prod(mesh.devices.shape)
+    return sum(device.process_index == here for device in mesh.devices.flat)
 
 
 # Set by the launchers that jax.distributed finds out by itself.

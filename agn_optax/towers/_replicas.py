@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,6 +65,12 @@ class InFlight:
 def is_key(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def of_key_data(function: Callable[..., Any], *keys: Any) -> Any:
+    """Random keys of what ``function`` makes of the numbers in ``keys``."""
+    data = function(*map(jax.random.key_data, keys))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys[0]))
 
 
 def fold_keys(tree: PyTree, index: Any) -> PyTree:

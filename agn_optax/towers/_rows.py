@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,13 @@ def is_rows(value: Any) -> bool:
     # Whoever has a BCOO has imported its module; nobody else should pay for that.
     module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(value, module.BCOO)
+
+
+def map_rows(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``function`` of every row-sparse leaf; others pass as they are."""
+    return jax.tree.map(
+        lambda leaf: function(leaf) if is_rows(leaf) else leaf, tree, is_leaf=is_rows
+    )
 
 
 def check(rows: Any, what: str) -> None:
@@ -91,6 +99,4 @@ def own(stacked: Any) -> Any:
 
 def own_all(batch: Any) -> Any:
     """``batch`` with every BCOO that `split` made as this tower's matrix."""
-    return jax.tree.map(
-        lambda leaf: own(leaf) if is_rows(leaf) else leaf, batch, is_leaf=is_rows
-    )
+    return map_rows(own, batch)

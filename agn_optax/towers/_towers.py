@@ -91,9 +91,9 @@ class Towers:
         self.worker_axis = worker_axis
         self._tower_axes = _axes.names(axis_name)
         self.mesh = _mesh.make(devices, workers, self._tower_axes, worker_axis)
-        self.size = _mesh.towers_of(self.mesh)
+        self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
-        self._own_towers = len(_mesh.own_rows(self.mesh))
+        self._own_towers = _mesh.own_towers(self.mesh)
         self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
         self._alike = NamedSharding(self.mesh, PartitionSpec())
         # Programs are kept for the functions that they were made of.
@@ -106,6 +106,7 @@ class Towers:
         self._outputs = functools.lru_cache(64)(
             functools.partial(_evaluate.outputs, self.mesh)
         )
+        self._apart = functools.lru_cache(64)(functools.partial(_apart, self.mesh))
         self._means = jax.jit(_mean_of_rows, out_shardings=self._alike)
         self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
         self._centers = jax.jit(
@@ -201,8 +202,8 @@ class Towers:
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
-                apart = functools.partial(self._apart, axes=node.axes)
-                return _replicas.PerTower(jax.tree.map(apart, node.rows), node.axes)
+                rows = jax.device_put(node.rows, jax.memory.Space.Device)
+                return _replicas.PerTower(self._apart(node.axes)(rows), node.axes)
             if isinstance(node, _replicas.InFlight):
                 each = self.size // self.workers
                 return self._means(jax.tree.map(lambda x: x[:each], node.rows))
@@ -214,21 +215,6 @@ class Towers:
             return own[0] if on_device else np.asarray(own)[0].copy()
 
         return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
-
-    def _apart(self, rows: jax.Array, *, axes: _axes.Axes) -> jax.Array:
-        """Of a row for every tower, those that differ: a dimension for each axis."""
-        names = self.mesh.axis_names
-        kept = tuple(slice(None) if name in axes else 0 for name in names)
-        order = [sorted(axes, key=names.index).index(name) for name in axes]
-
-        @functools.partial(
-            jax.jit, out_shardings=NamedSharding(self.mesh, PartitionSpec(*axes))
-        )
-        def cut(rows: jax.Array) -> jax.Array:
-            apart = rows.reshape(*self.mesh.devices.shape, *rows.shape[1:])[kept]
-            return apart.transpose(*order, *range(len(axes), apart.ndim))
-
-        return cut(jax.device_put(rows, jax.memory.Space.Device))
 
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Whether the towers of each worker have the same state, bit for bit.
@@ -640,6 +626,22 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
         return _batches.put(node, sharding)
 
     return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+
+
+def _apart(mesh: Mesh, axes: _axes.Axes) -> Callable[[PyTree], PyTree]:
+    """Of a row for every tower, those that differ: a dimension for each of ``axes``."""
+    names = mesh.axis_names
+    kept = tuple(slice(None) if name in axes else 0 for name in names)
+    order = [sorted(axes, key=names.index).index(name) for name in axes]
+
+    def cut(rows: jax.Array) -> jax.Array:
+        apart = rows.reshape(*mesh.devices.shape, *rows.shape[1:])[kept]
+        return apart.transpose(*order, *range(len(axes), apart.ndim))
+
+    return jax.jit(
+        lambda rows: jax.tree.map(cut, rows),
+        out_shardings=NamedSharding(mesh, PartitionSpec(*axes)),
+    )
 
 
 def _is_loader(data: Any) -> bool:
