@@ -11,7 +11,14 @@
     └── CenterError                           a center refused a call
         ├── NotInitializedError               it has no parameters (yet)
         ├── AlreadyInitializedError           somebody else initialized it
-        └── WorkerStateError (RuntimeError)   calls came in an impossible order
+        ├── WorkerStateError (RuntimeError)   calls came in an impossible order
+        ├── NameTakenError                    another worker has that name
+        ├── CenterFullError                   it has no room for one more worker
+        ├── MessageRefusedError               a message that would harm it
+        ├── RuleMismatchError                 worker and center run different rules
+        ├── ProtocolError                     what came over the wire makes no sense
+        └── CenterUnreachableError            nobody answers (ConnectionError)
+            └── CenterClosedError             it is going down, and said so
 
 Each is also the builtin exception that a caller would expect, so ``except ValueError``
 keeps working. They are raised before anything changes: the state you hold is still
@@ -24,12 +31,19 @@ __all__ = [
     "AgnOptaxError",
     "AlreadyInitializedError",
     "AmbiguousCenterError",
+    "CenterClosedError",
     "CenterError",
+    "CenterFullError",
     "CenterNotFoundError",
+    "CenterUnreachableError",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "MessageRefusedError",
     "MissingArgumentError",
+    "NameTakenError",
     "NotInitializedError",
+    "ProtocolError",
+    "RuleMismatchError",
     "TreeMismatchError",
     "UnboundAxisError",
     "WorkerStateError",
@@ -82,3 +96,31 @@ class AlreadyInitializedError(CenterError):
 
 class WorkerStateError(CenterError, RuntimeError):
     """A worker's calls came in an impossible order: an exchange before its start."""
+
+
+class NameTakenError(CenterError):
+    """Another worker, which is there, has that name."""
+
+
+class CenterFullError(CenterError):
+    """The center has as many workers as it takes."""
+
+
+class MessageRefusedError(CenterError):
+    """A message that is not finite; the center stays as it was."""
+
+
+class RuleMismatchError(CenterError):
+    """Worker and center do not run the same rule; names what differs."""
+
+
+class ProtocolError(CenterError):
+    """What came over the wire is no message of this protocol, or of another version."""
+
+
+class CenterUnreachableError(CenterError, ConnectionError):
+    """Nobody answers at the center's address; says which one, and since when."""
+
+
+class CenterClosedError(CenterUnreachableError):
+    """The center is going down; what it had not applied is to be sent again."""

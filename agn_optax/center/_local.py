@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import math
 import threading
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax.center._ledger import Batch, Ledger, Member, Mode
 from agn_optax.center._protocol import Snapshot
-from agn_optax.rules import Rule, _check, _exchange, _trees
+from agn_optax.center._store import CenterState, Store, Version
+from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
 
 PyTree = Any
 
 
-class CenterState(NamedTuple):
-    """All that a center is, as a pytree to save and to restore from."""
+@dataclasses.dataclass
+class Answer:
+    """The answer to one exchange, kept until its worker has it."""
 
-    params: PyTree  # the current version
-    center_state: PyTree  # the center optimizer's
-    version: Any  # int: exchanges applied
+    sequence: int
+    version: Version  # the one that the rule adopts
+    staleness: int
+    norm: jax.Array | None
+    applied: bool
 
 
 class LocalCenter:
@@ -39,9 +48,19 @@ class LocalCenter:
         them.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
         parameters. float32 under workers with bfloat16 parameters is a master copy.
+      device: where the center lives; None leaves it where its first parameters are.
+      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
+        `BoundedStaleness` or `Synchronous`.
+      barrier: workers that must have joined before any of them starts.
+      max_workers: workers that may be there at a time; None for any number.
+      lease: seconds after which a worker that lost its connection is given up; workers
+        in this process have none to lose.
+      refuse_nonfinite: refuses messages with NaN or infinite elements, for which it
+        must wait for the device; else they are applied.
 
     Raises:
-      InvalidTypeError: ``rule`` is not a rule.
+      InvalidTypeError: ``rule`` is not a rule, or ``mode`` not a mode.
+      InvalidArgumentError: another setting is out of range.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays.
 
     Example:
@@ -58,31 +77,46 @@ class LocalCenter:
       [0. 1.] 1
     """
 
-    def __init__(self, rule: Rule, params: PyTree = None, *, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        params: PyTree = None,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        mode: Mode | None = None,
+        barrier: int = 0,
+        max_workers: int | None = None,
+        lease: float = 10.0,
+        refuse_nonfinite: bool = False,
+    ) -> None:
         check_rule(rule)
         self.rule = rule
         self._dtype = _check.float_dtype(dtype, "dtype")
+        self._device = device
+        self._refuse_nonfinite = refuse_nonfinite
         self._changed = threading.Condition()
-        self._state: CenterState | None = None
+        self._store: Store | None = None
+        self._ledger = Ledger(
+            mode, lease=lease, max_workers=max_workers, barrier=barrier
+        )
+        self._contributions: dict[str, tuple[PyTree, Any]] = {}  # and norm, by worker
+        self._answers: dict[str, Answer] = {}
+        self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
         self._chief: str | None = None
-        # The center optimizer's state has no readers, so it is updated in place.
-        # Versions have.
-        self._move = jax.jit(
-            functools.partial(_exchange.move_center, rule),
-            donate_argnames="center_state",
-        )
         if params is not None:
             self.initialize(params, worker="")
 
     @classmethod
-    def restore(cls, rule: Rule, saved: CenterState) -> LocalCenter:
+    def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
         """A center that goes on where `save` was called.
 
         Args:
           rule: the rule of the saved center; its optimizer must have the same state.
           saved: what `save` returned, or its arrays read back from a checkpoint.
+          **settings: of the center, as when it is made.
 
         Returns:
           A center at the saved version, which further exchanges take where the saved
@@ -98,97 +132,371 @@ class LocalCenter:
           >>> agn_optax.LocalCenter.restore(center.rule, center.save()).version
           0
         """
-        center = cls(rule)
-        _check.float_leaves(saved.params, "saved.params")
-        params, center_state = _trees.copy((saved.params, saved.center_state))
-        expected = jax.eval_shape(rule.center.init, params)
-        _check.same_tree(
-            center_state, expected, "saved.center_state", "the rule's center_state"
-        )
-        version = int(saved.version)
-        if version < 0:
-            raise errors.InvalidArgumentError(
-                f"saved.version must not be negative, got {version}"
-            )
-        center._state = CenterState(params, center_state, version)
+        center = cls(rule, **settings)
+        center._store = Store.restore(rule, saved)
+        center._ledger.version = center._store.current.number
         return center
 
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""
         with self._changed:
-            state = self._initialized()
-            params, center_state = _trees.copy((state.params, state.center_state))
-            return CenterState(params, center_state, state.version)
+            return self._initialized().save()
+
+    @property
+    def mode(self) -> Mode:
+        """When messages are applied."""
+        return self._ledger.mode
+
+    @property
+    def lease(self) -> float:
+        """Seconds after which a worker that lost its connection is given up."""
+        return self._ledger.lease
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the center has parameters."""
+        return self._store is not None
 
     @property
     def version(self) -> int:
         """Exchanges applied so far."""
-        return self._initialized().version
+        return self._initialized().current.number
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
         _check.float_leaves(params, "params")
         with self._changed:
-            if self._state is not None and self._chief not in (None, worker):
+            if self._store is not None and self._chief not in (None, worker):
                 by = f"worker {self._chief!r}" if self._chief else "whoever made it"
                 raise errors.AlreadyInitializedError(
                     f"worker {worker!r} wants to initialize a center that {by} has "
                     "initialized; start it with chief=False, and it adopts the center"
                 )
-            self._chief = worker
-            if self._state is None:
-                copy = _trees.copy(params, self._dtype)
-                center_state = self.rule.center.init(_trees.copy(copy))
-                self._state = CenterState(copy, center_state, 0)
+            if self._store is None:
+                self._store = Store(self.rule, params, self._dtype, self._device)
                 self._changed.notify_all()
+            self._chief = worker
             return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once it is initialized: see `Center.wait`."""
+        if not self.wait_until_initialized(timeout):
+            raise errors.NotInitializedError(
+                f"no chief has initialized this center within {timeout} s; start "
+                "one worker with start(params, chief=True)"
+            )
+        return self.pull()
+
+    def wait_until_initialized(self, timeout: float | None) -> bool:
+        """Whether the center has parameters, now or within ``timeout`` seconds."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state is not None, timeout):
-                raise errors.NotInitializedError(
-                    f"no chief has initialized this center within {timeout} s; start "
-                    "one worker with start(params, chief=True)"
-                )
-            return self.pull()
+            return self._changed.wait_for(lambda: self.is_initialized, timeout)
 
     def pull(self) -> Snapshot:
         """The center as it is: ``.params`` and ``.version``, at any time."""
-        state = self._initialized()
-        return Snapshot(state.params, state.version)
+        with self._changed:
+            version = self._initialized().current
+            version.escaped = True
+            return Snapshot(version.params, version.number)
+
+    def join(
+        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+    ) -> None:
+        """A worker is there: see `Center.join`.
+
+        Names are not checked: a worker takes the name from an earlier one, for in one
+        process nobody can tell whether that still runs.
+        """
+        self.enter(worker, "", params, replace=True)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ledger.is_open, timeout):
+                self._ledger.leave(worker, "")
+                there = len(self._ledger.present())
+                raise errors.NotInitializedError(
+                    f"worker {worker!r} waited {timeout} s for {self._ledger.barrier} "
+                    f"workers to start together, and {there} others are there"
+                )
+
+    def leave(self, worker: str) -> None:
+        """A worker goes: see `Center.leave`."""
+        self.exit(worker, "")
 
     def exchange(
-        self, contribution: PyTree, *, anchor_version: int, worker: str
+        self,
+        contribution: PyTree,
+        *,
+        anchor_version: int,
+        worker: str,
+        steps: int = 0,
     ) -> Snapshot:
         """Applies what a worker contributes: see `Center.exchange`."""
-        del worker  # all are alike to this center
+        del steps
+        contribution, norm = self._examine(contribution)
         with self._changed:
-            before = self._initialized()
-            _check.same_tree(contribution, before.params, "contribution", "center")
-            _check.float_leaves(contribution, "contribution")
-            is_int = isinstance(anchor_version, int | np.integer)
-            if not is_int or not 0 <= anchor_version <= before.version:
-                raise errors.InvalidArgumentError(
-                    f"anchor_version must be in [0, {before.version}], the versions "
-                    f"that this center has had, got {anchor_version!r}"
+            member = self._ledger.members.get(worker)
+            if member is None or member.gone:
+                self._ledger.join(worker, "", time.monotonic())
+                member = self._ledger.members[worker]
+            if worker in self._contributions:
+                raise errors.WorkerStateError(
+                    f"worker {worker!r} has an exchange that waits; it can have one"
                 )
-            staleness = before.version - anchor_version
-            params, center_state = self._move(
-                contribution=_trees.place_like(contribution, before.params),
-                center=before.params,
-                center_state=before.center_state,
-                staleness=np.int32(staleness),
-            )
-            self._state = after = CenterState(params, center_state, before.version + 1)
-        adopted = before if self.rule.adopts == "before" else after
-        return Snapshot(adopted.params, adopted.version, staleness)
+            sequence = member.sequence + 1
+            life = member.incarnation
+            self._submit(contribution, norm, anchor_version, worker, life, sequence)
+            try:
+                answer = self._collect(worker, life, sequence, None, self._check_open)
+            finally:  # an interrupted worker takes its message back
+                self._ledger.pending.pop(worker, None)
+                self._contributions.pop(worker, None)
+            assert answer is not None
+            answer.version.escaped = True
+            self._forget(worker)
+            return snapshot_of(answer)
 
-    def _initialized(self) -> CenterState:
-        state = self._state
-        if state is None:
-            raise errors.NotInitializedError(
-                "this center has no parameters yet: give them to LocalCenter, or start "
-                "one worker with start(params, chief=True)"
+    # For a server: workers with incarnations, and exchanges that may be repeated.
+
+    def enter(
+        self,
+        worker: str,
+        incarnation: str,
+        params: PyTree = None,
+        *,
+        replace: bool = False,
+    ) -> None:
+        """A worker joins, and does not wait for others: see `Ledger.join`."""
+        with self._changed:
+            self._check_open()
+            if params is not None and self._store is not None:
+                _check.same_tree(params, self._store.current.params, "params", "center")
+            self._ledger.join(worker, incarnation, time.monotonic(), replace=replace)
+            self._settle()
+
+    def exit(self, worker: str, incarnation: str) -> None:
+        """A worker leaves: see `Ledger.leave`."""
+        with self._changed:
+            self._ledger.leave(worker, incarnation)
+            self._settle()
+
+    def disconnect(self, worker: str, incarnation: str) -> None:
+        """A worker lost its connection: see `Ledger.disconnect`."""
+        with self._changed:
+            self._ledger.disconnect(worker, incarnation, time.monotonic())
+            self._settle()
+
+    def wait_for_barrier(self, timeout: float) -> bool:
+        """Whether as many workers as the barrier wants have come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ledger.is_open, timeout)
+            return self._ledger.is_open
+
+    def submit(
+        self,
+        contribution: PyTree,
+        *,
+        anchor_version: int,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+    ) -> None:
+        """Hands in an exchange; `collect` has its answer. Repeated, it does nothing."""
+        contribution, norm = self._examine(contribution)
+        with self._changed:
+            self._submit(
+                contribution, norm, anchor_version, worker, incarnation, sequence
             )
-        return state
+
+    def collect(
+        self,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+        *,
+        timeout: float,
+    ) -> Answer | None:
+        """The answer to an exchange that was handed in; None if it still waits."""
+        with self._changed:
+            return self._collect(
+                worker, incarnation, sequence, timeout, self._check_open
+            )
+
+    def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
+        """A worker has its answer, which need not be kept."""
+        with self._changed:
+            self._ledger.acknowledge(worker, incarnation, sequence)
+            self._prune()
+
+    def close(self, reason: str) -> None:
+        """Takes no more exchanges; those that wait are told so, and nothing is lost."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+    def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
+        """Version (None: not initialized), workers that are there, and who waits."""
+        with self._changed:
+            self._ledger.expire(time.monotonic())
+            version = None if self._store is None else self._store.current.number
+            members = {
+                name: dataclasses.replace(member)
+                for name, member in self._ledger.present().items()
+            }
+            return version, members, set(self._ledger.pending)
+
+    def sequence(self, worker: str, incarnation: str) -> int:
+        """Of the last exchange that a worker had settled in this life."""
+        with self._changed:
+            return self._ledger.member(worker, incarnation).sequence
+
+    @contextmanager
+    def reading(self) -> Iterator[Version]:
+        """The current version, which stays what it is meanwhile."""
+        with self._changed:
+            version = self._initialized().current
+            version.readers += 1
+        try:
+            yield version
+        finally:
+            with self._changed:
+                version.readers -= 1
+
+    def _examine(self, contribution: PyTree) -> tuple[PyTree, jax.Array]:
+        """A contribution where the center is, and the norm of its message."""
+        with self._changed:
+            store = self._initialized()
+            store.check(contribution)
+            contribution = store.place(contribution)
+        with self.reading() as version:
+            norm = store.norm(contribution, version.params)
+            if self._refuse_nonfinite and not math.isfinite(norm):
+                raise errors.MessageRefusedError(
+                    f"the message is not finite (its norm is {float(norm)}); the "
+                    "center stays as it was. Start again from the center, with a "
+                    "smaller learning rate or with clipping"
+                )
+        return contribution, norm
+
+    def _submit(
+        self,
+        contribution: PyTree,
+        norm: Any,
+        anchor_version: int,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+    ) -> None:
+        self._check_open()
+        is_int = isinstance(anchor_version, int | np.integer)
+        if self._ledger.submit(
+            worker,
+            incarnation,
+            sequence,
+            int(anchor_version) if is_int else -1,
+            time.monotonic(),
+        ):
+            self._contributions.setdefault(worker, (contribution, norm))
+        self._settle()
+
+    def _collect(
+        self,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+        timeout: float | None,
+        check: Callable[[], None] | None,
+    ) -> Answer | None:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            answer = self._answers.get(worker)
+            if answer is not None and answer.sequence == sequence:
+                return answer
+            if worker not in self._contributions:
+                return self._late_answer(worker, incarnation, sequence)
+            if check is not None:
+                check()
+            now = time.monotonic()
+            if now >= end:
+                return None
+            deadline = self._ledger.deadline()
+            until = end if deadline is None else min(end, deadline)
+            self._changed.wait(None if until == math.inf else max(0.0, until - now))
+            self._settle()
+
+    def _late_answer(self, worker: str, incarnation: str, sequence: int) -> Answer:
+        """To an exchange whose first answer is not kept any more."""
+        member = self._ledger.members.get(worker)
+        if (
+            member is None
+            or member.incarnation != incarnation
+            or member.sequence != sequence
+        ):
+            raise errors.WorkerStateError(
+                f"exchange {sequence} of worker {worker!r} waits no longer: the worker "
+                "was given up, or replaced by another one of that name"
+            )
+        current = self._initialized().current
+        return Answer(sequence, current, member.staleness or 0, None, True)
+
+    def _settle(self) -> None:
+        """Applies whatever waits no longer."""
+        while (batch := self._ledger.take(time.monotonic())) is not None:
+            self._apply(batch)
+        self._prune()
+        self._changed.notify_all()
+
+    def _apply(self, batch: Batch) -> None:
+        store = self._initialized()
+        waiting = [self._contributions.pop(entry.worker) for entry in batch.entries]
+        adopted = store.current
+        if batch.applies:
+            # The center optimizer gets the staleness of a single message; those of a
+            # round are weighed one by one.
+            staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
+            before, after = store.apply(
+                [contribution for contribution, _ in waiting], batch.weights, staleness
+            )
+            adopted = before if self.rule.adopts == "before" else after
+        self._ledger.settle(batch)
+        for entry, staleness, (_, norm) in zip(
+            batch.entries, batch.staleness, waiting, strict=True
+        ):
+            self._forget(entry.worker)
+            adopted.readers += 1
+            self._answers[entry.worker] = Answer(
+                entry.sequence, adopted, staleness, norm, batch.applies
+            )
+
+    def _forget(self, worker: str) -> None:
+        answer = self._answers.pop(worker, None)
+        if answer is not None:
+            answer.version.readers -= 1
+
+    def _prune(self) -> None:
+        """Drops the answers that nobody waits for, and messages that are withdrawn."""
+        members, pending = self._ledger.members, self._ledger.pending
+        for worker, answer in list(self._answers.items()):
+            member = members[worker]
+            if member.gone or member.acknowledged >= answer.sequence:
+                self._forget(worker)
+        for worker in self._contributions.keys() - pending.keys():
+            del self._contributions[worker]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.CenterClosedError(self._closed)
+
+    def _initialized(self) -> Store:
+        if self._store is None:
+            raise errors.NotInitializedError(
+                "this center has no parameters yet: start one worker with "
+                "start(params, chief=True), or give the center its parameters"
+            )
+        return self._store
+
+
+def snapshot_of(answer: Answer) -> Snapshot:
+    """What a worker gets to see of an answer."""
+    version = answer.version
+    return Snapshot(
+        version.params, version.number, answer.staleness, answer.norm, answer.applied
+    )

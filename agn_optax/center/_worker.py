@@ -1,8 +1,21 @@
-"""The worker's side of a center, embedded or remote: one class for both."""
+"""The worker's side of a center, embedded or remote: one class for both.
+
+An exchange has two halves, and what lies between them is the only thing that differs:
+
+    depart      contribute, and begin the next round
+    land        adopt the answer
+
+Mostly the worker waits in between. With `overlap`, or when the center is lost, it goes
+on with local steps, and lands with the progress that it has made since.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
+import threading
+import time
 import uuid
 from typing import Any, NamedTuple
 
@@ -16,6 +29,7 @@ from agn_optax.rules import _check, _exchange, _period, _trees
 from agn_optax.rules._exchange import LocalState
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class WorkerState(NamedTuple):
@@ -24,9 +38,26 @@ class WorkerState(NamedTuple):
     params: PyTree
     state: LocalState
     anchor: PyTree  # the center as last adopted; None where the rule does not read it
-    anchor_version: Any  # int
+    anchor_version: Any  # int; a tuple of them for a center in shards
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
+
+
+@dataclasses.dataclass
+class _Message:
+    """An exchange that has begun: kept until its answer is adopted.
+
+    If it fails, the same message is sent again, for the center may have applied it.
+    """
+
+    contribution: PyTree
+    anchor_version: Any
+    steps: int
+    answer: Snapshot | None = None
+    error: BaseException | None = None
+    sent: PyTree = None  # the parameters when it left, if local steps go on meanwhile
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    abandoned: bool = False
 
 
 class Worker:
@@ -45,6 +76,15 @@ class Worker:
         begins.
       name: the worker's name, unique among the workers of the center; None makes one
         up.
+      overlap: sends in the background while local steps go on. When the answer comes,
+        the worker adopts the center, and keeps the local progress made since the
+        message left. One exchange is in flight at most; it takes one more copy of the
+        parameters. The first exchange waits for its answer, so that a newcomer starts
+        from a center that knows of it.
+      patience: local steps that the worker makes without an answer, when exchanges
+        overlap or the center is lost, before it waits; None for one round. With 0 a
+        lost center is an error of `exchange` at once.
+      give_up: seconds that it then waits for a lost center, before it raises.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
@@ -53,9 +93,12 @@ class Worker:
       exchanges: exchanges made.
       staleness: of the last message sent; None before the first. Where the rule adopts
         the center before the message, the worker's own last one counts.
+      norm: of the last message sent, as a scalar; None before the first.
+      dropped: messages that the center did not apply (too stale, or too late).
 
     Raises:
-      InvalidArgumentError: ``period`` is not a positive whole number.
+      InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
+        or ``give_up`` is negative.
       InvalidTypeError: ``inner`` is not an optimizer, or ``center`` not a center.
 
     Example:
@@ -78,6 +121,9 @@ class Worker:
         *,
         period: Any,
         name: str | None = None,
+        overlap: bool = False,
+        patience: int | None = None,
+        give_up: float = 600.0,
     ) -> None:
         if not isinstance(center, Center):
             raise errors.InvalidTypeError(
@@ -86,15 +132,23 @@ class Worker:
             )
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
+        if patience is not None and patience != 0:
+            patience = int(_check.positive_int(patience, "patience"))
+        _check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         inner = _check.optimizer(inner, "inner")
         rule = center.rule
         self.center = center
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.exchanges = 0
+        self.dropped = 0
         self.staleness: int | None = None
+        self.norm: Any = None
+        self.overlap = overlap
+        self._patience = patience
+        self._give_up = give_up
         self._period = _period.as_schedule(period)
         self._anchor: Snapshot | None = None
-        self._answer: Snapshot | None = None  # of an exchange not yet adopted
+        self._message: _Message | None = None  # of an exchange not yet adopted
         self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
         self._local_steps = 0
         self._round_length = 0
@@ -131,10 +185,22 @@ class Worker:
             params = _exchange.adopt(rule, params, center)
             return params, _exchange.begin_round(rule, state, params, center)
 
+        def depart_fn(params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+            sent = _trees.copy(params)
+            return sent, _exchange.empty_record(rule, state, params, params)
+
+        def land_fn(
+            params: PyTree, state: LocalState, sent: PyTree, center: PyTree
+        ) -> tuple[PyTree, LocalState]:
+            params = _exchange.adopt_late(rule, params, sent, center)
+            return params, _exchange.move_anchor(state, center)
+
         self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
         self._start = jax.jit(start_fn)
         self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
+        self._depart_program = jax.jit(depart_fn, donate_argnums=1)
+        self._land_program = jax.jit(land_fn, donate_argnums=(0, 1, 2))
 
     def start(
         self,
@@ -156,7 +222,8 @@ class Worker:
           chief: True initializes the center with ``params``, unless this worker has
             done so in an earlier life; False waits until a chief has; None expects an
             initialized center.
-          timeout: seconds that ``chief=False`` waits at most; None waits for good.
+          timeout: seconds to wait at most, for a chief or for the other workers of a
+            barrier; None waits for good.
 
         Returns:
           Parameters and state of the local phase: fresh arrays, to be donated if you
@@ -167,6 +234,8 @@ class Worker:
           AlreadyInitializedError: ``chief=True``, but another worker was the chief.
           MissingArgumentError: ``chief=True`` without ``params``.
           TreeMismatchError: ``params`` does not belong to this center.
+          NameTakenError: another worker has this one's name.
+          CenterFullError: the center has no room for one more.
         """
         length = self._length_of_round(self.exchanges)
         if chief and params is None:
@@ -177,11 +246,23 @@ class Worker:
         if chief:
             _check.float_leaves(params, "params")
             jax.eval_shape(self._start, params, params)  # before others are let in
-            snapshot = self.center.initialize(params, worker=self.name)
-        elif chief is None:
-            snapshot = self.center.pull()
-        else:
-            snapshot = self.center.wait(timeout)
+        self._abandon()
+        self.center.join(self.name, params, timeout=timeout)
+        try:
+            if chief:
+                snapshot = self.center.initialize(params, worker=self.name)
+            elif chief is None:
+                snapshot = self.center.pull()
+            else:
+                snapshot = self.center.wait(timeout)
+            return self._adopt_first(params, snapshot, length)
+        except BaseException:
+            self.center.leave(self.name)
+            raise
+
+    def _adopt_first(
+        self, params: PyTree, snapshot: Snapshot, length: int
+    ) -> tuple[PyTree, LocalState]:
         if params is None:
             params = snapshot.params
         _check.same_tree(params, snapshot.params, "params", "center")
@@ -212,7 +293,9 @@ class Worker:
         """
         self._require_start()
         self._local_steps += 1
-        if self._local_steps < self._round_length:
+        if self._in_flight:
+            params, state = self._maybe_land(params, state)
+        if self._local_steps < self._round_length or self._in_flight:
             return params, state
         return self._exchange(params, state)
 
@@ -220,12 +303,33 @@ class Worker:
         """Exchanges now, however many local steps the round has had, unless none.
 
         For the last words of a worker that leaves or is preempted: the message takes
-        the number of steps really made.
+        the number of steps really made. Waits for the answers of this exchange and of
+        one that is in flight.
 
         Args, returns and raises as `exchange`.
         """
         self._require_start()
-        return self._exchange(params, state) if self._local_steps else (params, state)
+        if self._in_flight:
+            params, state = self._land(params, state)
+        if self._local_steps:
+            params, state = self._exchange(params, state)
+        return self._land(params, state) if self._in_flight else (params, state)
+
+    def leave(self) -> None:
+        """Leaves the center, which then no longer waits for this worker.
+
+        What was not exchanged is lost: `flush` before, if it matters. Leaving a
+        ``with worker:`` block, by Ctrl-C too, does the same.
+        """
+        self._abandon()
+        self._anchor = None
+        self.center.leave(self.name)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
 
     def save(self, params: PyTree, state: LocalState) -> WorkerState:
         """Everything that this worker is, for a checkpoint.
@@ -241,9 +345,14 @@ class Worker:
           training goes on as if it had never stopped.
 
         Raises:
-          WorkerStateError: the worker was not started.
+          WorkerStateError: the worker was not started, or has an exchange in flight.
         """
         anchor = self._require_start()
+        if self._in_flight:
+            raise errors.WorkerStateError(
+                f"worker {self.name!r} has an exchange in flight, which cannot be "
+                "saved: flush() before"
+            )
         return WorkerState(
             params,
             state,
@@ -273,19 +382,21 @@ class Worker:
         _check.same_tree(saved.state, expected, "saved.state", "this worker's state")
         if self._holds_anchor:
             _check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
-        if int(saved.anchor_version) > center.version:
+        seen = jax.tree.map(int, saved.anchor_version)
+        _check.same_tree(seen, center.version, "saved.anchor_version", "its version")
+        if any(jax.tree.leaves(jax.tree.map(int.__gt__, seen, center.version))):
             raise errors.WorkerStateError(
-                f"saved is of a worker that has seen version "
-                f"{int(saved.anchor_version)} of the center, which is at "
-                f"{center.version}: restore both from one checkpoint, or adopt this "
-                "center with start()"
+                f"saved is of a worker that has seen version {seen} of the center, "
+                f"which is at {center.version}: restore both from one checkpoint, or "
+                "adopt this center with start()"
             )
         exchanges = int(saved.exchanges)
         length = self._length_of_round(exchanges)
         params, state, anchor = _trees.copy((saved.params, saved.state, saved.anchor))
+        self._abandon()
+        self.center.join(self.name, params)
         self.exchanges = exchanges
-        anchor = Snapshot(anchor, int(saved.anchor_version))
-        self._begin(params, state, anchor, length)
+        self._begin(params, state, Snapshot(anchor, seen), length)
         self._local_steps = int(saved.local_steps)
         return params, state
 
@@ -293,18 +404,114 @@ class Worker:
         anchor = self._require_start()
         self._check_loop(params, state)
         length = self._length_of_round(self.exchanges + 1)
-        if self._answer is None:
+        message = self._message
+        if message is None:
             contribution = self._contribute(state, params, anchor.params)
-            self._answer = self.center.exchange(
-                contribution, anchor_version=anchor.version, worker=self.name
-            )
-        answer = self._answer
-        answer = answer._replace(params=_trees.place_like(answer.params, params))
+            message = _Message(contribution, anchor.version, self._local_steps)
+            self._message = message
+        if message.answer is None and self.overlap and self.exchanges:
+            return self._depart(params, state, message, length)
+        if message.answer is None:
+            try:
+                message.answer = self._send(message)
+            except errors.CenterUnreachableError:
+                if self._patience == 0:
+                    raise
+                return self._depart(params, state, message, length)
+            except errors.AgnOptaxError:
+                self._message = None  # it was refused, and is not to be sent again
+                raise
+        answer = self._place(message.answer, params)
         params, state = self._adopt(params, state, answer.params)
-        self.exchanges += 1
-        self.staleness = answer.staleness
+        self._landed(answer)
         self._begin_round(answer, length)
         return params, state
+
+    def _send(self, message: _Message) -> Snapshot:
+        return self.center.exchange(
+            message.contribution,
+            anchor_version=message.anchor_version,
+            worker=self.name,
+            steps=message.steps,
+        )
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._message is not None and self._message.sent is not None
+
+    def _depart(
+        self, params: PyTree, state: LocalState, message: _Message, length: int
+    ) -> tuple[PyTree, LocalState]:
+        """Local steps go on while the message is on its way."""
+        for leaf in jax.tree.leaves(message.contribution):
+            leaf.copy_to_host_async()
+        message.sent, state = self._depart_program(params, state)
+        self._local_steps = 0
+        self._round_length = length
+        threading.Thread(
+            target=self._fly, args=(message,), name=f"{self.name} exchange", daemon=True
+        ).start()
+        return params, state
+
+    def _fly(self, message: _Message) -> None:
+        """On a thread of its own: sends until there is an answer, or no hope."""
+        lost: float | None = None  # since when
+        try:
+            while not message.abandoned:
+                try:
+                    message.answer = self._send(message)
+                    return
+                except errors.CenterUnreachableError:
+                    lost = lost or time.monotonic()
+                    if time.monotonic() - lost >= self._give_up:
+                        raise
+                    time.sleep(0.5)  # attempts of the center have pauses of their own
+        except BaseException as error:
+            message.error = error
+        finally:
+            message.done.set()
+
+    def _maybe_land(
+        self, params: PyTree, state: LocalState
+    ) -> tuple[PyTree, LocalState]:
+        """Lands if the answer is there, or patience is at its end."""
+        assert self._message is not None
+        patience = self._round_length if self._patience is None else self._patience
+        if self._message.done.is_set() or self._local_steps >= max(patience, 1):
+            return self._land(params, state)
+        return params, state
+
+    def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Waits for the answer, and adopts it with the progress made since."""
+        message = self._message
+        assert message is not None
+        self._check_loop(params, state)
+        message.done.wait()
+        if message.error is not None:
+            # What was sent is lost, or somebody else's; local steps may go on.
+            self._message = None
+            raise message.error
+        assert message.answer is not None
+        answer = self._place(message.answer, params)
+        params, state = self._land_program(params, state, message.sent, answer.params)
+        self._landed(answer)
+        self._keep_anchor(answer)
+        return params, state
+
+    def _landed(self, answer: Snapshot) -> None:
+        self.exchanges += 1
+        self.dropped += not answer.applied
+        self.staleness = answer.staleness
+        self.norm = answer.norm
+
+    def _place(self, answer: Snapshot, params: PyTree) -> Snapshot:
+        return answer._replace(params=_trees.place_like(answer.params, params))
+
+    def _abandon(self) -> None:
+        """Forgets a message whose answer nobody waits for any more."""
+        if self._message is not None:
+            self._message.abandoned = True
+            self._message = None
 
     def _begin(
         self, params: PyTree, state: LocalState, anchor: Snapshot, length: int
@@ -313,12 +520,15 @@ class Worker:
         self._begin_round(anchor, length)
 
     def _begin_round(self, anchor: Snapshot, length: int) -> None:
+        self._keep_anchor(anchor)
+        self._local_steps = 0
+        self._round_length = length
+
+    def _keep_anchor(self, anchor: Snapshot) -> None:
         # Without a reader, the anchor's arrays are let go, so that old versions can be
         # freed.
         self._anchor = anchor if self._holds_anchor else anchor._replace(params=None)
-        self._answer = None
-        self._local_steps = 0
-        self._round_length = length
+        self._message = None
 
     def _length_of_round(self, exchanges: int) -> int:
         length = _check.positive_int(self._period(exchanges), f"period({exchanges})")

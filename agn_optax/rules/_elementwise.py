@@ -8,7 +8,7 @@ leaf is not).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from agn_optax import errors
-from agn_optax.rules._placement import Layout
 from agn_optax.rules._rule import Rule
 
 PyTree = Any
@@ -37,8 +36,8 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def check(rule: Rule, params: PyTree, layout: Layout) -> None:
-    """The exchange of ``rule`` may run on the pieces that ``layout`` makes.
+def check(rule: Rule, params: PyTree, piece: Callable[[PyTree], PyTree]) -> None:
+    """The exchange of ``rule`` may run on the pieces that ``piece`` makes of a tree.
 
     Raises:
       InvalidArgumentError: it may not; names the optimizer that looks further.
@@ -66,9 +65,9 @@ def check(rule: Rule, params: PyTree, layout: Layout) -> None:
                     f"rule {rule.name!r} cannot move a center in shards: "
                     f"{_origin(equation)} looks at more than one element at a time "
                     f"({operation.primitive.name}). Leave it out of the center "
-                    "optimizer, or keep the center whole (no shard_axis)"
+                    "optimizer, or keep the center whole"
                 )
-    pieces = jax.eval_shape(layout.piece, params)
+    pieces = jax.eval_shape(piece, params)
     try:
         same = _signature(program) == _signature(jax.make_jaxpr(exchange)(pieces))
     except (TypeError, ValueError, IndexError):  # it cannot even be traced on pieces
@@ -76,8 +75,7 @@ def check(rule: Rule, params: PyTree, layout: Layout) -> None:
     if not same:
         raise errors.InvalidArgumentError(
             f"rule {rule.name!r} cannot move a center in shards: it treats leaves by "
-            "their shape, and pieces of them otherwise. Keep the center whole (no "
-            "shard_axis)"
+            "their shape, and pieces of them otherwise. Keep the center whole"
         )
 
 

@@ -148,6 +148,19 @@ def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
     return _overwrite(params, center)
 
 
+def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTree:
+    """As `adopt`, for an answer that took its time.
+
+    ``sent`` are the parameters as they were when the message left; the local progress
+    made since then is kept, and goes into the next message.
+    """
+
+    def progress(adopted: jax.Array, x: jax.Array, s: jax.Array) -> jax.Array:
+        return (adopted + (x - s)).astype(adopted.dtype)
+
+    return jax.tree.map(progress, adopt(rule, sent, center), params, sent)
+
+
 def begin_round(
     rule: Rule,
     state: LocalState,
@@ -156,6 +169,17 @@ def begin_round(
     layout: Layout = WHOLE,
 ) -> LocalState:
     """The local phase as the next round starts: an empty record, the new anchor."""
+    return move_anchor(empty_record(rule, state, params, adopted, layout), adopted)
+
+
+def empty_record(
+    rule: Rule,
+    state: LocalState,
+    params: PyTree,
+    after: PyTree,
+    layout: Layout = WHOLE,
+) -> LocalState:
+    """No local steps and an empty record, made when ``after`` is there."""
     # The empty record is written over the old one, after the center has read that.
     # Zeros that depend on nothing would be written first, and the old record copied out
     # of their way; these depend in name on the center.
@@ -164,14 +188,21 @@ def begin_round(
         rule.record,
         lambda empty, c: jnp.where(never, c.astype(empty.dtype), empty),
         rule.record.init(layout.part(params)),
-        layout.part(adopted),
+        layout.part(after),
     )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
         inner_state=state.inner_state,
         record=record,
-        anchor=None if state.anchor is None else _overwrite(state.anchor, adopted),
+        anchor=state.anchor,
     )
+
+
+def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
+    """The anchor, where the state keeps one, is what was adopted."""
+    if state.anchor is None:
+        return state
+    return state._replace(anchor=_overwrite(state.anchor, adopted))
 
 
 def exchange(

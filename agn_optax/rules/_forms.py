@@ -127,7 +127,7 @@ def phases(
         layout.check_memory()
         if layout.sharded:
             layout.check_bound()
-            _elementwise.check(rule, params, layout)
+            _elementwise.check(rule, params, layout.piece)
         whole = _trees.copy(params, center_dtype)
         piece = layout.piece(whole)
         center, center_state = layout.store(

@@ -1,0 +1,438 @@
+"""Who takes part, what was applied, and who waits: decisions, and nothing else.
+
+The ledger holds no arrays, no lock, no socket and no clock: `now`, in seconds, is an
+argument. Its owner feeds it what happened and asks what to do:
+
+    join, leave                 a worker comes or goes
+    connect, disconnect         its connection does
+    submit                      its message is there
+    take -> Batch | None        the messages to apply (or drop) next, as one exchange
+    settle(batch)               they have been
+    acknowledge                 the worker has its answer
+
+A worker is known by its name, a life of it by its incarnation, and an exchange in that
+life by its sequence number 1, 2, 3, ... A sequence number that was settled is never
+taken again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from agn_optax import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous:
+    """Every message is applied when it comes; nobody waits for anybody."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedStaleness:
+    """Messages are applied when they come, unless their worker drifts too far away.
+
+    Args:
+      versions: a message whose anchor is more than so many versions old is dropped,
+        and its worker goes on from the center as it is. None for no bound.
+      rounds: a worker that is more than so many rounds ahead of the slowest one that
+        is there waits for it. None for no bound.
+
+    Raises:
+      InvalidArgumentError: a bound is negative, or there is none.
+
+    Example:
+      >>> from agn_optax.center import BoundedStaleness
+      >>> BoundedStaleness(rounds=3).versions is None
+      True
+
+    References:
+      Qirong Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel
+      Parameter Server*, 2013 (the bound on rounds).
+    """
+
+    versions: int | None = None
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.versions is None and self.rounds is None:
+            raise errors.InvalidArgumentError(
+                "BoundedStaleness needs versions=, rounds= or both, got neither"
+            )
+        for name in ("versions", "rounds"):
+            _whole(getattr(self, name), name, least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronous:
+    """Rounds: the messages of all workers become one, as on a mesh, by the rule.
+
+    A round ends when every worker that is there has sent its message, or when a quorum
+    has and the grace period is over. A worker that died is not waited for.
+
+    Args:
+      quorum: messages that are enough once the grace period is over; None waits for
+        all workers that are there.
+      grace: seconds from the first message of a round after which a quorum is enough.
+      late: what becomes of a message that missed its round: ``"next"`` uses it in the
+        next one, ``"weighted"`` too, divided by its staleness + 1, and ``"drop"``
+        leaves it out, and its worker goes on from the center as it is.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
+
+    Example:
+      >>> from agn_optax.center import Synchronous
+      >>> Synchronous(quorum=3, grace=5.0).late
+      'next'
+    """
+
+    quorum: int | None = None
+    grace: float = 0.0
+    late: Literal["next", "weighted", "drop"] = "next"
+
+    def __post_init__(self) -> None:
+        _whole(self.quorum, "quorum", least=1)
+        if not _is_seconds(self.grace):
+            raise errors.InvalidArgumentError(
+                f"grace must be a number of seconds >= 0, got {self.grace!r}"
+            )
+        if self.late not in ("next", "weighted", "drop"):
+            raise errors.InvalidArgumentError(
+                f"late must be 'next', 'weighted' or 'drop', got {self.late!r}"
+            )
+
+
+Mode = Asynchronous | BoundedStaleness | Synchronous
+
+
+@dataclasses.dataclass
+class Member:
+    """What the ledger knows of one worker."""
+
+    incarnation: str
+    turn: int  # version of the center that this worker's current round began with
+    clock: int  # rounds made, comparable between workers
+    joined: float  # when
+    seen: float  # when it was last heard of
+    connected: bool = True
+    expires: float | None = None  # when it is given up, if it is not back; None: never
+    gone: bool = False  # it left, or was given up; only its sequence is remembered
+    sequence: int = 0  # of its last settled exchange
+    acknowledged: int = 0  # ... of which it has the answer
+    exchanges: int = 0
+    dropped: int = 0
+    staleness: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A message that waits to be applied."""
+
+    worker: str
+    sequence: int
+    anchor_version: int
+    arrived: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Messages to apply together as one exchange, or to drop."""
+
+    entries: tuple[Entry, ...]  # in the order of their workers' names
+    staleness: tuple[int, ...]
+    weights: tuple[float, ...]
+    applies: bool
+
+
+class Ledger:
+    """The decisions of a center.
+
+    Args:
+      mode: when messages are applied.
+      lease: seconds after which a worker that lost its connection is given up.
+      max_workers: workers that may be there at a time; None for any number.
+      barrier: workers that must have joined before any may start.
+      version: exchanges applied in an earlier life.
+    """
+
+    def __init__(
+        self,
+        mode: Mode | None = None,
+        *,
+        lease: float = 10.0,
+        max_workers: int | None = None,
+        barrier: int = 0,
+        version: int = 0,
+    ) -> None:
+        if mode is None:
+            mode = Asynchronous()
+        if not isinstance(mode, Asynchronous | BoundedStaleness | Synchronous):
+            raise errors.InvalidTypeError(
+                "mode must be Asynchronous(), BoundedStaleness(...) or "
+                f"Synchronous(...), got {mode!r}"
+            )
+        if not _is_seconds(lease):
+            raise errors.InvalidArgumentError(
+                f"lease must be a number of seconds >= 0, got {lease!r}"
+            )
+        _whole(max_workers, "max_workers", least=1)
+        _whole(barrier, "barrier", least=0)
+        self.mode = mode
+        self.lease = lease
+        self.max_workers = max_workers
+        self.barrier = barrier
+        self.version = version
+        self.members: dict[str, Member] = {}
+        self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
+        self._open = barrier == 0
+
+    def present(self) -> dict[str, Member]:
+        """The workers that are there, or may still come back."""
+        return {n: m for n, m in self.members.items() if not m.gone}
+
+    def member(self, worker: str, incarnation: str) -> Member:
+        """A worker that is there.
+
+        Raises:
+          WorkerStateError: it is not, or another life of it is.
+        """
+        member = self.members.get(worker)
+        if member is None or member.gone:
+            raise errors.WorkerStateError(
+                f"worker {worker!r} is not one of this center's: it never joined, "
+                "left, or was given up; join again"
+            )
+        if member.incarnation != incarnation:
+            raise errors.WorkerStateError(
+                f"worker {worker!r} was replaced by another one of that name"
+            )
+        return member
+
+    @property
+    def is_open(self) -> bool:
+        """Whether as many workers as the barrier wants have been there at a time."""
+        return self._open
+
+    def join(
+        self, worker: str, incarnation: str, now: float, *, replace: bool = False
+    ) -> None:
+        """A worker is there: new, or back.
+
+        Args:
+          worker: its name.
+          incarnation: of this life.
+          now: seconds.
+          replace: takes the name from a worker that seems to be there.
+
+        Raises:
+          NameTakenError: a connected worker has that name.
+          CenterFullError: there are ``max_workers`` already.
+        """
+        self.expire(now)
+        old = self.members.get(worker)
+        if old is not None and old.incarnation == incarnation:
+            if old.gone:
+                self._make_room(worker)
+            old.connected, old.expires, old.gone, old.seen = True, None, False, now
+            self._open = self._open or len(self.present()) >= self.barrier
+            return
+        if old is not None and not old.gone and old.connected and not replace:
+            raise errors.NameTakenError(
+                f"there is a worker {worker!r} already, which joined "
+                f"{now - old.joined:.0f} s ago; give each worker a name of its own"
+            )
+        if old is None or old.gone:
+            self._make_room(worker)
+        self.pending.pop(worker, None)
+        clocks = [m.clock for n, m in self.present().items() if n != worker]
+        self.members[worker] = Member(
+            incarnation, self.version, min(clocks, default=0), joined=now, seen=now
+        )
+        self._open = self._open or len(self.present()) >= self.barrier
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        """A worker goes for good; one that is not there has gone already."""
+        member = self.members.get(worker)
+        if member is not None and member.incarnation == incarnation:
+            self._give_up(worker, member)
+
+    def disconnect(self, worker: str, incarnation: str, now: float) -> None:
+        """The connection of a worker broke; it has until its lease ends to be back."""
+        member = self.members.get(worker)
+        if member is not None and member.incarnation == incarnation and not member.gone:
+            member.connected = False
+            member.expires = now + self.lease
+
+    def expire(self, now: float) -> None:
+        """Gives up the workers whose leases are over."""
+        for worker, member in self.present().items():
+            if member.expires is not None and member.expires <= now:
+                self._give_up(worker, member)
+
+    def submit(
+        self,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+        anchor_version: int,
+        now: float,
+    ) -> bool:
+        """A worker's message is there.
+
+        Returns:
+          True if it is to be applied, or waits to be; False if it was settled before.
+
+        Raises:
+          WorkerStateError: the worker is not there, or another life of it is, or its
+            sequence number is neither the last one nor the next.
+          InvalidArgumentError: its anchor is not a version that the center has had.
+        """
+        self.expire(now)
+        member = self.member(worker, incarnation)
+        if not 0 <= anchor_version <= self.version:
+            raise errors.InvalidArgumentError(
+                f"anchor_version must be in [0, {self.version}], the versions that "
+                f"this center has had, got {anchor_version!r}"
+            )
+        if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
+            raise errors.WorkerStateError(
+                f"worker {worker!r} sent exchange {sequence}, but its last one was "
+                f"{member.sequence}"
+            )
+        member.seen = now
+        if sequence == member.sequence:
+            return False
+        if worker not in self.pending:
+            self.pending[worker] = Entry(worker, sequence, anchor_version, now)
+        return True
+
+    def take(self, now: float) -> Batch | None:
+        """The messages to deal with next, which wait no longer; None if all must."""
+        self.expire(now)
+        batch = self._next(now)
+        if batch is not None:
+            for entry in batch.entries:
+                del self.pending[entry.worker]
+        return batch
+
+    def settle(self, batch: Batch) -> None:
+        """The messages of a batch have been applied, or dropped."""
+        self.version += batch.applies
+        for entry, staleness in zip(batch.entries, batch.staleness, strict=True):
+            member = self.members[entry.worker]
+            member.sequence = entry.sequence
+            member.staleness = staleness
+            member.turn = self.version
+            if batch.applies:
+                member.exchanges += 1
+                member.clock += 1
+            else:
+                member.dropped += 1
+
+    def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
+        """A worker has the answer to an exchange, and will not ask for it again."""
+        member = self.members.get(worker)
+        if member is not None and member.incarnation == incarnation:
+            member.acknowledged = max(
+                member.acknowledged, min(sequence, member.sequence)
+            )
+
+    def deadline(self) -> float | None:
+        """When to ask `take` again if nothing happens before; None: need not."""
+        times = [m.expires for m in self.present().values() if m.expires is not None]
+        if isinstance(self.mode, Synchronous) and self._has_quorum():
+            times.append(self._first_arrival() + self.mode.grace)
+        return min(times, default=None)
+
+    def _next(self, now: float) -> Batch | None:
+        mode = self.mode
+        if isinstance(mode, Synchronous):
+            return self._next_round(mode, now)
+        for entry in self.pending.values():
+            if isinstance(mode, Asynchronous):
+                return self._batch([entry])
+            stale = self.version - entry.anchor_version
+            if mode.versions is not None and stale > mode.versions:
+                return self._batch([entry], applies=False)
+            clocks = [member.clock for member in self.present().values()]
+            ahead = self.members[entry.worker].clock - min(clocks)
+            if mode.rounds is None or ahead <= mode.rounds:
+                return self._batch([entry])
+        return None
+
+    def _next_round(self, mode: Synchronous, now: float) -> Batch | None:
+        if not self.pending:
+            return None
+        if mode.late == "drop":
+            late = [e for e in self.pending.values() if self._is_late(e)]
+            if late:
+                return self._batch(late[:1], applies=False)
+        everybody = self.present().keys() <= self.pending.keys()
+        if not everybody and not (
+            self._has_quorum() and now >= self._first_arrival() + mode.grace
+        ):
+            return None
+        return self._batch(list(self.pending.values()), weighted=mode.late)
+
+    def _batch(
+        self, entries: list[Entry], *, applies: bool = True, weighted: str = ""
+    ) -> Batch:
+        entries = sorted(entries, key=lambda entry: entry.worker)
+        staleness = [self.version - entry.anchor_version for entry in entries]
+        weights = [
+            1 / (1 + self._missed(entry)) if weighted == "weighted" else 1.0
+            for entry in entries
+        ]
+        return Batch(tuple(entries), tuple(staleness), tuple(weights), applies)
+
+    def _missed(self, entry: Entry) -> int:
+        """Rounds that a message missed.
+
+        Counted from where its worker's round began, for the rules that adopt the center
+        before their own message have an anchor older than that.
+        """
+        turn = max(self.members[entry.worker].turn, entry.anchor_version)
+        return self.version - turn
+
+    def _is_late(self, entry: Entry) -> bool:
+        return self._missed(entry) > 0
+
+    def _has_quorum(self) -> bool:
+        assert isinstance(self.mode, Synchronous)
+        quorum = self.mode.quorum
+        return quorum is not None and len(self.pending) >= quorum
+
+    def _first_arrival(self) -> float:
+        return min(entry.arrived for entry in self.pending.values())
+
+    def _give_up(self, worker: str, member: Member) -> None:
+        member.gone, member.connected, member.expires = True, False, None
+        self.pending.pop(worker, None)
+
+    def _make_room(self, worker: str) -> None:
+        there = len(self.present())
+        if self.max_workers is not None and there >= self.max_workers:
+            raise errors.CenterFullError(
+                f"no room for worker {worker!r}: this center takes {self.max_workers} "
+                f"workers, and {there} are there"
+            )
+
+
+def _whole(value: object, name: str, *, least: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise errors.InvalidArgumentError(
+            f"{name} must be a whole number >= {least}, got {value!r}"
+        )
+
+
+def _is_seconds(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    )

@@ -1,0 +1,224 @@
+"""A center in shards: one center of several, each with its part of the parameters.
+
+Leaves are assigned by size, and those above a server's share are cut along their first
+dimension. A part is a tree like the whole, with None where a leaf is elsewhere, so that
+paths and dimensions mean there what they mean in the whole.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.center._protocol import Center, Snapshot
+from agn_optax.rules import _check, _elementwise
+
+PyTree = Any
+
+
+class Piece(NamedTuple):
+    """Rows of one leaf, or all of it."""
+
+    leaf: int  # its number
+    shard: int
+    rows: slice | None  # None: all, of a leaf that is not cut
+
+
+def assign(shapes: Sequence[tuple[int, ...]], shards: int) -> list[Piece]:
+    """Who gets what: the same for everybody who knows the shapes.
+
+    Leaves larger than a fair share are cut into as many pieces as it takes, of about
+    equal numbers of rows; then the largest piece goes to the emptiest shard, and so on.
+    The pieces of one leaf lie on shards in the order of their rows.
+
+    Args:
+      shapes: of the leaves.
+      shards: their number.
+
+    Returns:
+      Pieces, in the order of leaves and rows.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    share = -(-sum(sizes) // shards) or 1
+    load = [0] * shards
+    pieces = []
+    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+        rows = shapes[leaf][0] if shapes[leaf] else 1
+        cuts = min(-(-sizes[leaf] // share), rows, shards) or 1
+        emptiest = sorted(range(shards), key=lambda shard: load[shard])[:cuts]
+        bounds = [rows * i // cuts for i in range(cuts + 1)]
+        for i, shard in enumerate(sorted(emptiest)):
+            cut = slice(bounds[i], bounds[i + 1]) if cuts > 1 else None
+            pieces.append(Piece(leaf, shard, cut))
+            load[shard] += sizes[leaf] * (bounds[i + 1] - bounds[i]) // max(rows, 1)
+    return sorted(pieces, key=lambda piece: (piece.leaf, piece.shard))
+
+
+class ShardedCenter:
+    """Several centers as one; made by ``agn_optax.service.connect`` of many addresses.
+
+    A worker pulls from all and exchanges with all of them in parallel. Each shard is
+    atomic and counts by itself: a version is a tuple, one number for each, staleness is
+    that of the stalest part, and a message that reached some shards only reaches the
+    others when it is repeated.
+
+    Args:
+      centers: the shards, in an order that is the same for every worker.
+      like: a tree with the containers in which `pull` returns the parameters.
+
+    Raises:
+      InvalidArgumentError: there are no centers, or their rules differ.
+    """
+
+    def __init__(self, centers: Sequence[Center], *, like: PyTree = None) -> None:
+        if not centers or any(c.rule.name != centers[0].rule.name for c in centers):
+            raise errors.InvalidArgumentError(
+                "a center in shards needs one or more centers of one rule, got "
+                f"{[c.rule.name for c in centers]}"
+            )
+        self.rule = centers[0].rule
+        self.centers = tuple(centers)
+        self._like = like
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            4 * len(centers), "agn-optax-shard"
+        )
+        # Answers of an exchange that has not reached every shard yet, by worker.
+        self._answers: dict[str, dict[int, Snapshot]] = {}
+        self._checked: Any = None
+
+    def join(
+        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+    ) -> None:
+        """A worker is there: see `Center.join`."""
+        parts = self._cut(params) if params is not None else [None] * len(self.centers)
+        try:
+            self._all(
+                lambda center, part: center.join(worker, part, timeout=timeout), parts
+            )
+        except BaseException:
+            self.leave(worker)
+            raise
+        self._answers.pop(worker, None)
+
+    def leave(self, worker: str) -> None:
+        """A worker goes: see `Center.leave`."""
+        self._all(lambda center, _: center.leave(worker), self.centers)
+
+    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+        """Gives every shard its part of the parameters: see `Center.initialize`."""
+        _check.float_leaves(params, "params")
+        parts = self._cut(params)
+        # Who is the chief of the first shard is the chief of all.
+        self.centers[0].initialize(parts[0], worker=worker)
+        self._all(lambda c, part: c.initialize(part, worker=worker), parts)
+        return self.pull()
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """The center as it is, once all shards are initialized."""
+        return self._join(self._all(lambda c, _: c.wait(timeout), self.centers))
+
+    def pull(self) -> Snapshot:
+        """The center as it is: every part is one version of its shard."""
+        return self._join(self._all(lambda c, _: c.pull(), self.centers))
+
+    def exchange(
+        self,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        worker: str,
+        steps: int = 0,
+    ) -> Snapshot:
+        """Gives every shard its part of a contribution: see `Center.exchange`."""
+        versions = anchor_version
+        if not isinstance(versions, tuple) or len(versions) != len(self.centers):
+            raise errors.InvalidArgumentError(
+                f"anchor_version must be a tuple of {len(self.centers)} versions, one "
+                f"for each shard, got {versions!r}"
+            )
+        parts = self._cut(contribution)
+        answers = self._answers.setdefault(worker, {})
+
+        def exchange(center: Center, shard: int) -> None:
+            if shard not in answers:
+                answers[shard] = center.exchange(
+                    parts[shard],
+                    anchor_version=versions[shard],
+                    worker=worker,
+                    steps=steps,
+                )
+
+        self._all(exchange, range(len(self.centers)))
+        del self._answers[worker]
+        return self._join([answers[shard] for shard in range(len(self.centers))])
+
+    def close(self) -> None:
+        """Closes the connections to all shards."""
+        for center in self.centers:
+            if hasattr(center, "close"):
+                center.close()
+        self._threads.shutdown(wait=False)
+
+    def _all(self, call: Callable[[Center, Any], Any], each: Any) -> list[Any]:
+        """``call(center, x)`` of every shard at once; raises when all have ended."""
+        futures = [
+            self._threads.submit(call, center, x)
+            for center, x in zip(self.centers, each, strict=True)
+        ]
+        concurrent.futures.wait(futures)
+        return [future.result() for future in futures]
+
+    def _cut(self, tree: PyTree) -> list[PyTree]:
+        leaves, treedef = jax.tree.flatten(tree)
+        shapes = [jnp.shape(leaf) for leaf in leaves]
+        pieces = assign(shapes, len(self.centers))
+        self._check_rule(tree, pieces)
+        parts: list[list[Any]] = [[None] * len(leaves) for _ in self.centers]
+        for leaf, shard, rows in pieces:
+            parts[shard][leaf] = leaves[leaf] if rows is None else leaves[leaf][rows]
+        return [jax.tree.unflatten(treedef, part) for part in parts]
+
+    def _check_rule(self, tree: PyTree, pieces: list[Piece]) -> None:
+        """The rule can work on parts: asked once for every kind of tree."""
+        leaves, treedef = jax.tree.flatten(tree)
+        kind = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
+        if self._checked == kind:
+            return
+        cut = {p.leaf: p.rows.stop - p.rows.start for p in pieces if p.rows is not None}
+        whole = [jax.ShapeDtypeStruct(*leaf) for leaf in kind[1]]
+
+        def part(whole: PyTree) -> PyTree:
+            leaves = jax.tree.leaves(whole)
+            cuts = [x[: cut[i]] if i in cut else x for i, x in enumerate(leaves)]
+            return jax.tree.unflatten(treedef, cuts)
+
+        _elementwise.check(self.rule, jax.tree.unflatten(treedef, whole), part)
+        self._checked = kind
+
+    def _join(self, snapshots: Sequence[Snapshot]) -> Snapshot:
+        staleness = [s.staleness for s in snapshots if s.staleness is not None]
+        norms = [s.norm for s in snapshots if s.norm is not None]
+        return Snapshot(
+            self._whole([snapshot.params for snapshot in snapshots]),
+            tuple(snapshot.version for snapshot in snapshots),
+            max(staleness, default=None),
+            np.sqrt(np.sum(np.square(norms))) if norms else None,
+            all(snapshot.applied for snapshot in snapshots),
+        )
+
+    def _whole(self, parts: Sequence[PyTree]) -> PyTree:
+        def join(*pieces: Any) -> Any:
+            there = [piece for piece in pieces if piece is not None]
+            return jnp.concatenate(there) if len(there) > 1 else (there or [None])[0]
+
+        tree = jax.tree.map(join, *parts, is_leaf=lambda node: node is None)
+        if self._like is None:
+            return tree
+        return jax.tree.unflatten(jax.tree.structure(self._like), jax.tree.leaves(tree))

@@ -1,0 +1,183 @@
+"""What a center is: a chain of immutable versions, and the programs that make them.
+
+Nobody else calls the rule where the center is. The store knows neither workers nor
+locks: its owner calls it from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from agn_optax import errors
+from agn_optax.rules import Rule, _check, _exchange, _trees
+
+PyTree = Any
+
+
+class CenterState(NamedTuple):
+    """All that a center is, as a pytree to save and to restore from."""
+
+    params: PyTree  # the current version
+    center_state: PyTree  # the center optimizer's
+    version: Any  # int: exchanges applied
+
+
+@dataclasses.dataclass
+class Version:
+    """One version of the center, and whether somebody may still look at it."""
+
+    params: PyTree
+    number: int
+    readers: int = 0  # who say when they have finished
+    escaped: bool = False  # given to somebody who need not say
+
+
+class Store:
+    """The center variable of a rule, version after version.
+
+    Args:
+      rule: whose center it is.
+      params: of the first version; copied.
+      dtype: floating dtype of the center; None keeps that of ``params``.
+      device: where the center lives; None leaves it where ``params`` are.
+    """
+
+    def __init__(self, rule: Rule, params: PyTree, dtype: Any, device: Any) -> None:
+        if device is not None:
+            params = jax.device_put(params, device)
+        copy = _trees.copy(params, dtype)
+        # Of a copy: some optimizers keep the parameters that they are shown.
+        self._set(rule, CenterState(copy, rule.center.init(_trees.copy(copy)), 0))
+
+    @classmethod
+    def restore(cls, rule: Rule, saved: CenterState) -> Store:
+        """The store that `save` was asked of; see `LocalCenter.restore`."""
+        _check.float_leaves(saved.params, "saved.params")
+        params, center_state = _trees.copy((saved.params, saved.center_state))
+        expected = jax.eval_shape(rule.center.init, params)
+        _check.same_tree(
+            center_state, expected, "saved.center_state", "the rule's center_state"
+        )
+        version = int(saved.version)
+        if version < 0:
+            raise errors.InvalidArgumentError(
+                f"saved.version must not be negative, got {version}"
+            )
+        store = cls.__new__(cls)
+        store._set(rule, CenterState(params, center_state, version))
+        return store
+
+    def _set(self, rule: Rule, state: CenterState) -> None:
+        self.current = Version(state.params, state.version)
+        self._center_state = state.center_state
+        self._rule = rule
+        self._programs = _programs(rule)
+
+    def save(self) -> CenterState:
+        """A copy of everything, for a checkpoint."""
+        params, center_state = _trees.copy((self.current.params, self._center_state))
+        return CenterState(params, center_state, self.current.number)
+
+    def check(self, contribution: PyTree) -> None:
+        """A contribution belongs to this center."""
+        center = self.current.params
+        _check.same_tree(contribution, center, "contribution", "center")
+        _check.float_leaves(contribution, "contribution")
+
+    def place(self, contribution: PyTree) -> PyTree:
+        """A contribution where the center is."""
+        return _trees.place_like(contribution, self.current.params)
+
+    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
+        """Global norm of the message that a contribution is to ``center``, float32."""
+        return self._programs.norm(contribution, center)
+
+    def apply(
+        self,
+        contributions: Sequence[PyTree],
+        weights: Sequence[float],
+        staleness: int,
+    ) -> tuple[Version, Version]:
+        """Makes the next version: ``(before, after)``.
+
+        Args:
+          contributions: one, or those of a round, which become one message as the
+            rule combines them.
+          weights: of each of their messages.
+          staleness: for the center optimizer.
+        """
+        before = self.current
+        one, *more = contributions
+        alone = not more and weights[0] == 1.0
+        if not alone:
+            share = 1 / len(contributions) if self._rule.combine == "mean" else 1.0
+            scales = [np.float32(weight * share) for weight in weights]
+            one = self._programs.weigh(one, before.params, scales[0])
+            for contribution, scale in zip(more, scales[1:], strict=True):
+                one = self._programs.add(one, contribution, before.params, scale)
+        # Whoever was promised the old version keeps it; else it is written over.
+        in_place = (
+            not before.escaped and not before.readers and self._rule.adopts == "after"
+        )
+        move = self._programs.move[alone, in_place]
+        params, self._center_state = move(
+            contribution=one,
+            center=before.params,
+            center_state=self._center_state,
+            staleness=np.int32(staleness),
+        )
+        self.current = Version(params, before.number + 1)
+        return before, self.current
+
+
+class _Programs(NamedTuple):
+    # By whether it takes a contribution (or a message made of several), and in place.
+    move: dict[tuple[bool, bool], Any]
+    norm: Any
+    weigh: Any
+    add: Any
+
+
+@functools.lru_cache(maxsize=32)
+def _programs(rule: Rule) -> _Programs:
+    """What the stores of one rule compile, shared by them."""
+
+    def message(contribution: PyTree, center: PyTree) -> PyTree:
+        made = rule.message(contribution, center) if rule.message else contribution
+        return optax.tree.cast_like(made, center)
+
+    def norm(contribution: PyTree, center: PyTree) -> jax.Array:
+        made = contribution
+        if rule.message is not None:
+            made = rule.message(contribution, center)
+        squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), made)
+        return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
+
+    def weigh(contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
+        return jax.tree.map(
+            lambda m: m * scale.astype(m.dtype), message(contribution, center)
+        )
+
+    def add(total: PyTree, contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
+        return jax.tree.map(jnp.add, total, weigh(contribution, center, scale))
+
+    made = dataclasses.replace(rule, message=None)
+    move = {}
+    for alone, of in ((True, rule), (False, made)):
+        for in_place in (True, False):
+            # The center optimizer's state has no readers, so it is always updated in
+            # place. Versions may have.
+            donated = ("center", "center_state") if in_place else ("center_state",)
+            move[alone, in_place] = jax.jit(
+                functools.partial(_exchange.move_center, of), donate_argnames=donated
+            )
+    added = jax.jit(add, donate_argnums=0)
+    return _Programs(move, jax.jit(norm), jax.jit(weigh), added)

@@ -1,0 +1,71 @@
+"""Where a center listens and how it is reached."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+from agn_optax import errors
+
+PROTOCOL = 1  # version of center.proto
+SERVICE = "agn_optax.center.v1.Center"
+# Seconds between two Waiting frames, by which a worker knows that the center is there.
+WAITING_INTERVAL = 2.0
+MAX_FRAME = 64 << 20  # bytes; a chunk is far below, a schema of very many leaves not
+
+# Both sides ping a silent connection, so that a host that vanished is noticed.
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_FRAME),
+    ("grpc.max_receive_message_length", MAX_FRAME),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def check(address: Any) -> str:
+    """``address`` if it is "host:port", "[ipv6]:port" or "unix:path".
+
+    Raises:
+      InvalidArgumentError: it is not.
+    """
+    wanted = (
+        'an address must be "host:port", "[ipv6 address]:port" or "unix:path", '
+        f"got {address!r}"
+    )
+    if not isinstance(address, str):
+        raise errors.InvalidTypeError(wanted)
+    if address.startswith("unix:") and len(address) > len("unix:"):
+        return address
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 1 << 16):
+        raise errors.InvalidArgumentError(wanted)
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise errors.InvalidArgumentError(wanted)
+    return address
+
+
+def check_plaintext(address: str, credentials: Any, insecure: bool) -> None:
+    """Plain text stays on this machine, unless it is asked for by name.
+
+    Raises:
+      InvalidArgumentError: it would not.
+    """
+    if credentials is None and not insecure and not is_local(address):
+        raise errors.InvalidArgumentError(
+            f"{address} is not on this machine, and without credentials everything "
+            "would travel in plain text, for anybody to read and to change: give "
+            "credentials=, or insecure=True in a network that you trust"
+        )
+
+
+def is_local(address: str) -> bool:
+    """Whether nothing leaves this machine."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,681 @@
+"""The worker's end of the wire: a `Center` that is somewhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import math
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.center import Snapshot
+from agn_optax.center._sharded import ShardedCenter
+from agn_optax.rules import Rule, _check
+from agn_optax.rules._rule import check_rule
+from agn_optax.service import _address, _fingerprint, _status, _trees, _wire
+from agn_optax.service import center_pb2 as pb
+
+PyTree = Any
+T = TypeVar("T")
+
+_log = logging.getLogger("agn_optax")
+
+_OPTIONS = [
+    *_address.OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+def connect(
+    address: str | Sequence[str],
+    rule: Rule,
+    *,
+    timeout: float = 30.0,
+    wire_dtype: Any = None,
+    like: PyTree = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    insecure: bool = False,
+) -> RemoteCenter | ShardedCenter:
+    """The center at an address, to be used as a `LocalCenter` is.
+
+    Args:
+      address: ``"host:port"`` or ``"unix:path"``, as ``Server.address`` has it. Several
+        of them, in a list or separated by commas, are a center in shards: leaves are
+        assigned to the servers by their sizes, and large ones are cut.
+      rule: the rule that the center runs.
+      timeout: seconds without a sign of life after which a call gives up.
+      wire_dtype: floating dtype in which messages and centers travel, such as
+        ``"bfloat16"``; None for that of the center, which stays as it is either way.
+      like: a tree with the containers in which `pull` is to return the parameters, for
+        models whose containers are not dicts, lists and tuples. A worker that gives its
+        parameters to `start` need not say so.
+      credentials: of TLS; None for plain text, which must stay on this machine.
+      insecure: allows plain text beyond this machine.
+
+    Returns:
+      The center.
+
+    Raises:
+      CenterUnreachableError: nobody answers in time.
+      RuleMismatchError: the center runs another rule; names what differs.
+      ProtocolError: what answers is no center, or one of another release.
+      InvalidArgumentError: the address is none, or a setting is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax, agn_optax.service
+      >>> rule = agn_optax.rules.agn(optax.sgd(0.1))
+      >>> server = agn_optax.service.serve(rule, {"w": jnp.zeros(3)})
+      >>> center = agn_optax.service.connect(server.address, rule)
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+      >>> params, state = worker.start()
+      >>> for _ in range(4):
+      ...     updates, state = worker.tx.update({"w": jnp.ones(3)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     params, state = worker.exchange(params, state)
+      >>> center.pull().version
+      2
+      >>> center.close(); server.stop()
+    """
+    check_rule(rule)
+    if isinstance(address, str):
+        address = [part.strip() for part in address.split(",")]
+    addresses = [_address.check(each) for each in address]
+    if not addresses or len(set(addresses)) != len(addresses):
+        raise errors.InvalidArgumentError(
+            f"one address or several different ones expected, got {addresses}"
+        )
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise errors.InvalidArgumentError(
+            f"timeout must be a positive number of seconds, got {timeout!r}"
+        )
+    for each in addresses:
+        _address.check_plaintext(each, credentials, insecure)
+    settings: dict[str, Any] = {
+        "timeout": timeout,
+        "wire_dtype": _wire_dtype(wire_dtype),
+        "credentials": credentials,
+    }
+    if len(addresses) == 1:
+        return RemoteCenter(addresses[0], rule, like=like, **settings)
+    made: list[RemoteCenter] = []
+    try:
+        for each in addresses:
+            made.append(RemoteCenter(each, rule, **settings))
+    except BaseException:
+        for center in made:
+            center.close()
+        raise
+    return ShardedCenter(made, like=like)
+
+
+def _wire_dtype(dtype: Any) -> str:
+    if dtype is None:
+        return ""
+    name = jnp.dtype(_check.float_dtype(dtype, "wire_dtype")).name
+    _wire.Schema([]).cast(name)
+    return str(name)
+
+
+@dataclasses.dataclass
+class _Session:
+    """A worker's life at the center, over as many calls as its connection needs."""
+
+    worker: str
+    incarnation: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    sequence: int = 0  # of the last exchange whose answer is here
+    center: str = ""  # the life of the center that this worker has joined
+    call: Any = None
+
+
+class RemoteCenter:
+    """A center on the other side of a gRPC connection; made by `connect`.
+
+    Its methods may be called from any thread, each worker's from one at a time. A call
+    that finds nobody is tried again, at growing intervals, until ``timeout`` seconds
+    have passed without a sign of life; what had been applied is not applied again.
+
+    Attributes:
+      rule: the rule.
+      address: where the center is.
+      unreachable_since: seconds since the epoch; None while the center answers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rule: Rule,
+        *,
+        timeout: float,
+        wire_dtype: str,
+        like: PyTree = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.rule = rule
+        self.address = address
+        self.unreachable_since: float | None = None
+        self._timeout = timeout
+        self._wire_dtype = wire_dtype
+        self._like = like
+        self._credentials = credentials
+        self._sessions: dict[str, _Session] = {}
+        self._schema: _wire.Schema | None = None
+        self._dtype = ""
+        self._channel: Any = None
+        self._closed = False
+        try:
+            self._run(self._describe())
+        except BaseException:
+            self.close()
+            raise
+        _open_centers.add(self)
+
+    # The protocol `Center`.
+
+    def join(
+        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+    ) -> None:
+        """A worker is there: see `Center.join`."""
+        if params is not None:
+            self._check_model(params, worker)
+            self._like = jax.tree.map(lambda _: 0, params)
+        old = self._sessions.pop(worker, None)
+        if old is not None:  # which this process has given up
+            self._run(self._leave(old))
+        session = _Session(worker)
+        self._sessions[worker] = session
+        try:
+            self._run(self._retry(lambda: self._open(session), timeout))
+        except BaseException:
+            self._sessions.pop(worker, None)
+            raise
+
+    def leave(self, worker: str) -> None:
+        """A worker goes: see `Center.leave`."""
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            self._run(self._leave(session))
+
+    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+        """Gives the center its first parameters: see `Center.initialize`."""
+        _check.float_leaves(params, "params")
+        if self._schema is not None:
+            self._check_model(params, worker)
+        self._like = jax.tree.map(lambda _: 0, params)
+        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+        self._run(self._retry(lambda: self._initialize(schema, arrays, worker)))
+        return self.pull()
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """The center as it is, once it is initialized: see `Center.wait`."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = max(0.0, min(end - time.monotonic(), 10.0))
+            try:
+                return self._pull(left)
+            except errors.NotInitializedError:
+                if time.monotonic() >= end:
+                    raise errors.NotInitializedError(
+                        f"no chief has initialized the center at {self.address} within "
+                        f"{timeout} s; start one worker with start(params, chief=True)"
+                    ) from None
+
+    def pull(self) -> Snapshot:
+        """The center as it is, at any time: see `Center.pull`."""
+        return self._pull(0.0)
+
+    def exchange(
+        self,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        worker: str,
+        steps: int = 0,
+    ) -> Snapshot:
+        """Sends what a worker contributes: see `Center.exchange`."""
+        if self._schema is None:
+            self._run(self._describe())
+        if self._schema is None:
+            raise _not_initialized(self.address)
+        if worker not in self._sessions:
+            self.join(worker)
+        session = self._sessions[worker]
+        self._check_model(contribution, worker, "contribution", any_float=True)
+        dtype = self._message_dtype(contribution)
+        schema = self._schema.cast(dtype)
+        arrays = _trees.host_arrays(_trees.cast(contribution, schema))
+        is_int = isinstance(anchor_version, int | np.integer) and anchor_version >= 0
+        if not is_int:
+            raise errors.InvalidArgumentError(
+                "anchor_version must be a version that the center has had, "
+                f"got {anchor_version!r}"
+            )
+        message = pb.Message(
+            sequence=session.sequence + 1,
+            anchor_version=int(anchor_version),
+            schema_hash=schema.hash,
+            wire_dtype=dtype,
+            steps=steps,
+        )
+        snapshot, assembler = self._run(
+            self._retry(lambda: self._exchange(session, message, schema, arrays))
+        )
+        session.sequence += 1
+        return Snapshot(
+            self._tree(assembler),
+            snapshot.version,
+            snapshot.staleness,
+            np.float32(snapshot.norm) if snapshot.HasField("norm") else None,
+            snapshot.applied,
+        )
+
+    # Beyond it.
+
+    def status(self) -> dict[str, Any]:
+        """Who is there: what ``agn-optax status --json`` prints."""
+        request = pb.StatusRequest()
+        return _as_dict(self._run(self._retry(lambda: self._unary("Status", request))))
+
+    def describe(self) -> pb.Description:
+        """What the center says of itself, fresh."""
+        return self._run(self._describe())
+
+    def close(self) -> None:
+        """Leaves with all workers of this connection, and closes it."""
+        if self._closed:
+            return
+        self._closed = True
+        _open_centers.discard(self)
+        if self._channel is not None:
+            with contextlib.suppress(Exception):
+                self._run(self._close(), timeout=2.0)
+
+    def __enter__(self) -> RemoteCenter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # On the caller's thread.
+
+    def _pull(self, wait: float) -> Snapshot:
+        snapshot, assembler = self._run(self._retry(lambda: self._pull_once(wait)))
+        return Snapshot(self._tree(assembler), snapshot.version)
+
+    def _tree(self, assembler: _wire.Assembler) -> PyTree:
+        schema = self._schema
+        assert schema is not None
+        leaves = jax.device_put(assembler.arrays())
+        for leaf, made in zip(assembler.schema.leaves, leaves, strict=True):
+            if made.dtype.name != leaf.dtype:
+                raise errors.TreeMismatchError(
+                    f"{leaf.path} of the center is {leaf.dtype}, which needs "
+                    "jax.config.update('jax_enable_x64', True) here"
+                )
+        tree = _trees.build(schema, leaves, self._like)
+        # What travelled narrow is as wide as the center again, its values rounded.
+        return tree if assembler.schema == schema else _trees.cast(tree, schema)
+
+    def _message_dtype(self, contribution: PyTree) -> str:
+        if self._wire_dtype:
+            return self._wire_dtype
+        # Narrower than the center without a loss, where the contribution is.
+        own = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(contribution)}
+        narrow = own.pop() if len(own) == 1 else ""
+        return narrow if narrow in ("bfloat16", "float16") else ""
+
+    def _check_model(
+        self,
+        tree: PyTree,
+        worker: str,
+        what: str = "parameters",
+        *,
+        any_float: bool = False,
+    ) -> None:
+        _check.float_leaves(tree, what)
+        if self._schema is None:
+            self._run(self._describe())
+        if self._schema is None:
+            return
+        dtype = "float32" if any_float or self._dtype else ""
+        difference = (
+            _trees.schema_of(tree)
+            .cast(dtype)
+            .difference(
+                self._schema.cast(dtype),
+                f"worker {worker!r}",
+                f"the center at {self.address}",
+            )
+        )
+        if difference:
+            raise errors.TreeMismatchError(f"{what} of another model: {difference}")
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, _loop())
+        try:
+            return future.result(timeout)
+        except concurrent.futures.CancelledError:
+            raise errors.CenterClosedError(
+                f"the connection to the center at {self.address} is closed"
+            ) from None
+        except BaseException:
+            future.cancel()  # Ctrl-C: nothing goes on behind the caller's back
+            raise
+
+    # On the loop's thread.
+
+    async def _retry(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        timeout: float | None = None,
+    ) -> T:
+        """What ``attempt`` returns, in as many attempts as the time allows.
+
+        While the center is known to be unreachable, one attempt is enough to say so.
+        """
+        begin = time.monotonic()
+        end = begin + (self._timeout if timeout is None else timeout)
+        patient = self.unreachable_since is None
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                result = await attempt()
+            except errors.CenterUnreachableError as error:
+                if self._closed:
+                    raise
+                reason = str(error)
+            else:
+                if self.unreachable_since is not None:
+                    _log.warning("the center at %s answers again", self.address)
+                    self.unreachable_since = None
+                return result
+            now = time.monotonic()
+            if self.unreachable_since is None:
+                self.unreachable_since = time.time() - (now - begin)
+                _log.warning(
+                    "the center at %s does not answer (%s); trying for %.0f s",
+                    self.address,
+                    reason,
+                    end - begin,
+                )
+            pause = min(2.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            if not patient or now + pause > end:
+                since = time.strftime("%X", time.localtime(self.unreachable_since))
+                silent = time.time() - self.unreachable_since
+                raise errors.CenterUnreachableError(
+                    f"the center at {self.address} does not answer since {since} "
+                    f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
+                )
+            await asyncio.sleep(pause)
+
+    def _open_channel(self) -> Any:
+        if self._closed:
+            raise errors.CenterClosedError(
+                f"the connection to the center at {self.address} is closed"
+            )
+        if self._channel is None:
+            self._channel = (
+                grpc.aio.insecure_channel(self.address, _OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(self.address, self._credentials, _OPTIONS)
+            )
+        return self._channel
+
+    async def _unary(self, name: str, request: Any) -> Any:
+        replies: dict[str, Any] = {
+            "Describe": pb.Description,
+            "Leave": pb.LeaveReply,
+            "Status": pb.StatusReply,
+        }
+        call = self._open_channel().unary_unary(
+            f"/{_address.SERVICE}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=replies[name].FromString,
+        )
+        try:
+            return await call(request, timeout=self._timeout)
+        except grpc.aio.AioRpcError as error:
+            raise _status.exception_of(error, self.address) from None
+
+    async def _describe(self) -> pb.Description:
+        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+        said = await self._retry(lambda: self._unary("Describe", request))
+        if said.protocol != _address.PROTOCOL:
+            raise errors.ProtocolError(
+                f"the center at {self.address} speaks version {said.protocol} of the "
+                f"protocol, and this release {_address.PROTOCOL}"
+            )
+        _fingerprint.compare(said.rule, self.rule, self.address)
+        self._dtype = said.dtype
+        if said.HasField("schema"):
+            self._schema = _trees.from_proto(said.schema)
+        return said
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, call: Any) -> AsyncIterator[asyncio.Timeout]:
+        """Around the frames of a call, which is cancelled if anything goes wrong."""
+        try:
+            async with asyncio.timeout(self._timeout) as watch:
+                yield watch
+        except TimeoutError:
+            call.cancel()
+            raise errors.CenterUnreachableError(
+                f"nothing came for {self._timeout:.0f} s"
+            ) from None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            # Whatever went wrong, the call's status says why.
+            raise await self._why_it_ended(call) from None
+        except BaseException:
+            call.cancel()
+            raise
+
+    async def _why_it_ended(self, call: Any) -> errors.AgnOptaxError:
+        call.cancel()  # does nothing to a call that has ended
+        error = grpc.aio.AioRpcError(
+            await call.code(),
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            await call.details(),
+        )
+        return _status.exception_of(error, self.address)
+
+    async def _read(self, call: Any, watch: asyncio.Timeout) -> bytes:
+        frame = await call.read()
+        if frame is grpc.aio.EOF:
+            raise await self._why_it_ended(call)
+        watch.reschedule(asyncio.get_running_loop().time() + self._timeout)
+        return frame
+
+    async def _write(self, call: Any, frame: bytes, watch: asyncio.Timeout) -> None:
+        await call.write(frame)
+        watch.reschedule(asyncio.get_running_loop().time() + self._timeout)
+
+    async def _receive(
+        self, call: Any, watch: asyncio.Timeout
+    ) -> tuple[pb.Snapshot, _wire.Assembler]:
+        while True:
+            control, offset, chunk = _wire.decode(await self._read(call, watch))
+            said = pb.Frame.FromString(control)
+            if said.HasField("snapshot"):
+                break
+            if not said.HasField("waiting"):
+                raise errors.ProtocolError("a snapshot was expected, got another frame")
+        if self._schema is None:
+            await self._describe()
+            assert self._schema is not None
+        schema = self._schema.cast(self._wire_dtype)
+        if said.snapshot.schema_hash != schema.hash:
+            raise errors.TreeMismatchError(
+                f"the center at {self.address} holds another tree than it did before"
+            )
+        assembler = _wire.Assembler(schema)
+        assembler.feed(offset, chunk)
+        while not assembler.complete:
+            control, offset, chunk = _wire.decode(await self._read(call, watch))
+            if control or not chunk:
+                raise errors.ProtocolError("an answer ended before it was whole")
+            assembler.feed(offset, chunk)
+        return said.snapshot, assembler
+
+    async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, _wire.Assembler]:
+        request = pb.PullRequest(wire_dtype=self._wire_dtype, wait=wait)
+        call = self._open_channel().unary_stream(
+            f"/{_address.SERVICE}/Pull",
+            request_serializer=pb.PullRequest.SerializeToString,
+        )(request)
+        async with self._watched(call) as watch:
+            return await self._receive(call, watch)
+
+    async def _initialize(
+        self, schema: _wire.Schema, arrays: list[np.ndarray], worker: str
+    ) -> None:
+        call = self._open_channel().stream_unary(
+            f"/{_address.SERVICE}/Initialize",
+            response_deserializer=pb.Initialized.FromString,
+        )()
+        start = pb.Start(
+            protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
+        )
+        async with self._watched(call) as watch:
+            await self._write(call, pb.Frame(start=start).SerializeToString(), watch)
+            for offset, pieces in schema.chunks(arrays):
+                if call.done():  # somebody has initialized it already
+                    break
+                await self._write(call, _wire.encode(b"", offset, pieces), watch)
+            else:
+                await call.done_writing()
+            await call
+        await self._describe()
+
+    async def _open(self, session: _Session) -> None:
+        """A call in which a worker lives; the old one, if any, has broken."""
+        if session.call is not None:
+            session.call.cancel()
+        session.call = call = self._open_channel().stream_stream(
+            f"/{_address.SERVICE}/Exchange"
+        )()
+        join = pb.Join(
+            protocol=_address.PROTOCOL,
+            worker=session.worker,
+            incarnation=session.incarnation,
+            wire_dtype=self._wire_dtype,
+        )
+        async with self._watched(call) as watch:
+            await self._write(call, pb.Frame(join=join).SerializeToString(), watch)
+            while True:
+                said = pb.Frame.FromString(await self._read(call, watch))
+                if not said.HasField("waiting"):
+                    break
+        if session.center not in ("", said.joined.center):
+            raise errors.WorkerStateError(
+                f"the center at {self.address} is not the one that worker "
+                f"{session.worker!r} joined: it was started anew. Adopt what it has "
+                "with start(), or bring back the old one"
+            )
+        session.center = said.joined.center
+
+    async def _exchange(
+        self,
+        session: _Session,
+        message: pb.Message,
+        schema: _wire.Schema,
+        arrays: list[np.ndarray],
+    ) -> tuple[pb.Snapshot, _wire.Assembler]:
+        if session.call is None or session.call.done():
+            await self._open(session)
+        call = session.call
+        control = pb.Frame(message=message).SerializeToString()
+        async with self._watched(call) as watch:
+            for offset, pieces in schema.chunks(arrays):
+                await self._write(call, _wire.encode(control, offset, pieces), watch)
+                control = b""
+            if control:  # a tree without elements
+                await self._write(call, control, watch)
+            answer = await self._receive(call, watch)
+            acknowledge = pb.Frame(acknowledge=message.sequence)
+            # The answer is here; whether this arrives matters to nobody but the center.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(acknowledge.SerializeToString())
+            return answer
+
+    async def _leave(self, session: _Session) -> None:
+        request = pb.LeaveRequest(
+            worker=session.worker, incarnation=session.incarnation
+        )
+        with contextlib.suppress(errors.AgnOptaxError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._unary("Leave", request)
+        if session.call is not None:
+            session.call.cancel()
+
+    async def _close(self) -> None:
+        sessions = list(self._sessions.values())
+        self._sessions.clear()
+        self._closed = False  # for these last words
+        try:
+            await asyncio.gather(*(self._leave(session) for session in sessions))
+        finally:
+            self._closed = True
+            await self._channel.close()
+
+
+def _as_dict(message: Any) -> dict[str, Any]:
+    """A protobuf message in terms of JSON; what is absent is None."""
+    said = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            value = [_as_dict(each) for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            value = None
+        said[field.name] = value
+    return said
+
+
+def _not_initialized(address: str) -> errors.NotInitializedError:
+    return errors.NotInitializedError(
+        f"the center at {address} has no parameters yet: start one worker with "
+        "start(params, chief=True)"
+    )
+
+
+# grpc.aio's objects belong to one thread: that of this loop, which all centers share.
+_lock = threading.Lock()
+_running: asyncio.AbstractEventLoop | None = None
+_open_centers: weakref.WeakSet[RemoteCenter] = weakref.WeakSet()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    global _running
+    with _lock:
+        if _running is None:
+            _running = asyncio.new_event_loop()
+            threading.Thread(
+                target=_running.run_forever, name="agn-optax-client", daemon=True
+            ).start()
+            atexit.register(_close_all)
+        return _running
+
+
+def _close_all() -> None:
+    """At the end of the process, its workers leave."""
+    for center in list(_open_centers):
+        center.close()

@@ -1,0 +1,216 @@
+"""The center as a process of its own: a gRPC server around a `LocalCenter`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import threading
+from typing import Any
+
+import grpc
+import jax
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from agn_optax import errors
+from agn_optax.center import LocalCenter
+from agn_optax.center._ledger import Mode
+from agn_optax.rules import Rule, _check
+from agn_optax.service import _address
+from agn_optax.service._servicer import Servicer
+
+PyTree = Any
+
+
+class Server:
+    """A running center service, as `serve` returns it. Also a context manager.
+
+    Attributes:
+      address: where it listens; has the real port where 0 was asked for.
+      center: the center variable: ``center.pull()``, ``center.save()``.
+    """
+
+    def __init__(self, center: LocalCenter, servicer: Servicer, address: str) -> None:
+        self.center = center
+        self.address = address
+        self._servicer = servicer
+        self._stopping = threading.Lock()
+        self._stopped = threading.Event()
+        self._health: Any = None
+        self._grpc: Any = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the server has stopped; False if it has not in time."""
+        return self._stopped.wait(timeout)
+
+    def stop(self, grace: float = 30.0) -> None:
+        """Drains the service and ends it.
+
+        Exchanges that are being applied and answered finish; all others are told that
+        the center is going down, and may be repeated at its successor.
+
+        Args:
+          grace: seconds that running exchanges may take.
+        """
+        with self._stopping:
+            if self._stopped.is_set():
+                return
+            self._health.enter_graceful_shutdown()
+            self.center.close(f"the center at {self.address} is going down")
+            self._servicer.wait_until_idle(grace)
+            self._grpc.stop(grace=0.5).wait()
+            self._stopped.set()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def serve(
+    rule: Rule,
+    params: PyTree = None,
+    *,
+    address: str = "127.0.0.1:0",
+    dtype: Any = None,
+    device: Any = "cpu",
+    mode: Mode | None = None,
+    barrier: int = 0,
+    max_workers: int = 64,
+    lease: float = 10.0,
+    credentials: grpc.ServerCredentials | None = None,
+    insecure: bool = False,
+    center: LocalCenter | None = None,
+) -> Server:
+    """Serves a center variable over gRPC, in threads of this process.
+
+    Args:
+      rule: a record of `agn_optax.rules`; workers must have the same.
+      params: the first parameters; None leaves them to a chief.
+      address: ``"host:port"``, with port 0 for any that is free, or ``"unix:path"``.
+      dtype: floating dtype of the center; None keeps that of its first parameters.
+      device: where the center lives and its optimizer runs: a `jax.Device`, or the name
+        of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is taken.
+      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
+        `BoundedStaleness` or `Synchronous`.
+      barrier: workers that must have joined before any of them starts.
+      max_workers: workers that may be there at a time.
+      lease: seconds after which a worker that lost its connection is given up.
+      credentials: of TLS; None for plain text, which must stay on this machine.
+      insecure: allows plain text beyond this machine.
+      center: a center to serve, in place of a new one; the settings above from
+        ``params`` to ``lease`` are then its own, and not to be given.
+
+    Returns:
+      The running server: ``server.address``, ``server.stop()``.
+
+    Raises:
+      InvalidArgumentError: a setting is out of range, the address is none, or nothing
+        can listen there.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax, agn_optax.service
+      >>> rule = agn_optax.rules.downpour()
+      >>> with agn_optax.service.serve(rule, {"w": jnp.zeros(3)}) as server:
+      ...     center = agn_optax.service.connect(server.address, rule)
+      ...     print(center.pull().params["w"])
+      ...     center.close()
+      [0. 0. 0.]
+    """
+    _address.check(address)
+    _address.check_plaintext(address, credentials, insecure)
+    if center is None:
+        center = LocalCenter(
+            rule,
+            params,
+            dtype=dtype,
+            device=_device(device),
+            mode=mode,
+            barrier=barrier,
+            max_workers=max_workers,
+            lease=lease,
+            refuse_nonfinite=True,
+        )
+    kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
+    servicer = Servicer(center, kept)
+    return start(servicer, address, credentials, max_workers)
+
+
+def start(
+    servicer: Servicer,
+    address: str,
+    credentials: grpc.ServerCredentials | None,
+    max_workers: int,
+) -> Server:
+    """A server that answers with ``servicer``."""
+    # A worker's life is one call, and one thread; its pull at the start is another, and
+    # whoever watches needs a few.
+    threads = 2 * max_workers + 16
+    server = grpc.server(
+        concurrent.futures.ThreadPoolExecutor(threads, "agn-optax-center"),
+        options=[
+            *_address.OPTIONS,
+            ("grpc.so_reuseport", 0),  # a second server on this port is an error
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ],
+        maximum_concurrent_rpcs=threads,
+    )
+    checks = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    channelz.add_channelz_servicer(server)
+    names = (
+        _address.SERVICE,
+        health.SERVICE_NAME,
+        channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
+    server.add_generic_rpc_handlers((servicer.handler(),))
+    _check_free(address)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise errors.InvalidArgumentError(
+            f"cannot listen at {address}: {error}"
+        ) from None
+    if not address.startswith("unix:"):
+        address = f"{address.rpartition(':')[0]}:{port}"
+    made = Server(servicer.center, servicer, address)
+    made._health, made._grpc = checks, server
+    server.start()
+    for name in ("", _address.SERVICE):
+        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return made
+
+
+def _check_free(address: str) -> None:
+    """GRPC would take over the socket file of a running server without a word."""
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:").removeprefix("//")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise errors.InvalidArgumentError(
+        f"cannot listen at {address}: another server does"
+    )
+
+
+def _device(device: Any) -> jax.Device:
+    if not isinstance(device, str):
+        return device
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError as error:
+        raise errors.InvalidArgumentError(
+            f"device must be a jax.Device or the name of a platform, got {device!r} "
+            f"({error})"
+        ) from None

@@ -1,0 +1,410 @@
+"""The calls of the service, around a `LocalCenter`: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import jax
+import numpy as np
+
+from agn_optax import errors
+from agn_optax._version import __version__
+from agn_optax.center._local import Answer, LocalCenter
+from agn_optax.service import _status, _trees, _wire
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._address import (
+    MAX_FRAME,
+    PROTOCOL,
+    SERVICE,
+    WAITING_INTERVAL,
+)
+from agn_optax.service._fingerprint import fingerprint
+
+PyTree = Any
+_WAITING = pb.Frame(waiting=pb.Waiting()).SerializeToString()
+
+
+@dataclasses.dataclass
+class _Traffic:
+    """What one worker sent and got, for whoever watches."""
+
+    received: int = 0  # bytes
+    sent: int = 0  # bytes
+    period: int = 0  # local steps
+    norm: float | None = None
+
+
+class Servicer:
+    """Answers calls; everything that is decided, `LocalCenter` decides.
+
+    Args:
+      center: the center.
+      dtype: the floating dtype that the center keeps by choice; "" if it has none.
+      parent: address of the center that this one is a worker of; "" if none.
+    """
+
+    def __init__(self, center: LocalCenter, dtype: str = "", parent: str = "") -> None:
+        self.center = center
+        self._dtype = dtype
+        self._parent = parent
+        self._name = uuid.uuid4().hex
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._busy = 0  # exchanges that are being applied and answered
+        self._streams: dict[str, object] = {}  # the call that a worker is in
+        self._traffic: dict[str, _Traffic] = {}
+        self._schema: _wire.Schema | None = None
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server calls."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Describe": unary(
+                    _reporting(self.describe),
+                    pb.DescribeRequest.FromString,
+                    pb.Description.SerializeToString,
+                ),
+                "Initialize": grpc.stream_unary_rpc_method_handler(
+                    _reporting(self.initialize),
+                    response_serializer=pb.Initialized.SerializeToString,
+                ),
+                "Pull": grpc.unary_stream_rpc_method_handler(
+                    _reporting_stream(self.pull), pb.PullRequest.FromString
+                ),
+                "Exchange": grpc.stream_stream_rpc_method_handler(
+                    _reporting_stream(self.exchange)
+                ),
+                "Leave": unary(
+                    _reporting(self.leave),
+                    pb.LeaveRequest.FromString,
+                    pb.LeaveReply.SerializeToString,
+                ),
+                "Status": unary(
+                    _reporting(self.status),
+                    pb.StatusRequest.FromString,
+                    pb.StatusReply.SerializeToString,
+                ),
+            },
+        )
+
+    def wait_until_idle(self, timeout: float) -> None:
+        """Until no exchange is being applied or answered."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy, timeout)
+
+    def describe(self, request: pb.DescribeRequest, context: Any) -> pb.Description:
+        """What this center is."""
+        _check_protocol(request.protocol)
+        schema = self.schema()
+        return pb.Description(
+            protocol=PROTOCOL,
+            release=__version__,
+            center=self._name,
+            rule=fingerprint(self.center.rule),
+            schema=None if schema is None else _trees.to_proto(schema),
+            schema_hash=b"" if schema is None else schema.hash,
+            max_frame=MAX_FRAME,
+            clock=time.time(),
+            lease=self.center.lease,
+            waiting_interval=WAITING_INTERVAL,
+            mode=repr(self.center.mode),
+            dtype=self._dtype,
+        )
+
+    def initialize(self, frames: Iterator[bytes], context: Any) -> pb.Initialized:
+        """The chief's parameters."""
+        start = pb.Frame.FromString(_first(frames)).start
+        _check_protocol(start.protocol)
+        schema = _trees.from_proto(start.schema)
+        own = self.schema()
+        if own is not None:
+            params: PyTree = ()  # which are not looked at any more
+            if other := own.cast(self._dtype).difference(
+                schema.cast(self._dtype), "the center", f"worker {start.worker!r}"
+            ):
+                self.center.initialize(params, worker=start.worker)  # a second chief?
+                raise errors.TreeMismatchError(f"another model: {other}")
+        else:
+            _check_representable(schema)
+            assembler = _wire.Assembler(schema)
+            for frame in frames:
+                _, offset, chunk = _wire.decode(frame)
+                assembler.feed(offset, chunk)
+            if not assembler.complete:
+                raise errors.ProtocolError(
+                    f"the parameters end after {assembler.received} of "
+                    f"{schema.size} bytes"
+                )
+            params = _trees.build(schema, assembler.arrays())
+        snapshot = self.center.initialize(params, worker=start.worker)
+        return pb.Initialized(version=snapshot.version)
+
+    def pull(self, request: pb.PullRequest, context: Any) -> Iterator[bytes]:
+        """One version of the center."""
+        end = time.monotonic() + request.wait
+        while self.schema() is None and (left := end - time.monotonic()) > 0:
+            self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
+            yield _WAITING
+        with self.center.reading() as version:
+            schema, arrays = self._arrays(version.params, request.wire_dtype)
+        control = pb.Snapshot(version=version.number, applied=True)
+        yield from _frames(schema, arrays, control)
+
+    def exchange(self, frames: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """The life of a worker, or a part of it between two connections."""
+        join = pb.Frame.FromString(_first(frames)).join
+        _check_protocol(join.protocol)
+        if not join.worker or not join.incarnation:
+            raise errors.ProtocolError("a worker must say its name and incarnation")
+        stream = object()
+
+        def gone() -> None:
+            with self._lock:  # unless the worker is back in another call already
+                if self._streams.get(join.worker) is not stream:
+                    return
+                del self._streams[join.worker]
+            self.center.disconnect(join.worker, join.incarnation)
+
+        self.center.enter(join.worker, join.incarnation)
+        with self._lock:
+            self._streams[join.worker] = stream
+            traffic = self._traffic.setdefault(join.worker, _Traffic())
+        if not context.add_callback(gone):
+            gone()
+            return
+        while not self.center.wait_for_barrier(WAITING_INTERVAL):
+            yield _WAITING
+        sequence = self.center.sequence(join.worker, join.incarnation)
+        joined = pb.Joined(center=self._name, sequence=sequence)
+        yield pb.Frame(joined=joined).SerializeToString()
+        for frame in frames:
+            control = pb.Frame.FromString(_wire.decode(frame)[0])
+            if control.HasField("acknowledge"):
+                self.center.acknowledge(
+                    join.worker, join.incarnation, control.acknowledge
+                )
+                continue
+            if not control.HasField("message"):
+                raise errors.ProtocolError("a message was expected, got another frame")
+            yield from self._exchange(join, control.message, frame, frames, traffic)
+
+    def leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
+        """A worker goes for good."""
+        self.center.exit(request.worker, request.incarnation)
+        return pb.LeaveReply()
+
+    def status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+        """Who is there."""
+        version, members, waiting = self.center.members()
+        now = time.monotonic()
+        with self._lock:
+            traffic = {n: dataclasses.replace(t) for n, t in self._traffic.items()}
+        schema = self.schema()
+        leaves = () if schema is None else schema.leaves
+        return pb.StatusReply(
+            version=version,
+            rule=self.center.rule.name,
+            mode=repr(self.center.mode),
+            uptime=now - self._started,
+            parameters=sum(int(np.prod(leaf.shape)) for leaf in leaves),
+            parameter_bytes=sum(leaf.nbytes for leaf in leaves),
+            bytes_received=sum(t.received for t in traffic.values()),
+            bytes_sent=sum(t.sent for t in traffic.values()),
+            parent=self._parent,
+            workers=[
+                pb.WorkerStatus(
+                    name=name,
+                    connected=member.connected,
+                    exchanges=member.exchanges,
+                    dropped=member.dropped,
+                    staleness=member.staleness,
+                    norm=traffic.get(name, _Traffic()).norm,
+                    period=traffic.get(name, _Traffic()).period,
+                    joined=now - member.joined,
+                    seen=now - member.seen,
+                    bytes_received=traffic.get(name, _Traffic()).received,
+                    bytes_sent=traffic.get(name, _Traffic()).sent,
+                    waits=name in waiting,
+                )
+                for name, member in sorted(members.items())
+            ],
+        )
+
+    def schema(self) -> _wire.Schema | None:
+        """Of the center, once it has parameters."""
+        if self._schema is None and self.center.is_initialized:
+            with self.center.reading() as version:
+                self._schema = _trees.schema_of(version.params)
+        return self._schema
+
+    def _exchange(
+        self,
+        join: pb.Join,
+        message: pb.Message,
+        frame: bytes,
+        frames: Iterator[bytes],
+        traffic: _Traffic,
+    ) -> Iterator[bytes]:
+        contribution = self._receive(message, frame, frames)
+        traffic.received += contribution.size
+        traffic.period = message.steps
+        who = (join.worker, join.incarnation, message.sequence)
+        with self._lock:
+            self._busy += 1
+        try:
+            with self.center.reading() as version:
+                like = version.params
+            self.center.submit(
+                jax.tree.unflatten(jax.tree.structure(like), contribution.arrays),
+                anchor_version=message.anchor_version,
+                worker=join.worker,
+                incarnation=join.incarnation,
+                sequence=message.sequence,
+            )
+            del contribution, like
+            while (answer := self._collect(who)) is None:
+                yield _WAITING
+            for sent in self._answer(answer, join.wire_dtype):
+                traffic.sent += len(sent)
+                yield sent
+            if answer.norm is not None:
+                traffic.norm = float(answer.norm)
+        finally:
+            with self._idle:
+                self._busy -= 1
+                self._idle.notify_all()
+
+    def _collect(self, who: tuple[str, str, int]) -> Answer | None:
+        return self.center.collect(*who, timeout=WAITING_INTERVAL)
+
+    def _receive(
+        self, message: pb.Message, frame: bytes, frames: Iterator[bytes]
+    ) -> _Received:
+        schema = self.schema()
+        if schema is None:
+            raise errors.NotInitializedError(
+                "this center has no parameters yet: start one worker with "
+                "start(params, chief=True)"
+            )
+        schema = schema.cast(message.wire_dtype)
+        if message.schema_hash != schema.hash:
+            raise errors.TreeMismatchError(
+                "the message is of another tree than the center's; the worker must "
+                "describe the center again"
+            )
+        assembler = _wire.Assembler(schema)
+        _, offset, chunk = _wire.decode(frame)
+        assembler.feed(offset, chunk)
+        while not assembler.complete:
+            frame = next(frames, b"")
+            control, offset, chunk = _wire.decode(frame)
+            if control or not chunk:
+                raise errors.ProtocolError(
+                    f"a message ends after {assembler.received} of {schema.size} bytes"
+                )
+            assembler.feed(offset, chunk)
+        return _Received(assembler.arrays(), schema.size)
+
+    def _answer(self, answer: Answer, wire_dtype: str) -> Iterator[bytes]:
+        schema, arrays = self._arrays(answer.version.params, wire_dtype)
+        control = pb.Snapshot(
+            version=answer.version.number,
+            staleness=answer.staleness,
+            norm=None if answer.norm is None else float(answer.norm),
+            applied=answer.applied,
+            sequence=answer.sequence,
+        )
+        yield from _frames(schema, arrays, control)
+
+    def _arrays(
+        self, params: PyTree, wire_dtype: str
+    ) -> tuple[_wire.Schema, list[np.ndarray]]:
+        """What is sent of a version: views of it where that is possible."""
+        schema = self.schema()
+        assert schema is not None
+        if wire_dtype:
+            schema = schema.cast(wire_dtype)
+            params = _trees.cast(params, schema)
+        return schema, _trees.host_arrays(params)
+
+
+@dataclasses.dataclass
+class _Received:
+    arrays: list[np.ndarray]
+    size: int  # bytes
+
+
+def _frames(
+    schema: _wire.Schema, arrays: list[np.ndarray], snapshot: pb.Snapshot
+) -> Iterator[bytes]:
+    snapshot.schema_hash = schema.hash
+    control = pb.Frame(snapshot=snapshot).SerializeToString()
+    for offset, pieces in schema.chunks(arrays):
+        yield _wire.encode(control, offset, pieces)
+        control = b""
+    if control:
+        yield control
+
+
+def _first(frames: Iterator[bytes]) -> bytes:
+    frame = next(frames, None)
+    if frame is None:
+        raise errors.ProtocolError("a call ended before its first frame")
+    return frame
+
+
+def _check_protocol(protocol: int) -> None:
+    if protocol != PROTOCOL:
+        raise errors.ProtocolError(
+            f"this center speaks version {PROTOCOL} of the protocol, got {protocol}; "
+            "run the same release of agn_optax on both sides"
+        )
+
+
+def _check_representable(schema: _wire.Schema) -> None:
+    for leaf in schema.leaves:
+        if jax.dtypes.canonicalize_dtype(leaf.dtype).name != leaf.dtype:
+            raise errors.TreeMismatchError(
+                f"{leaf.path} is {leaf.dtype}, which this center can keep only with "
+                "JAX_ENABLE_X64=1 in its environment"
+            )
+
+
+@contextmanager
+def _errors_to(context: Any) -> Iterator[None]:
+    try:
+        yield
+    except errors.AgnOptaxError as error:
+        _status.abort(context, error)
+    except MemoryError:
+        _status.abort(context, errors.CenterFullError("no memory for such a tree"))
+
+
+def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call whose exceptions the caller will see."""
+
+    def reporting(request: Any, context: Any) -> Any:
+        with _errors_to(context):
+            return call(request, context)
+
+    return reporting
+
+
+def _reporting_stream(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a call that answers frame by frame."""
+
+    def reporting(request: Any, context: Any) -> Iterator[bytes]:
+        with _errors_to(context):
+            yield from call(request, context)
+
+    return reporting

@@ -1,0 +1,60 @@
+"""Exceptions of the library as gRPC statuses, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+
+from agn_optax import errors
+
+_KIND = "agn-optax-error"  # key of the trailing metadata that names the exception
+
+_CODES: dict[type, grpc.StatusCode] = {
+    errors.CenterClosedError: grpc.StatusCode.UNAVAILABLE,
+    errors.CenterFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NameTakenError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.AlreadyInitializedError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.NotInitializedError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WorkerStateError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+# What another try may cure.
+_TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.ABORTED,
+}
+
+
+def abort(context: grpc.ServicerContext, error: errors.AgnOptaxError) -> NoReturn:
+    """Ends a call with an exception that the caller will see as it is."""
+    context.set_trailing_metadata(((_KIND, type(error).__name__),))
+    code = _CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
+    context.abort(code, str(error)[:4000])  # headers are bounded
+    raise AssertionError
+
+
+def is_transient(error: Any) -> bool:
+    """Whether a call that failed is worth another try."""
+    return error.code() in _TRANSIENT
+
+
+def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
+    """The exception that a failed call stands for."""
+    named = dict(error.trailing_metadata() or ()).get(_KIND)
+    kind = getattr(errors, named, None) if named in errors.__all__ else None
+    if kind is not None:
+        return kind(error.details())
+    if is_transient(error):
+        return errors.CenterUnreachableError(
+            f"{error.code().name}: {error.details() or 'the connection broke'}"
+        )
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ProtocolError(
+            f"what answers at {address} is no center of agn_optax ({error.details()})"
+        )
+    return errors.CenterError(
+        f"the center at {address} failed: {error.code().name}: {error.details()}"
+    )

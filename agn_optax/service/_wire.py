@@ -1,0 +1,279 @@
+"""Trees as bytes: the layout of leaves in one buffer, and frames that carry it.
+
+Knows numpy, and neither JAX nor gRPC nor protobuf. The only copies of the bulk are the
+one into a frame and the one out of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
+import numpy as np
+
+from agn_optax import errors
+
+CHUNK_SIZE = 1 << 20  # bytes; measured best over loopback (docs/design.md)
+_ALIGNMENT = 64  # bytes; what XLA's CPU backend takes without a copy
+_OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
+_DTYPES = {*_FLOATS, *_INTEGERS, "bool"}
+
+
+class Leaf(NamedTuple):
+    """One array of a tree."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the only leaf'} {self.dtype}{list(self.shape)}"
+
+
+class Schema:
+    """Which leaves there are, and where in the buffer each begins.
+
+    Args:
+      leaves: in the order of the buffer.
+      structure: the containers around them, as JSON; not looked at here.
+
+    Raises:
+      ProtocolError: a dtype that does not travel, a negative size, or a path twice.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
+        self.leaves = tuple(leaves)
+        self.structure = structure
+        paths = set()
+        offsets, end = [], 0
+        for leaf in self.leaves:
+            if leaf.dtype not in _DTYPES:
+                raise errors.ProtocolError(
+                    f"leaf {leaf.path} has dtype {leaf.dtype!r}, which does not travel"
+                )
+            if any(size < 0 for size in leaf.shape):
+                raise errors.ProtocolError(
+                    f"leaf {leaf.path} has shape {list(leaf.shape)}"
+                )
+            if leaf.path in paths:
+                raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
+            paths.add(leaf.path)
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            offsets.append(offset)
+            end = offset + leaf.nbytes
+        self.offsets = tuple(offsets)
+        self.size = end  # bytes of the buffer
+
+    @functools.cached_property
+    def hash(self) -> bytes:
+        """Equal for equal leaves, whatever contains them."""
+        text = json.dumps([[leaf.path, leaf.dtype, leaf.shape] for leaf in self.leaves])
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def cast(self, dtype: str) -> Schema:
+        """The schema in which floating leaves travel as ``dtype``; "" for as they are.
+
+        Raises:
+          ProtocolError: not a floating dtype that travels.
+        """
+        if not dtype:
+            return self
+        if dtype not in _FLOATS:
+            raise errors.ProtocolError(
+                f"wire_dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}"
+            )
+        return Schema(
+            [
+                leaf._replace(dtype=dtype) if leaf.dtype in _FLOATS else leaf
+                for leaf in self.leaves
+            ],
+            self.structure,
+        )
+
+    def difference(self, other: Schema, own: str, others: str) -> str | None:
+        """What differs first, in words, or None."""
+        for mine, theirs in zip(self.leaves, other.leaves, strict=False):
+            if mine != theirs:
+                return f"{own} has {mine}, where {others} has {theirs}"
+        more, fewer = (self, other), (own, others)
+        if len(self.leaves) == len(other.leaves):
+            return None
+        if len(self.leaves) < len(other.leaves):
+            more, fewer = more[::-1], fewer[::-1]
+        extra = more[0].leaves[len(more[1].leaves)]
+        return f"{fewer[0]} has {extra}, which {fewer[1]} has not"
+
+    def views(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """The leaves as arrays that lie in a buffer."""
+        return [
+            buffer[offset : offset + leaf.nbytes]
+            .view(np.dtype(leaf.dtype))
+            .reshape(leaf.shape)
+            for leaf, offset in zip(self.leaves, self.offsets, strict=True)
+        ]
+
+    def chunks(
+        self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE
+    ) -> Iterator[tuple[int, list[memoryview | bytes]]]:
+        """The buffer in chunks: ``(offset, pieces)``, where pieces lie in ``arrays``.
+
+        Raises:
+          ValueError: the arrays are not those of this schema.
+        """
+        pieces: list[memoryview | bytes] = []
+        begin = filled = 0  # of the chunk; bytes in it
+        for piece in self._pieces(arrays):
+            while len(piece) > size - filled:
+                cut = size - filled
+                pieces.append(piece[:cut])
+                piece = piece[cut:]
+                yield begin, pieces
+                begin, pieces, filled = begin + size, [], 0
+            if len(piece):
+                pieces.append(piece)
+                filled += len(piece)
+        if filled:
+            yield begin, pieces
+
+    def _pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview | bytes]:
+        end = 0
+        for leaf, offset, array in zip(self.leaves, self.offsets, arrays, strict=True):
+            if array.dtype.name != leaf.dtype or array.shape != leaf.shape:
+                raise ValueError(f"{leaf} expected, got {array.dtype}{array.shape}")
+            if offset > end:
+                yield bytes(offset - end)
+            flat = np.ascontiguousarray(array).reshape(-1)
+            yield flat.view(np.uint8).data
+            end = offset + leaf.nbytes
+
+
+def allocate(size: int) -> np.ndarray:
+    """A buffer of bytes, aligned so that JAX may take it without a copy."""
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size]
+
+
+class Assembler:
+    """A buffer that fills up, chunk by chunk.
+
+    Args:
+      schema: of what comes.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._buffer = allocate(schema.size)
+        self._bytes = self._buffer.data
+        self.received = 0  # bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything is there."""
+        return self.received == self.schema.size
+
+    def feed(self, offset: int, chunk: memoryview | bytes) -> None:
+        """The next chunk.
+
+        Raises:
+          ProtocolError: it is not the next one, or is longer than what is missing.
+        """
+        if offset != self.received:
+            raise errors.ProtocolError(
+                f"a chunk at byte {self.received} was expected, got one at {offset}"
+            )
+        end = offset + len(chunk)
+        if end > self.schema.size:
+            raise errors.ProtocolError(
+                f"a buffer of {self.schema.size} bytes was expected, got {end} or more"
+            )
+        self._bytes[offset:end] = chunk
+        self.received = end
+
+    def arrays(self) -> list[np.ndarray]:
+        """The leaves, once complete."""
+        assert self.complete
+        return self.schema.views(self._buffer)
+
+
+def encode(
+    control: bytes, offset: int = 0, pieces: Sequence[memoryview | bytes] = ()
+) -> bytes:
+    """A Frame: its control part, as protobuf wrote it, and a chunk."""
+    if not pieces:
+        return control
+    length = sum(len(piece) for piece in pieces)
+    head = control + bytes([_OFFSET]) + _varint(offset) + bytes([_CHUNK])
+    return b"".join((head, _varint(length), *pieces))
+
+
+def decode(frame: bytes) -> tuple[bytes, int, memoryview]:
+    """A Frame's ``(control, offset, chunk)``; the chunk lies in ``frame``.
+
+    Raises:
+      ProtocolError: not a Frame.
+    """
+    at, offset, end = 0, 0, len(frame)
+    control: int | None = None  # where the control part ends
+    while at < end:
+        begin = at
+        tag, at = _read_varint(frame, at)
+        if tag == _OFFSET:
+            control = begin if control is None else control
+            offset, at = _read_varint(frame, at)
+        elif tag == _CHUNK:
+            control = begin if control is None else control
+            length, at = _read_varint(frame, at)
+            if at + length != end:
+                raise errors.ProtocolError(
+                    f"a chunk must be the rest of its frame: it has {length} bytes, "
+                    f"and {end - at} follow"
+                )
+            return frame[:control], offset, memoryview(frame)[at:]
+        elif control is not None:
+            raise errors.ProtocolError("a field follows the offset of a chunk")
+        elif tag & 7 == 2:
+            length, at = _read_varint(frame, at)
+            at += length
+        elif tag & 7 == 0:
+            _, at = _read_varint(frame, at)
+        else:
+            raise errors.ProtocolError(f"a frame has no field with tag {tag}")
+    if at > end:
+        raise errors.ProtocolError("a frame ends within a field")
+    return frame[:control], offset, memoryview(b"")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(frame):
+            raise errors.ProtocolError("a frame ends within a number")
+        byte = frame[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise errors.ProtocolError("a number in a frame is too long")

@@ -1,0 +1,237 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Frame(_message.Message):
+    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "offset", "chunk")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    message: Message
+    acknowledge: int
+    start: Start
+    joined: Joined
+    snapshot: Snapshot
+    waiting: Waiting
+    offset: int
+    chunk: bytes
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., offset: _Optional[int] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class Leaf(_message.Message):
+    __slots__ = ("path", "dtype", "shape")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, path: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Schema(_message.Message):
+    __slots__ = ("leaves", "structure")
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURE_FIELD_NUMBER: _ClassVar[int]
+    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    structure: str
+    def __init__(self, leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., structure: _Optional[str] = ...) -> None: ...
+
+class Print(_message.Message):
+    __slots__ = ("part", "setting", "numbers")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SETTING_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    setting: str
+    numbers: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, part: _Optional[str] = ..., setting: _Optional[str] = ..., numbers: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("protocol",)
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+
+class Description(_message.Message):
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAME_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    release: str
+    center: str
+    rule: _containers.RepeatedCompositeFieldContainer[Print]
+    schema: Schema
+    schema_hash: bytes
+    max_frame: int
+    clock: float
+    lease: float
+    waiting_interval: float
+    mode: str
+    dtype: str
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    worker: str
+    incarnation: str
+    wire_dtype: str
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("center", "sequence")
+    CENTER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    center: str
+    sequence: int
+    def __init__(self, center: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "wire_dtype", "steps")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    anchor_version: int
+    schema_hash: bytes
+    wire_dtype: str
+    steps: int
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., wire_dtype: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("protocol", "worker", "schema")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    worker: str
+    schema: Schema
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ...) -> None: ...
+
+class Initialized(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("wire_dtype", "wait")
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    wire_dtype: str
+    wait: float
+    def __init__(self, wire_dtype: _Optional[str] = ..., wait: _Optional[float] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    schema_hash: bytes
+    staleness: int
+    norm: float
+    applied: bool
+    sequence: int
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("worker", "incarnation")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    connected: bool
+    exchanges: int
+    dropped: int
+    staleness: int
+    norm: float
+    period: int
+    joined: float
+    seen: float
+    bytes_received: int
+    bytes_sent: int
+    waits: bool
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    rule: str
+    mode: str
+    uptime: float
+    parameters: int
+    parameter_bytes: int
+    bytes_received: int
+    bytes_sent: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    parent: str
+    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ...) -> None: ...
