@@ -9,6 +9,7 @@ argument. Its owner feeds it what happened and asks what to do:
     take -> Batch | None        the messages to apply (or drop) next, as one exchange
     settle(batch)               they have been
     acknowledge                 the worker has its answer
+    shift                       the center moved by itself
 
 A worker is known by its name, a life of it by its incarnation, and an exchange in that
 life by its sequence number 1, 2, 3, ... A sequence number that was settled is never
@@ -330,6 +331,12 @@ class Ledger:
                 member.clock += 1
             else:
                 member.dropped += 1
+
+    def shift(self) -> None:
+        """The center moved for another reason than a message; nobody is late for it."""
+        self.version += 1
+        for member in self.members.values():
+            member.turn += 1
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has the answer to an exchange, and will not ask for it again."""

@@ -102,6 +102,7 @@ class LocalCenter:
         )
         self._contributions: dict[str, tuple[PyTree, Any]] = {}  # and norm, by worker
         self._answers: dict[str, Answer] = {}
+        self._observers: list[Callable[[PyTree], None]] = []
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
@@ -151,6 +152,11 @@ class LocalCenter:
     def lease(self) -> float:
         """Seconds after which a worker that lost its connection is given up."""
         return self._ledger.lease
+
+    @property
+    def barrier(self) -> int:
+        """Workers that must have joined before any of them starts."""
+        return self._ledger.barrier
 
     @property
     def is_initialized(self) -> bool:
@@ -213,8 +219,8 @@ class LocalCenter:
                 self._ledger.leave(worker, "")
                 there = len(self._ledger.present())
                 raise errors.NotInitializedError(
-                    f"worker {worker!r} waited {timeout} s for {self._ledger.barrier} "
-                    f"workers to start together, and {there} others are there"
+                    f"worker {worker!r} waited {timeout} s for {self.barrier} workers "
+                    f"to start together, and {there} others are there"
                 )
 
     def leave(self, worker: str) -> None:
@@ -253,6 +259,36 @@ class LocalCenter:
             answer.version.escaped = True
             self._forget(worker)
             return snapshot_of(answer)
+
+    # For a site of a tree of centers: see `Uplink`.
+
+    def initialize_from(self, params: PyTree) -> None:
+        """Parameters from above, if there are none; a chief then adopts them."""
+        with self._changed:
+            if self._store is None:
+                self.initialize(params, worker="")
+                self._chief = None
+
+    def observe(self, observer: Callable[[PyTree], None]) -> None:
+        """Has ``observer`` see every contribution that is applied from now on."""
+        with self._changed:
+            self._observers.append(observer)
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Whether ``condition`` holds, now or within ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
+
+    def atomically(self) -> threading.Condition:
+        """Around what nobody may come between; observers are called within it."""
+        return self._changed
+
+    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+        """A version with ``adopted`` in place of ``sent``, and all progress since."""
+        with self._changed:
+            self._initialized().shift(adopted, sent)
+            self._ledger.shift()
+            self._settle()
 
     # For a server: workers with incarnations, and exchanges that may be repeated.
 
@@ -456,6 +492,9 @@ class LocalCenter:
                 [contribution for contribution, _ in waiting], batch.weights, staleness
             )
             adopted = before if self.rule.adopts == "before" else after
+            for observer in self._observers:
+                for contribution, _ in waiting:
+                    observer(contribution)
         self._ledger.settle(batch)
         for entry, staleness, (_, norm) in zip(
             batch.entries, batch.staleness, waiting, strict=True

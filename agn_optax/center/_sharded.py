@@ -8,6 +8,7 @@ paths and dimensions mean there what they mean in the whole.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -91,13 +92,17 @@ class ShardedCenter:
         )
         # Answers of an exchange that has not reached every shard yet, by worker.
         self._answers: dict[str, dict[int, Snapshot]] = {}
-        self._checked: Any = None
+        self._checked: Any = None  # the kind of tree that the rule was checked with
+        self._model: PyTree = None  # the center, abstract, once it is known
 
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
     ) -> None:
         """A worker is there: see `Center.join`."""
-        parts = self._cut(params) if params is not None else [None] * len(self.centers)
+        parts: list[PyTree] = [None] * len(self.centers)
+        if params is not None:
+            self._check_model(params, "params")
+            parts = self._cut(params)
         try:
             self._all(
                 lambda center, part: center.join(worker, part, timeout=timeout), parts
@@ -116,8 +121,8 @@ class ShardedCenter:
         _check.float_leaves(params, "params")
         parts = self._cut(params)
         # Who is the chief of the first shard is the chief of all.
-        self.centers[0].initialize(parts[0], worker=worker)
-        self._all(lambda c, part: c.initialize(part, worker=worker), parts)
+        for center, part in zip(self.centers, parts, strict=True):
+            center.initialize(part, worker=worker)
         return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -143,6 +148,7 @@ class ShardedCenter:
                 f"anchor_version must be a tuple of {len(self.centers)} versions, one "
                 f"for each shard, got {versions!r}"
             )
+        self._check_model(contribution, "contribution")
         parts = self._cut(contribution)
         answers = self._answers.setdefault(worker, {})
 
@@ -165,6 +171,15 @@ class ShardedCenter:
             if hasattr(center, "close"):
                 center.close()
         self._threads.shutdown(wait=False)
+
+    def _check_model(self, tree: PyTree, what: str) -> None:
+        """``tree`` is like the center, whose parts would differ in strange places."""
+        if self._model is None:
+            with contextlib.suppress(errors.NotInitializedError):
+                self.pull()
+        if self._model is not None:
+            _check.float_leaves(tree, what)
+            _check.same_tree(tree, self._model, what, "center")
 
     def _all(self, call: Callable[[Center, Any], Any], each: Any) -> list[Any]:
         """``call(center, x)`` of every shard at once; raises when all have ended."""
@@ -205,8 +220,11 @@ class ShardedCenter:
     def _join(self, snapshots: Sequence[Snapshot]) -> Snapshot:
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
+        whole = self._whole([snapshot.params for snapshot in snapshots])
+        if self._model is None:
+            self._model = jax.eval_shape(lambda: whole)
         return Snapshot(
-            self._whole([snapshot.params for snapshot in snapshots]),
+            whole,
             tuple(snapshot.version for snapshot in snapshots),
             max(staleness, default=None),
             np.sqrt(np.sum(np.square(norms))) if norms else None,

@@ -137,6 +137,18 @@ class Store:
         self.current = Version(params, before.number + 1)
         return before, self.current
 
+    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+        """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
+        params = _shifted(self.current.params, self.place(adopted), self.place(sent))
+        self.current = Version(params, self.current.number + 1)
+
+
+@jax.jit
+def _shifted(center: PyTree, adopted: PyTree, sent: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda c, a, s: (a + (c - s)).astype(c.dtype), center, adopted, sent
+    )
+
 
 class _Programs(NamedTuple):
     # By whether it takes a contribution (or a message made of several), and in place.

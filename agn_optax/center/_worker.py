@@ -200,7 +200,7 @@ class Worker:
         self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
         self._depart_program = jax.jit(depart_fn, donate_argnums=1)
-        self._land_program = jax.jit(land_fn, donate_argnums=(0, 1, 2))
+        self._land_program = jax.jit(land_fn, donate_argnums=(0, 1))
 
     def start(
         self,

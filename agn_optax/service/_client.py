@@ -43,6 +43,9 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+# What grpc.aio raises at a call that has ended.
+_ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+
 
 def connect(
     address: str | Sequence[str],
@@ -202,9 +205,9 @@ class RemoteCenter:
         session = _Session(worker)
         self._sessions[worker] = session
         try:
-            self._run(self._retry(lambda: self._open(session), timeout))
+            self._run(self._join(session, timeout))
         except BaseException:
-            self._sessions.pop(worker, None)
+            self.leave(worker)
             raise
 
     def leave(self, worker: str) -> None:
@@ -381,17 +384,13 @@ class RemoteCenter:
 
     # On the loop's thread.
 
-    async def _retry(
-        self,
-        attempt: Callable[[], Awaitable[T]],
-        timeout: float | None = None,
-    ) -> T:
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """What ``attempt`` returns, in as many attempts as the time allows.
 
         While the center is known to be unreachable, one attempt is enough to say so.
         """
         begin = time.monotonic()
-        end = begin + (self._timeout if timeout is None else timeout)
+        end = begin + self._timeout
         patient = self.unreachable_since is None
         attempts = 0
         while True:
@@ -480,7 +479,7 @@ class RemoteCenter:
             raise errors.CenterUnreachableError(
                 f"nothing came for {self._timeout:.0f} s"
             ) from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        except _ENDED:
             # Whatever went wrong, the call's status says why.
             raise await self._why_it_ended(call) from None
         except BaseException:
@@ -555,12 +554,12 @@ class RemoteCenter:
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
         async with self._watched(call) as watch:
-            await self._write(call, pb.Frame(start=start).SerializeToString(), watch)
-            for offset, pieces in schema.chunks(arrays):
-                if call.done():  # somebody has initialized it already
-                    break
-                await self._write(call, _wire.encode(b"", offset, pieces), watch)
-            else:
+            first = pb.Frame(start=start).SerializeToString()
+            # A center that has parameters ends the call before it has come to its end.
+            with contextlib.suppress(*_ENDED):
+                await self._write(call, first, watch)
+                for offset, pieces in schema.chunks(arrays):
+                    await self._write(call, _wire.encode(b"", offset, pieces), watch)
                 await call.done_writing()
             await call
         await self._describe()
@@ -592,6 +591,17 @@ class RemoteCenter:
             )
         session.center = said.joined.center
 
+    async def _join(self, session: _Session, timeout: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._retry(lambda: self._open(session))
+        except TimeoutError:
+            barrier = (await self._describe()).barrier
+            raise errors.NotInitializedError(
+                f"worker {session.worker!r} waited {timeout} s for {barrier} workers "
+                "to start together"
+            ) from None
+
     async def _exchange(
         self,
         session: _Session,
@@ -612,7 +622,7 @@ class RemoteCenter:
             answer = await self._receive(call, watch)
             acknowledge = pb.Frame(acknowledge=message.sequence)
             # The answer is here; whether this arrives matters to nobody but the center.
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            with contextlib.suppress(*_ENDED):
                 await call.write(acknowledge.SerializeToString())
             return answer
 

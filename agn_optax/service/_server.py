@@ -14,8 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
-from agn_optax.center import LocalCenter
+from agn_optax.center import Center, LocalCenter
 from agn_optax.center._ledger import Mode
+from agn_optax.center._uplink import Uplink
 from agn_optax.rules import Rule, _check
 from agn_optax.service import _address
 from agn_optax.service._servicer import Servicer
@@ -29,11 +30,13 @@ class Server:
     Attributes:
       address: where it listens; has the real port where 0 was asked for.
       center: the center variable: ``center.pull()``, ``center.save()``.
+      uplink: the link to its parent; None if it has none.
     """
 
     def __init__(self, center: LocalCenter, servicer: Servicer, address: str) -> None:
         self.center = center
         self.address = address
+        self.uplink: Uplink | None = None
         self._servicer = servicer
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
@@ -59,6 +62,8 @@ class Server:
             self._health.enter_graceful_shutdown()
             self.center.close(f"the center at {self.address} is going down")
             self._servicer.wait_until_idle(grace)
+            if self.uplink is not None:
+                self.uplink.stop(grace)
             self._grpc.stop(grace=0.5).wait()
             self._stopped.set()
 
@@ -82,7 +87,9 @@ def serve(
     lease: float = 10.0,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
-    center: LocalCenter | None = None,
+    parent: Center | None = None,
+    parent_period: int = 10,
+    name: str | None = None,
 ) -> Server:
     """Serves a center variable over gRPC, in threads of this process.
 
@@ -100,8 +107,11 @@ def serve(
       lease: seconds after which a worker that lost its connection is given up.
       credentials: of TLS; None for plain text, which must stay on this machine.
       insecure: allows plain text beyond this machine.
-      center: a center to serve, in place of a new one; the settings above from
-        ``params`` to ``lease`` are then its own, and not to be given.
+      parent: a center that this one is a worker of, such as `connect` returns: the
+        workers of a site share this center, and the sites share the parent, whose rule
+        says how. Without ``params``, the parent's are taken.
+      parent_period: exchanges of this center's workers between two with the parent.
+      name: of this center among the workers of its parent; None makes one up.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
@@ -122,21 +132,29 @@ def serve(
     """
     _address.check(address)
     _address.check_plaintext(address, credentials, insecure)
-    if center is None:
-        center = LocalCenter(
-            rule,
-            params,
-            dtype=dtype,
-            device=_device(device),
-            mode=mode,
-            barrier=barrier,
-            max_workers=max_workers,
-            lease=lease,
-            refuse_nonfinite=True,
-        )
+    center = LocalCenter(
+        rule,
+        params,
+        dtype=dtype,
+        device=_device(device),
+        mode=mode,
+        barrier=barrier,
+        max_workers=max_workers,
+        lease=lease,
+        refuse_nonfinite=True,
+    )
     kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
-    servicer = Servicer(center, kept)
-    return start(servicer, address, credentials, max_workers)
+    upwards = "" if parent is None else getattr(parent, "address", "this process")
+    servicer = Servicer(center, kept, upwards)
+    server = start(servicer, address, credentials, max_workers)
+    if parent is not None:
+        name = name or f"center at {server.address}"
+        try:
+            server.uplink = Uplink(center, parent, period=parent_period, name=name)
+        except BaseException:
+            server.stop()
+            raise
+    return server
 
 
 def start(

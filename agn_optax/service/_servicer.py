@@ -119,6 +119,7 @@ class Servicer:
             waiting_interval=WAITING_INTERVAL,
             mode=repr(self.center.mode),
             dtype=self._dtype,
+            barrier=self.center.barrier,
         )
 
     def initialize(self, frames: Iterator[bytes], context: Any) -> pb.Initialized:

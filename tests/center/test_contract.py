@@ -1,0 +1,215 @@
+"""What every center promises: embedded, served, in shards, and as a site of a tree."""
+
+import threading
+
+import center_kinds
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_identical, feeds, run_worker, tree
+
+import agn_optax
+from agn_optax import errors, rules
+
+
+@pytest.fixture(params=center_kinds.KINDS)
+def kind(request):
+    return request.param
+
+
+def count(version):
+    """Exchanges applied, whatever kind of version it is."""
+    numbers = set(jax.tree.leaves(version))
+    assert len(numbers) == 1
+    return numbers.pop()
+
+
+@pytest.mark.parametrize("rule", ["agn", "dynsgd", "diloco", "easgd_rho"])
+def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
+    rule = RULES[rule]()
+    ends = []
+    for each in ("local", kind):
+        with center_kinds.made(each, rule) as center:
+            workers = [
+                agn_optax.Worker(center, optax.adam(0.05), period=2, name=f"w{i}")
+                for i in range(2)
+            ]
+            loops = [w.start(tree(), chief=not i) for i, w in enumerate(workers)]
+            answers = []
+            for part in range(3):  # in turns, so that messages are stale
+                for i, worker in enumerate(workers):
+                    more = feeds(tree(), 3, seed=10 * part + i)
+                    loops[i] = run_worker(worker, *loops[i], more)
+                    answers.append((worker.staleness, np.float32(worker.norm)))
+            pulled = center.pull()
+            assert count(pulled.version) == sum(w.exchanges for w in workers) == 8
+            ends.append((loops, pulled.params, answers))
+    for (embedded, center, answers), (loops, other, others) in [tuple(ends)]:
+        assert_identical(other, center)
+        for ours, theirs in zip(loops, embedded, strict=True):
+            assert_identical(ours, theirs)
+        assert [s for s, _ in others] == [s for s, _ in answers]
+        np.testing.assert_allclose(
+            [n for _, n in others], [n for _, n in answers], rtol=1e-6
+        )
+
+
+def test_the_chief_initializes_and_the_others_adopt(kind):
+    with center_kinds.made(kind, rules.downpour()) as center:
+        with pytest.raises(errors.NotInitializedError, match="chief"):
+            center.pull()
+        with pytest.raises(errors.NotInitializedError, match=r"within 0.1 s"):
+            center.wait(timeout=0.1)
+        anna, bert = (
+            agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+            for name in ("anna", "bert")
+        )
+        started = {}
+        waiting = threading.Thread(
+            target=lambda: started.update(
+                bert=bert.start(tree(seed=1), chief=False, timeout=60)[0]
+            )
+        )
+        waiting.start()
+        anna.start(tree(), chief=True)
+        waiting.join(60)
+        assert_identical(started["bert"], tree())
+        with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
+            bert.start(tree(seed=1), chief=True)
+        assert_identical(anna.start(tree(seed=2), chief=True)[0], tree())  # came back
+
+
+def test_versions_are_whole_and_stay_what_they_are(kind):
+    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+        first = center.pull()
+        center.join("w")
+        answer = center.exchange(tree(seed=1), anchor_version=first.version, worker="w")
+        assert count(answer.version) == count(first.version) + 1
+        assert answer.staleness == 0
+        assert answer.applied
+        expected = jax.tree.map(lambda c, m: c - m, tree(), tree(seed=1))
+        assert_identical(first.params, tree())
+        assert_identical(answer.params, expected)
+        again = center.exchange(tree(seed=2), anchor_version=first.version, worker="w")
+        assert again.staleness == 1
+        assert_identical(answer.params, expected)
+
+
+@pytest.mark.parametrize(
+    ("contribution", "message"),
+    [
+        ({"b": jnp.ones(2)}, r"b'\]"),
+        (tree() | {"scale": jnp.ones(3)}, r"scale"),
+        (tree() | {"scale": jnp.int32(1)}, r"int32"),
+    ],
+)
+def test_a_contribution_of_another_model(kind, contribution, message):
+    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+        version = center.pull().version
+        with pytest.raises(errors.TreeMismatchError, match=message):
+            center.exchange(contribution, anchor_version=version, worker="w")
+        assert center.pull().version == version
+        assert_identical(center.pull().params, tree())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_message_that_is_not_finite(kind, value):
+    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="anna")
+        params, state = worker.start()
+        bad = params | {"layers": jax.tree.map(lambda x: x * value, params["layers"])}
+        with pytest.raises(errors.MessageRefusedError, match="not finite"):
+            worker.exchange(bad, state)
+        assert_identical(center.pull().params, tree())
+        worker.exchange(*worker.start())  # goes on from the center
+        assert worker.exchanges == 1
+
+
+def test_an_anchor_of_the_future(kind):
+    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+        version = jax.tree.map(lambda v: v + 1, center.pull().version)
+        for wrong in (version, None):
+            with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
+                center.exchange(tree(), anchor_version=wrong, worker="w")
+        assert_identical(center.pull().params, tree())
+
+
+def test_threads_exchange_at_once(kind):
+    """Whole numbers in float32, so that the sum is exact in any order."""
+    workers, exchanges = 4, 6
+    start = {"a": jnp.zeros(1000), "b": jnp.zeros((3, 7))}
+    with center_kinds.made(kind, rules.downpour(), start) as center:
+        begin, failures = count(center.pull().version), []
+
+        def work(number):
+            try:
+                name = f"w{number}"
+                center.join(name)
+                message = jax.tree.map(lambda x: x + float(number + 1), start)
+                version = center.pull().version
+                for _ in range(exchanges):
+                    answer = center.exchange(
+                        message, anchor_version=version, worker=name
+                    )
+                    version = answer.version
+                    if kind != "shards":  # each shard has versions of its own
+                        for leaf in jax.tree.leaves(answer.params):
+                            assert np.min(leaf) == np.max(leaf)
+                center.leave(name)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not failures
+        total = exchanges * workers * (workers + 1) / 2
+        end = center.pull()
+        assert count(end.version) == begin + workers * exchanges
+        for leaf in jax.tree.leaves(end.params):
+            np.testing.assert_array_equal(leaf, -total)
+
+
+def test_a_barrier_lets_workers_start_together(kind):
+    with center_kinds.made(kind, rules.downpour(), barrier=2) as center:
+        names, started = ("anna", "bert"), []
+        workers = {
+            name: agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+            for name in names
+        }
+        with pytest.raises(errors.CenterError, match="2 workers"):
+            workers["anna"].start(tree(), chief=True, timeout=0.2)
+
+        def start(name):
+            workers[name].start(tree(), chief=name == "anna", timeout=60)
+            started.append(name)
+
+        threads = [threading.Thread(target=start, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(started) == ["anna", "bert"]
+
+
+def test_overlap_keeps_the_progress_made_meanwhile(kind):
+    """With linear losses, nothing that the worker did is lost or comes twice."""
+    start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
+    with center_kinds.made(kind, rules.downpour(), start) as center:
+        worker = agn_optax.Worker(
+            center, optax.sgd(1.0), period=2, name="anna", overlap=True
+        )
+        params, state = worker.start()
+        local = jax.jit(worker.tx.update)
+        for _ in range(11):
+            updates, state = local(jax.tree.map(jnp.ones_like, params), state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        params, state = worker.flush(params, state)
+        for leaf in jax.tree.leaves((params, center.pull().params)):
+            np.testing.assert_array_equal(leaf, -11.0)
+        worker.leave()

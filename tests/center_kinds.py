@@ -1,0 +1,39 @@
+"""Centers of every kind, for tests that hold for all of them."""
+
+import contextlib
+
+import agn_optax
+from agn_optax import service
+
+KINDS = ["local", "server", "shards", "site"]
+
+
+@contextlib.contextmanager
+def made(kind, rule, params=None, **settings):
+    """A center as a worker sees it: embedded, served, in two shards, in a tree."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(rule, params=None, **settings):
+            return stack.enter_context(service.serve(rule, params, **settings))
+
+        def connect(address, rule):
+            center = service.connect(address, rule, timeout=20)
+            stack.callback(center.close)
+            return center
+
+        if kind == "local":
+            yield agn_optax.LocalCenter(rule, params, refuse_nonfinite=True, **settings)
+        elif kind == "server":
+            yield connect(serve(rule, params, **settings).address, rule)
+        elif kind == "shards":
+            servers = [serve(rule, **settings) for _ in range(2)]
+            center = connect([server.address for server in servers], rule)
+            if params is not None:
+                center.initialize(params, worker="")
+            yield center
+        else:  # a site whose parent it meets rarely
+            parent = agn_optax.LocalCenter(rule, params)
+            server = serve(rule, params, parent=parent, parent_period=1000, **settings)
+            if params is not None:
+                assert server.uplink.ready.wait(20)
+            yield connect(server.address, rule)
