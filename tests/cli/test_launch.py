@@ -1,0 +1,558 @@
+"""Real processes side by side: what they say, how they end, and that they all do."""
+
+import collections
+import contextlib
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from agn_optax import errors
+from agn_optax.cli import _process
+from agn_optax.cli._launch import Program, run
+
+PATIENCE = 30.0  # for what happens at once, even on a busy machine
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Witness:
+    """Knows which processes live: each holds a connection, which ends with it."""
+
+    def __init__(self):
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(PATIENCE)
+        self.alive = collections.defaultdict(list)
+
+    def meet(self, who):
+        """Waits until a process with this name lives."""
+        while not self.alive[who]:
+            connection, _ = self.server.accept()
+            connection.settimeout(PATIENCE)
+            with connection.makefile("rb", buffering=0) as file:  # reads no further
+                name = file.readline().decode().strip()
+            self.alive[name].append(connection)
+
+    def release(self, who):
+        """Lets a process with this name go on, which waits in ``s.recv(1)``."""
+        self.meet(who)
+        self.alive[who][0].sendall(b"!")
+
+    def accept_all(self):
+        """Without waiting: those that nobody has met."""
+        while select.select([self.server], [], [], 0)[0]:
+            connection, _ = self.server.accept()
+            connection.settimeout(PATIENCE)
+            self.alive["stranger"].append(connection)
+
+    def see_the_end(self, who):
+        """Waits until all processes with this name have ended."""
+        for connection in self.alive.pop(who):
+            with connection, contextlib.suppress(ConnectionResetError):
+                while connection.recv(100):
+                    pass
+
+    def close(self):
+        self.accept_all()
+        for who in list(self.alive):
+            self.see_the_end(who)
+        self.server.close()
+
+
+@pytest.fixture
+def witness():
+    witness = Witness()
+    yield witness
+    witness.close()  # times out while somebody is alive
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    def state():
+        handlers = tuple(signal.getsignal(signum) for signum in FORWARDED)
+        return set(threading.enumerate()), open_files(), handlers, children()
+
+    threads, files, handlers, processes = state()
+    yield
+    new_threads, new_files, new_handlers, new_processes = state()
+    assert new_threads <= threads
+    assert new_files <= files
+    assert new_handlers == handlers
+    assert new_processes <= processes
+
+
+def open_files():
+    # The folder itself is open while it is listed.
+    return {fd for fd in map(int, os.listdir("/dev/fd")) if is_open(fd)}  # noqa: PTH208
+
+
+def is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def children():
+    """Of this process, also those that have ended and are not waited for; on Linux."""
+    tasks = pathlib.Path("/proc/self/task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()}
+
+
+def python(name, program, *arguments, **settings):
+    command = [sys.executable, "-S", "-c", program, *map(str, arguments)]
+    return Program(name, command, **settings)
+
+
+def living(witness, name, then="signal.pause()", **settings):
+    """A program that tells the witness of its life before it goes on."""
+    return python(name, life(witness, name, then), **settings)
+
+
+def life(witness, who, then="signal.pause()"):
+    return (
+        "import os, signal, socket, subprocess, sys\n"
+        f"s = socket.create_connection({witness.server.getsockname()})\n"
+        f"s.sendall(b'{who}\\n')\n" + then
+    )
+
+
+class Lines(list):
+    """Takes the lines; ``on`` says what to do at some of them."""
+
+    def __init__(self, on):
+        self.on = on
+
+    def __call__(self, name, line):
+        self.append((name, line))
+        if line in self.on:
+            self.on[line]()
+
+    def of(self, name):
+        return [line for who, line in self if who == name]
+
+
+def launch(*programs, on=None, **settings):
+    lines = Lines(on or {})
+    ended = run(programs, output=lines, **{"restart_delay": 0.01, **settings})
+    assert [e.name for e in ended] == [program.name for program in programs]
+    return lines, ended
+
+
+def test_lines_carry_the_name_of_their_program():
+    say = "import sys; print('out', sys.argv[1]); print('err', file=sys.stderr)"
+    lines, ended = launch(python("a", say, 1), python("b", say, 2))
+    assert sorted(lines.of("a")) == ["err", "out 1"]
+    assert sorted(lines.of("b")) == ["err", "out 2"]
+    for e in ended:
+        assert (e.returncode, e.restarts, e.stopped) == (0, 0, False)
+        assert 0 < e.seconds < PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (b"", []),
+        (b"\n\na\n", ["", "", "a"]),
+        (b"no end", ["no end"]),
+        (b"1%\r2%\r3%\r\ndone\n", ["1%", "2%", "3%", "done"]),
+        (b"left\r", ["left"]),
+        (b"\xff\xc3\xa9\n\xc3", ["\ufffd\u00e9", "\ufffd"]),
+        ("a\u2028b\x0bc\x0c\n".encode(), ["a\u2028b\x0bc\x0c"]),  # all one line
+    ],
+)
+def test_lines_end_where_they_should(written, expected):
+    lines, _ = launch(python("a", f"import os; os.write(1, {written!r})"))
+    assert lines.of("a") == expected
+
+
+def test_a_line_without_an_end_comes_in_pieces():
+    longest = _process.LONGEST_LINE
+    program = f"import os, sys; sys.stdout.write('x' * {3 * longest + 7})"
+    lines, _ = launch(python("a", program))
+    assert [len(line) for line in lines.of("a")] == [longest] * 3 + [7]
+
+
+def test_characters_and_line_ends_may_come_in_parts():
+    lines = _process._Lines()
+    data = "é\r\nü\rx".encode()
+    parts = [data[i : i + 1] for i in range(len(data))]
+    said = [list(lines.feed(part, final=False)) for part in parts]
+    said.append(list(lines.feed(b"", final=True)))
+    assert [line for part in said for line in part] == ["é", "ü", "x"]
+
+
+def test_much_output_from_several_programs():
+    program = "import sys\nfor i in range(20000): print(i, '-' * 50)"
+    lines, _ = launch(*(python(name, program) for name in "abc"))
+    expected = [f"{i} {'-' * 50}" for i in range(20000)]
+    for name in "abc":
+        assert lines.of(name) == expected
+
+
+def test_lines_come_when_they_are_written(witness):
+    then = "print('hello'); s.recv(1); print('goodbye')"
+    lines, _ = launch(
+        living(witness, "a", then), on={"hello": lambda: witness.release("a")}
+    )
+    assert lines.of("a") == ["hello", "goodbye"]
+
+
+def test_environment_and_empty_stdin(monkeypatch):
+    monkeypatch.setenv("INHERITED", "1")
+    monkeypatch.setenv("REPLACED", "1")
+    program = (
+        "import os, sys\n"
+        "for name in ['INHERITED', 'REPLACED', 'ADDED', 'PYTHONUNBUFFERED',"
+        " 'AGN_OPTAX_RESTARTS']: print(os.environ[name])\n"
+        "print(repr(sys.stdin.read()))"
+    )
+    environment = {"REPLACED": "2", "ADDED": "3"}
+    lines, _ = launch(python("a", program, environment=environment))
+    assert lines.of("a") == ["1", "2", "3", "1", "0", "''"]
+
+
+def test_a_program_that_fails_is_started_again():
+    program = (
+        "import os, sys; n = int(os.environ['AGN_OPTAX_RESTARTS']); print('life', n)\n"
+        "sys.exit(4 if n < 2 else 0)"
+    )
+    lines, (ended,) = launch(python("a", program, restarts=3))
+    assert lines.of("a") == [
+        "life 0",
+        "agn-optax: exit status 4",
+        "agn-optax: restarted (1 of 3) after exit status 4",
+        "life 1",
+        "agn-optax: exit status 4",
+        "agn-optax: restarted (2 of 3) after exit status 4",
+        "life 2",
+    ]
+    assert (ended.returncode, ended.restarts, ended.stopped) == (0, 2, False)
+
+
+def test_it_is_started_again_after_the_delay():
+    aborts = python("a", "import os; os.abort()", restarts=2)
+    _, (ended,) = launch(aborts, restart_delay=0.2)
+    assert (ended.returncode, ended.restarts) == (-signal.SIGABRT, 2)
+    assert ended.seconds > 0.4
+
+
+def test_beyond_the_bound_all_are_ended(witness):
+    broken = living(witness, "broken", "os.kill(os.getpid(), 9)", restarts=1)
+    lines, ended = launch(
+        living(witness, "a"),
+        broken,
+        living(witness, "b", restarts=9),  # of which it makes no use
+    )
+    assert lines.of("broken") == [
+        "agn-optax: killed by SIGKILL",
+        "agn-optax: restarted (1 of 1) after SIGKILL",
+        "agn-optax: killed by SIGKILL",
+    ]
+    assert [e.returncode for e in ended] == [-signal.SIGTERM, -9, -signal.SIGTERM]
+    assert [e.stopped for e in ended] == [True, False, True]
+    assert [e.restarts for e in ended] == [0, 1, 0]
+
+
+def test_one_that_waits_for_its_restart_is_not_started_when_all_end(witness):
+    _, ended = launch(
+        python("first", "raise SystemExit(1)", restarts=1),
+        living(witness, "second", "s.recv(1); sys.exit(2)"),
+        on={"agn-optax: exit status 1": lambda: witness.release("second")},
+        restart_delay=3600.0,
+    )
+    assert [(e.returncode, e.stopped) for e in ended] == [(1, True), (2, False)]
+    assert ended[0].restarts == 0
+
+
+def test_one_that_is_not_waited_for_is_ended_last(witness):
+    bye = "signal.signal(15, lambda *_: (print('bye'), sys.exit()))\n"
+    server = bye + "print('up'); signal.pause()"
+    lines, ended = launch(
+        living(witness, "server", server, waited_for=False),
+        living(witness, "a", "s.recv(1); print('done')"),
+        living(witness, "b", "s.recv(1); print('done')"),
+        on={"up": lambda: witness.release("a"), "done": lambda: witness.release("b")},
+    )
+    assert lines == [("server", "up"), ("a", "done"), ("b", "done"), ("server", "bye")]
+    assert [e.returncode for e in ended] == [0, 0, 0]
+    assert [e.stopped for e in ended] == [True, False, False]
+
+
+def test_one_that_is_not_waited_for_may_end_earlier(witness):
+    # Its exit status stands before the witness sees its end.
+    enough = "print('enough'); os._exit(0)"
+
+    def go_on():
+        witness.meet("server")
+        witness.see_the_end("server")
+        witness.release("a")
+
+    lines, ended = launch(
+        living(witness, "server", enough, waited_for=False),
+        living(witness, "a", "s.recv(1); print('done')"),
+        on={"enough": go_on},
+    )
+    assert lines == [("server", "enough"), ("a", "done")]
+    assert [e.returncode for e in ended] == [0, 0]
+
+
+STUBBORN = "signal.signal(15, signal.SIG_IGN)\nwhile True: signal.pause()"
+
+
+def test_who_does_not_go_is_killed_after_the_grace(witness):
+    stubborn = STUBBORN.replace("\n", "; print('up')\n")
+    lines, ended = launch(
+        living(witness, "stubborn", stubborn, waited_for=False),
+        living(witness, "a", "s.recv(1)"),
+        on={"up": lambda: witness.release("a")},
+        grace=0.3,
+    )
+    assert lines.of("stubborn") == [
+        "up",
+        "agn-optax: killed what had not ended within 0.3 s",
+        "agn-optax: killed by SIGKILL",
+    ]
+    assert ended[0].returncode == -signal.SIGKILL
+    assert ended[0].seconds - ended[1].seconds > 0.25
+
+
+def grandchild(witness, who, then, how=""):
+    """Code that starts a process, and goes on when that is `READY`."""
+    program = life(witness, who, then)
+    return (
+        "ready, done = os.pipe()\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-c', {program!r},"
+        f" str(done)], pass_fds=[done]{how})\n"
+        "os.read(ready, 1)\n"
+    )
+
+
+READY = "os.write(int(sys.argv[1]), b'!')\n"
+
+
+@pytest.mark.parametrize("how", ["", ", stdout=-3, stderr=-3"])  # -3: to /dev/null
+@pytest.mark.parametrize("leader", ["signal.pause()", "sys.exit(0)", "sys.exit(1)"])
+def test_grandchildren_end_with_their_program(witness, leader, how):
+    then = grandchild(witness, "grandchild", READY + STUBBORN, how)
+    launch(
+        living(witness, "a", f"{then}print('go'); {leader}", waited_for=False),
+        living(witness, "b", "s.recv(1)"),
+        on={"go": lambda: witness.release("b")},
+        grace=0.1,
+    )
+    witness.meet("grandchild")
+    witness.see_the_end("grandchild")
+
+
+def test_grandchildren_have_the_grace_to_say_their_last_words(witness):
+    # Such as the worker of a shell, which ends at once.
+    last = "signal.signal(15, lambda *_: (print('last words'), sys.exit()))\n"
+    then = grandchild(witness, "grandchild", last + READY + "signal.pause()")
+    lines, _ = launch(living(witness, "a", then), grace=PATIENCE)
+    assert lines.of("a") == ["last words"]
+
+
+def test_one_that_has_left_the_group_does_not_hold_up_the_end(witness):
+    escaped = "os.write(1, b'part')\n" + READY + "s.recv(1)"
+    then = grandchild(witness, "escaped", escaped, ", start_new_session=True")
+    lines, (ended,) = launch(living(witness, "a", then), grace=0.1)
+    assert (ended.returncode, ended.stopped) == (0, False)
+    assert lines.of("a") == [
+        "agn-optax: killed what had not ended within 0.1 s",
+        "part",
+    ]
+    witness.release("escaped")
+
+
+def test_output_that_raises_ends_all(witness):
+    def output(name, line):
+        calls.append(line)
+        witness.meet("b")
+        raise ZeroDivisionError
+
+    calls = []
+    # The last words are more than a pipe holds.
+    last = "signal.signal(15, lambda *_: (print('y' * 200000), s.sendall(b'said'),"
+    last += " sys.exit()))\n"
+    a = living(witness, "a", last + "print('up'); signal.pause()")
+    with pytest.raises(ZeroDivisionError):
+        run([a, living(witness, "b")], output=output)
+    assert calls == ["up"]
+    witness.meet("a")
+    assert witness.alive["a"][0].recv(4) == b"said"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["/does/not/exist", "x"], "'broken' cannot be started.*No such file.*'x'"),
+        ([os.devnull], "'broken' cannot be started.*Permission"),
+        (["a\0b"], "'broken' cannot be started.*null byte"),
+    ],
+)
+def test_a_command_that_cannot_be_started(witness, command, message):
+    programs = [
+        living(witness, "a"),
+        Program("broken", command),
+        python("never", "print('started')"),
+    ]
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        run(programs, output=pytest.fail)
+
+
+def test_a_command_that_cannot_be_started_again(witness, tmp_path):
+    script = tmp_path / "once"
+    script.write_text(f"#!{sys.executable}\nimport os; os.remove(__file__); exit(1)\n")
+    script.chmod(0o700)
+    once = Program("once", [str(script)], restarts=1)
+    with pytest.raises(errors.InvalidArgumentError, match="'once' cannot be started"):
+        run([living(witness, "a"), once], output=print, restart_delay=0.0)
+
+
+def test_in_another_thread(witness):
+    result = []
+    broken = python("broken", "raise SystemExit(3)")
+    thread = threading.Thread(
+        target=lambda: result.append(launch(living(witness, "a"), broken)[1])
+    )
+    thread.start()
+    thread.join(PATIENCE)
+    assert [e.returncode for e in result[0]] == [-signal.SIGTERM, 3]
+
+
+# A launcher of its own, which tells of the programs' lines and of what `run` raises.
+# It starts quickly: agn_optax is there without its __init__, which would import JAX.
+LAUNCHER = """
+import signal, sys, types
+sys.modules["agn_optax"] = types.ModuleType("agn_optax")
+sys.modules["agn_optax"].__path__ = [PACKAGE]
+from agn_optax.cli._launch import Program, run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+commands = sys.argv[2:4]
+try:
+    python = [sys.executable, "-S", "-c"]
+    run(
+        [Program(f"p{i}", [*python, code]) for i, code in enumerate(commands)],
+        output=lambda name, line: print(name, line, flush=True),
+        grace=float(sys.argv[1]),
+    )
+except BaseException as error:
+    print(repr(error), signal.getsignal(2).__name__, flush=True)
+    raise
+""".replace("PACKAGE", repr(str(pathlib.Path(errors.__file__).parent)))
+
+
+@contextlib.contextmanager
+def launcher(witness, *commands, grace=PATIENCE, flag=""):
+    process = subprocess.Popen(  # noqa: S603 our own program
+        [sys.executable, "-S", "-c", LAUNCHER, str(grace), *commands, flag],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            witness.meet("a")
+            witness.meet("b")
+            yield process
+        finally:
+            process.kill()
+
+
+TELL = """
+def tell(signum, frame):
+    print("got", signal.Signals(signum).name)
+    sys.exit(0)
+for signum in (1, 2, 3, 15): signal.signal(signum, tell)
+print("up")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "status", "raised"),
+    [
+        (signal.SIGINT, -signal.SIGINT, "KeyboardInterrupt()"),
+        (signal.SIGTERM, 143, "SystemExit(143)"),
+    ],
+)
+def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
+    commands = [life(witness, who, TELL) for who in "ab"]
+    with launcher(witness, *commands) as process:
+        said = sorted(process.stdout.readline() for _ in range(2))
+        assert said == ["p0 up\n", "p1 up\n"]
+        process.send_signal(signum)
+        out, _ = process.communicate(timeout=PATIENCE)
+        *lines, last = out.splitlines()
+        assert sorted(lines) == [f"p{i} got {signum.name}" for i in range(2)]
+        assert last == f"{raised} default_int_handler"
+        assert process.returncode == status
+
+
+def test_who_ignores_the_interrupt_is_killed_and_an_ignored_one_is_not_sent(witness):
+    stubborn = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint('up')\n"
+    pause = "signal.signal(1, lambda *_: print('hung up'))\nwhile 1: signal.pause()"
+    commands = [life(witness, who, stubborn + pause) for who in "ab"]
+    with launcher(witness, *commands, grace=0.2, flag="nohup") as process:
+        for _ in range(2):
+            assert process.stdout.readline().endswith("up\n")
+        process.send_signal(signal.SIGHUP)  # ignored, as nohup wants it
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # nobody has to be patient
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert "hung up" not in out
+        assert out.count("killed by SIGKILL") == 2
+        assert process.returncode == -signal.SIGINT
+
+
+def test_programs_are_killed_with_their_launcher(witness):
+    a = life(witness, "a", grandchild(witness, "c", READY + STUBBORN) + STUBBORN)
+    with launcher(witness, a, life(witness, "b", STUBBORN)) as process:
+        witness.meet("c")
+        os.killpg(process.pid, signal.SIGKILL)  # and nobody in its group can help
+        for who in "abc":
+            witness.see_the_end(who)
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        ([], "at least must be waited for"),
+        ([python("a", "", waited_for=False)], "at least must be waited for"),
+        ([python("a", ""), python("b", ""), python("a", "")], "must differ.*'b'"),
+    ],
+)
+def test_impossible_programs_are_refused(programs, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        run(programs, output=print)
+
+
+@pytest.mark.parametrize("setting", ["grace", "restart_delay"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_impossible_times_are_refused(setting, value):
+    with pytest.raises(errors.InvalidArgumentError, match=f"{setting} must be"):
+        run([python("a", "")], output=print, **{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("", ["true"]), errors.InvalidArgumentError, "name"),
+        (("a", []), errors.InvalidArgumentError, "'a' has an empty command"),
+        (("a", "python x.py"), errors.InvalidTypeError, "'a' must be a list"),
+        (("a", ["true"], {}, -1), errors.InvalidArgumentError, "'a'.*-1"),
+    ],
+)
+def test_impossible_program_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Program(*arguments)
