@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test lint types format bench lock clean venv
+.PHONY: help demo towers test lint types format bench proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -31,6 +31,9 @@ towers: venv ## train a transformer on a mesh: data parallel, independent and is
 bench: venv ## measure what the optimizers cost, and what meshes send
 	@$(python) -B benchmarks/optimizer_overhead.py
 	@$(python) -B benchmarks/towers.py
+
+proto: venv ## generate the code of the service's messages
+	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto
 
 lock: ## pin the newest versions of everything, with hashes (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --extra dev \

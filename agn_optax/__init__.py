@@ -1,5 +1,8 @@
 """Train one model with many workers that talk rarely, as Optax transformations."""
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from agn_optax import errors, rules, towers
 from agn_optax._version import __version__
 from agn_optax.center import (
@@ -90,3 +93,10 @@ __all__ = [
     "synchronous_warmup",
     "towers",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """`agn_optax.service` is imported when it is used: it needs an extra, and time."""
+    if name == "service":
+        return _importlib.import_module("agn_optax.service")
+    raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")

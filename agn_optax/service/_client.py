@@ -14,7 +14,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import grpc
@@ -45,6 +52,8 @@ _OPTIONS = [
 
 # What grpc.aio raises at a call that has ended.
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+# Seconds that a call tries to reach a center that is known not to answer.
+_SOON = 2.0
 
 
 def connect(
@@ -100,6 +109,8 @@ def connect(
     check_rule(rule)
     if isinstance(address, str):
         address = [part.strip() for part in address.split(",")]
+    if not isinstance(address, Iterable):
+        address = [address]
     addresses = [_address.check(each) for each in address]
     if not addresses or len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
@@ -387,11 +398,11 @@ class RemoteCenter:
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """What ``attempt`` returns, in as many attempts as the time allows.
 
-        While the center is known to be unreachable, one attempt is enough to say so.
+        While the center is known to be unreachable, a call says so soon.
         """
         begin = time.monotonic()
-        end = begin + self._timeout
-        patient = self.unreachable_since is None
+        known = self.unreachable_since is not None
+        end = begin + min(self._timeout, _SOON if known else math.inf)
         attempts = 0
         while True:
             attempts += 1
@@ -416,7 +427,7 @@ class RemoteCenter:
                     end - begin,
                 )
             pause = min(2.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
-            if not patient or now + pause > end:
+            if now + pause > end:
                 since = time.strftime("%X", time.localtime(self.unreachable_since))
                 silent = time.time() - self.unreachable_since
                 raise errors.CenterUnreachableError(

@@ -1,0 +1,612 @@
+"""The service on real sockets: what it says, what it refuses, and what it survives."""
+
+import concurrent.futures
+import contextlib
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import grpc
+import jax
+import jax.numpy as jnp
+import network
+import numpy as np
+import optax
+import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support import RULES, assert_close, assert_identical, tree
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.service import _trees, _wire
+from agn_optax.service import center_pb2 as pb
+
+PACKAGE = pathlib.Path(service.__file__).parent
+ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def serve(stack):
+    def serve(rule=None, params=ONES, **settings):
+        rule = rule or rules.downpour()
+        return stack.enter_context(service.serve(rule, params, **settings))
+
+    return serve
+
+
+@pytest.fixture
+def connect(stack):
+    def connect(address, rule=None, **settings):
+        settings = {"timeout": 10, **settings}
+        center = service.connect(address, rule or rules.downpour(), **settings)
+        return stack.enter_context(center)
+
+    return connect
+
+
+def a_step(worker, params, state):
+    """One local step down a slope of 1, and an exchange if it is time."""
+    slope = jax.tree.map(jnp.ones_like, params)
+    updates, state = worker.tx.update(slope, state, params)
+    return worker.exchange(optax.apply_updates(params, updates), state)
+
+
+def a_worker(center, name="anna", period=1, **settings):
+    return agn_optax.Worker(
+        center, optax.sgd(1.0), period=period, name=name, **settings
+    )
+
+
+# What the service says.
+
+
+def test_the_generated_code_is_what_the_proto_says(tmp_path):
+    root = PACKAGE.parents[1]
+    subprocess.run(  # noqa: S603 our own command
+        [
+            *(sys.executable, "-m", "grpc_tools.protoc", "-I", str(root)),
+            *(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"),
+            str(PACKAGE / "center.proto"),
+        ],
+        check=True,
+    )
+    for name in ("center_pb2.py", "center_pb2.pyi"):
+        made = (tmp_path / "agn_optax" / "service" / name).read_text()
+        assert made == (PACKAGE / name).read_text(), "run `make proto`"
+
+
+def test_health_reflection_and_channelz(serve):
+    server = serve()
+    with grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "agn_optax.center.v1.Center"):
+            reply = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(
+            file_containing_symbol="agn_optax.center.v1.Center"
+        )
+        (reply,) = reflection.ServerReflectionInfo(iter([request]))
+        assert reply.file_descriptor_response.file_descriptor_proto
+        servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers(
+            channelz_pb2.GetServersRequest()
+        )
+        assert servers.server
+
+
+def test_status(serve, connect):
+    server = serve()
+    center = connect(server.address)
+    worker = a_worker(center, period=3)
+    params, state = worker.start()
+    for _ in range(6):
+        params, state = a_step(worker, params, state)
+    status = center.status()
+    assert status["version"] == 2
+    assert status["rule"] == "downpour"
+    assert status["parameters"] == 13
+    (row,) = status["workers"]
+    assert (row["name"], row["exchanges"], row["period"]) == ("anna", 2, 3)
+    assert row["connected"]
+    assert row["staleness"] == 0
+    np.testing.assert_allclose(row["norm"], 3 * 13**0.5, rtol=1e-6)
+    assert row["bytes_received"] > 2 * 13 * 4
+    worker.leave()
+    assert center.status()["workers"] == []
+
+
+def test_a_unix_socket(serve, connect, tmp_path):
+    address = f"unix:{tmp_path}/center"
+    server = serve(address=address)
+    worker = a_worker(connect(server.address))
+    a_step(worker, *worker.start())
+    assert server.center.version == 1
+    with pytest.raises(errors.InvalidArgumentError, match="another server"):
+        serve(address=address)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_messages_travel_narrow_and_the_center_stays_wide(serve, connect, dtype):
+    params = {"w": jnp.linspace(0.1, 1.0, 1000)}
+    server = serve(params=params)
+    narrow = connect(server.address, wire_dtype=dtype)
+    worker = a_worker(narrow)
+    adopted, state = worker.start()
+    assert adopted["w"].dtype == jnp.float32
+    assert_identical(adopted["w"], params["w"].astype(dtype).astype(jnp.float32))
+    a_step(worker, adopted, state)
+    assert_identical(server.center.pull().params, {"w": params["w"] - 1.0})
+    assert narrow.status()["workers"][0]["bytes_received"] < 2300
+
+
+def test_narrow_workers_of_a_wide_center(serve, connect):
+    """A bfloat16 model: messages travel as they are, and lose nothing."""
+    rule = rules.agn(optax.sgd(0.5))
+    server = serve(rule, None, dtype="float32")
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ONES)
+    center = connect(server.address, rule)
+    worker = a_worker(center, period=2)
+    params, state = worker.start(params, chief=True)
+    for _ in range(4):
+        params, state = a_step(worker, params, state)
+    assert params["w"].dtype == jnp.bfloat16
+    assert server.center.pull().params["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
+    assert center.status()["workers"][0]["bytes_received"] == 2 * (64 + 5 * 2)
+
+
+def test_float64_needs_a_center_that_can_keep_it(serve, connect):
+    center = connect(serve(params=None).address)
+    with jax.enable_x64(True), pytest.raises(errors.TreeMismatchError, match="X64"):
+        # The server's threads have the setting of the process, which is 32 bits.
+        center.initialize({"w": np.ones(3)}, worker="anna")
+
+
+def test_a_large_leaf_and_many_small_ones(serve, connect):
+    params = {"large": jnp.zeros((3_000_000,))} | {
+        f"small-{i}": jnp.full((i % 5,), float(i)) for i in range(300)
+    }
+    server = serve(params=params)
+    worker = a_worker(connect(server.address))
+    a_step(worker, *worker.start())
+    assert_identical(server.center.pull().params, jax.tree.map(lambda x: x - 1, params))
+
+
+def test_containers_come_back(serve, connect):
+    rule, params = rules.downpour(), tree()
+    center = connect(serve(rule, params).address, rule)
+    assert_identical(center.pull().params, params)
+
+
+# What it refuses.
+
+
+def test_nobody_is_there(unused_port):
+    with pytest.raises(
+        errors.CenterUnreachableError,
+        match=rf"127.0.0.1:{unused_port} does not answer since .*attempts",
+    ):
+        service.connect(f"127.0.0.1:{unused_port}", rules.downpour(), timeout=0.3)
+
+
+@pytest.fixture
+def unused_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_worker_that_comes_before_its_center(unused_port, serve, connect, caplog):
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.append(connect(f"127.0.0.1:{unused_port}").pull())
+    )
+    waiting.start()
+    while "does not answer" not in caplog.text:
+        waiting.join(0.01)
+    serve(address=f"127.0.0.1:{unused_port}")
+    waiting.join(20)
+    assert_identical(found[0].params, ONES)
+    assert "answers again" in caplog.text
+
+
+def test_something_else_listens(stack):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        other = grpc.server(threads)
+        port = other.add_insecure_port("127.0.0.1:0")
+        other.start()
+        with pytest.raises(errors.ProtocolError, match="no center of agn_optax"):
+            service.connect(f"127.0.0.1:{port}", rules.downpour(), timeout=5)
+        other.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "host:", "host:70000", "::1:80", 5, ["a:1", "a:1"]]
+)
+def test_what_is_no_address(address):
+    with pytest.raises(errors.InvalidArgumentError, match="address"):
+        service.connect(address, rules.downpour())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: service.connect("10.1.2.3:50051", rules.downpour()),
+        lambda: service.serve(rules.downpour(), address="0.0.0.0:0"),
+    ],
+)
+def test_plain_text_stays_on_this_machine(call):
+    with pytest.raises(errors.InvalidArgumentError, match="insecure=True"):
+        call()
+
+
+def test_a_port_that_is_taken(serve):
+    with pytest.raises(errors.InvalidArgumentError, match="cannot listen at"):
+        service.serve(rules.downpour(), address=serve().address)
+
+
+def test_another_protocol(serve, connect, monkeypatch):
+    server = serve()
+    monkeypatch.setattr("agn_optax.service._address.PROTOCOL", 7)
+    with pytest.raises(errors.ProtocolError, match=r"speaks version 1.*got 7"):
+        connect(server.address)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (rules.downpour(), "its name is 'agn', and here it is 'downpour'"),
+        (rules.agn(optax.adam(0.2)), "its center optimizer makes"),
+        (rules.agn(optax.sgd(0.1)), "its center optimizer makes"),
+    ],
+)
+def test_another_rule(serve, connect, rule, message):
+    server = serve(rules.agn(optax.adam(0.1)))
+    with pytest.raises(errors.RuleMismatchError, match=message):
+        connect(server.address, rule)
+    connect(server.address, rules.agn(optax.adam(0.1)))  # made anew, and the same
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({**ONES, "w": jnp.ones(4)}, r"'w'\] float32\[4\], where .*\[5\]"),
+        ({"w": jnp.ones(5)}, r"v'\] float32\[4, 2\]"),
+        ({**ONES, "x": jnp.ones(1)}, r"x'\] float32\[1\], which the center"),
+        (jax.tree.map(jnp.bfloat16, ONES), r"bfloat16\[4, 2\], where .* float32"),
+    ],
+)
+def test_another_model(serve, connect, params, message):
+    worker = a_worker(connect(serve().address))
+    for chief in (None, False):
+        with pytest.raises(errors.TreeMismatchError, match=message):
+            worker.start(params, chief=chief)
+    worker.start(ONES)
+
+
+def test_two_workers_of_one_name(serve, connect):
+    server = serve()
+    first = a_worker(connect(server.address))
+    params, state = first.start()
+    second = a_worker(connect(server.address))
+    with pytest.raises(errors.NameTakenError, match="a worker 'anna' already"):
+        second.start()
+    a_step(first, params, state)  # which is unharmed
+    first.leave()
+    a_step(second, *second.start())
+    assert server.center.version == 2
+
+
+def test_a_full_center(serve, connect):
+    server = serve(max_workers=2)
+    workers = [a_worker(connect(server.address), str(i)) for i in range(3)]
+    for worker in workers[:2]:
+        worker.start()
+    with pytest.raises(errors.CenterFullError, match="takes 2 workers, and 2 are"):
+        workers[2].start()
+    workers[0].leave()
+    workers[2].start()
+
+
+@pytest.mark.parametrize("size", [0, 3, 1000])
+def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
+    server = serve()
+    schema = _trees.schema_of(ONES)
+    join = pb.Frame(join=pb.Join(protocol=1, worker="eve", incarnation="1"))
+    message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
+    head = message.SerializeToString()
+    other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
+    hostile = [
+        [_wire.encode(head, 0, [bytes(size)])],
+        [_wire.encode(head, 8, [bytes(8)])],
+        [_wire.encode(head, 0, [bytes(8)])] * 2,
+        [other.SerializeToString()],
+        [b"\xff" * 20],
+        [b""],
+        [head[:-1]],
+    ]
+    with grpc.insecure_channel(server.address) as channel:
+        exchange = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
+        for frames in hostile:
+            call = exchange(iter([join.SerializeToString(), *frames]))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() in (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.UNKNOWN,
+            ), frames
+        with pytest.raises(grpc.RpcError):
+            list(exchange(iter([b"\x00\x01"])))
+    assert server.center.version == 0
+    assert_identical(server.center.pull().params, ONES)
+
+
+# What it survives.
+
+
+def test_an_answer_that_got_lost_is_given_again(serve, connect):
+    """The message was applied; what is repeated is not applied again."""
+    server = serve()
+    with network.Network(server.address) as net:
+        center = connect(net.address)
+        worker = a_worker(center)
+        params, state = a_step(worker, *worker.start())
+        net.answering.clear()
+        ended = []
+        exchange = threading.Thread(
+            target=lambda: ended.append(a_step(worker, params, state))
+        )
+        exchange.start()
+        while server.center.version < 2:
+            exchange.join(0.01)
+        net.cut()
+        # Another one's message comes in between: the first answer is still the first.
+        other = a_worker(connect(server.address), "bert")
+        a_step(other, *other.start())
+        net.mend()
+        exchange.join(20)
+        assert worker.exchanges == 2
+        assert server.center.version == 3
+        np.testing.assert_array_equal(ended[0][0]["w"], 1.0 - 2)
+        np.testing.assert_array_equal(server.center.pull().params["w"], 1.0 - 3)
+
+
+def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
+    server = serve()
+    with network.Network(server.address) as net:
+        center = connect(net.address, timeout=0.2)
+        worker = a_worker(center, period=2, patience=6)
+        params, state = worker.start()
+        for _ in range(2):
+            params, state = a_step(worker, params, state)
+        net.cut()
+        for _ in range(2 + 5):  # its message cannot be sent, and it has patience
+            params, state = a_step(worker, params, state)
+        assert worker.exchanges == server.center.version == 1
+        assert center.unreachable_since is not None
+        mending = threading.Timer(0.3, net.mend)
+        mending.start()
+        params, state = a_step(worker, params, state)  # waits
+        mending.join()
+        assert worker.exchanges == 3  # the lost one, and a longer round
+        params, state = worker.flush(params, state)
+        assert server.center.version == worker.exchanges == 3
+        for leaf in jax.tree.leaves((params, server.center.pull().params)):
+            np.testing.assert_array_equal(leaf, 1.0 - 10)  # nothing lost, nothing twice
+        assert center.unreachable_since is None
+
+
+def test_without_patience_a_lost_center_is_an_error(serve, connect):
+    server = serve()
+    with network.Network(server.address) as net:
+        worker = a_worker(connect(net.address, timeout=0.2), patience=0)
+        params, state = worker.start()
+        net.cut()
+        with pytest.raises(errors.CenterUnreachableError, match="not answer since"):
+            worker.exchange(params, state)
+        net.mend()
+        worker.exchange(params, state)
+        assert server.center.version == worker.exchanges == 1
+
+
+def test_a_worker_does_not_wait_for_an_answer_when_it_overlaps(serve, connect):
+    server = serve()
+    with network.Network(server.address) as net:
+        worker = a_worker(connect(net.address), period=2, overlap=True, patience=5)
+        params, state = worker.start()
+        for _ in range(2):
+            params, state = a_step(worker, params, state)
+        assert worker.exchanges == 1
+        net.answering.clear()
+        for _ in range(2 + 4):
+            params, state = a_step(worker, params, state)
+        assert worker.exchanges == 1
+        net.answering.set()
+        params, state = worker.flush(params, state)
+        assert worker.exchanges == server.center.version
+        for leaf in jax.tree.leaves((params, server.center.pull().params)):
+            np.testing.assert_array_equal(leaf, 1.0 - 8)
+
+
+@pytest.mark.parametrize("rule", ["agn", "easgd_rho"])
+def test_overlap_with_records_and_elastic_rules(serve, connect, rule):
+    """One worker alone at a constant slope: all that differs is when answers come."""
+    rule = RULES[rule]()
+    server = serve(rule, ONES)
+    worker = a_worker(connect(server.address, rule), period=3, overlap=True)
+    params, state = worker.start()
+    for _ in range(30):
+        params, state = a_step(worker, params, state)
+    params, state = worker.flush(params, state)
+    assert worker.exchanges == server.center.version
+    assert 8 <= worker.exchanges <= 10
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert float(server.center.pull().params["w"][0]) < 0.7
+
+
+def test_draining(serve, connect):
+    """What runs ends; what comes is told to come back, and is not lost."""
+    server = serve(mode=Synchronous(quorum=2, grace=0.0))
+    center = connect(server.address, timeout=0.2)
+    anna, bert = (a_worker(connect(server.address), name) for name in ("anna", "bert"))
+    loops = {w.name: w.start() for w in (anna, bert)}
+    waiting = []
+
+    def exchange():
+        try:
+            a_step(anna, *loops["anna"])
+        except errors.CenterUnreachableError as error:
+            waiting.append(error)
+
+    anna._patience = 0
+    anna.center._timeout = 1.0
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    while not any(row["waits"] for row in center.status()["workers"]):
+        thread.join(0.01)
+    server.stop(grace=5)
+    assert server.wait(0)
+    thread.join(20)
+    assert "going down" in str(waiting[0]) or "does not answer" in str(waiting[0])
+    assert server.center.version == 0
+    server.stop()  # again: nothing
+
+
+def test_a_center_that_was_started_anew_is_not_taken_for_the_old_one(
+    serve, connect, unused_port
+):
+    address = f"127.0.0.1:{unused_port}"
+    server = serve(address=address)
+    worker = a_worker(connect(address))
+    params, state = a_step(worker, *worker.start())
+    server.stop()
+    serve(address=address)
+    with pytest.raises(errors.WorkerStateError, match="started anew"):
+        a_step(worker, params, state)
+    params, state = a_step(worker, *worker.start())
+    np.testing.assert_array_equal(params["w"], 0.0)
+
+
+def test_rounds(serve, connect):
+    """Two workers in synchronous rounds: each is the mean, as on a mesh."""
+    server = serve(rules.average(), mode=Synchronous())
+    center = connect(server.address, rules.average())
+    workers = [a_worker(center, name) for name in ("anna", "bert")]
+    loops = [worker.start() for worker in workers]
+    slopes, ends = (1.0, 3.0), {}
+
+    def work(i):
+        params, state = loops[i]
+        for _ in range(3):
+            grads = jax.tree.map(lambda x: jnp.full_like(x, slopes[i]), params)
+            updates, state = workers[i].tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = workers[i].exchange(params, state)
+        ends[i] = params
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert server.center.version == 3
+    for params in (*ends.values(), server.center.pull().params):
+        np.testing.assert_array_equal(params["w"], 1.0 - 3 * 2.0)
+
+
+def test_a_round_does_not_wait_for_the_dead(serve, connect):
+    server = serve(mode=Synchronous(), lease=0.3)
+    net = network.Network(server.address)
+    with net:
+        anna = a_worker(connect(server.address), "anna")
+        bert = a_worker(connect(net.address, timeout=0.2), "bert")
+        loop = anna.start()
+        bert.start()
+        net.cut()
+        a_step(anna, *loop)
+        assert server.center.version == 1
+
+
+def test_a_worker_too_far_behind_goes_on_from_the_center(serve, connect):
+    server = serve(mode=BoundedStaleness(versions=2))
+    center = connect(server.address)
+    slow, fast = a_worker(center, "slow"), a_worker(center, "fast")
+    slow_loop, fast_loop = slow.start(), fast.start()
+    for _ in range(3):
+        fast_loop = a_step(fast, *fast_loop)
+    params, state = a_step(slow, *slow_loop)
+    assert (slow.dropped, slow.staleness) == (1, 3)
+    np.testing.assert_array_equal(params["w"], 1.0 - 3)
+    a_step(slow, params, state)
+    assert server.center.version == 4
+
+
+def test_the_center_moves_in_place_where_nobody_reads(serve, connect):
+    server = serve(rules.agn(optax.adam(0.1)), {"w": jnp.ones(100_000)})
+    center = connect(server.address, rules.agn(optax.adam(0.1)))
+    worker = a_worker(center)
+    params, state = worker.start()
+    places = set()
+    for _ in range(6):
+        params, state = a_step(worker, params, state)
+        while server.center._answers:  # until the worker's acknowledgement is there
+            with server.center._changed:
+                server.center._changed.wait(0.01)
+        current = server.center._store.current
+        assert not current.readers
+        places.add(current.params["w"].unsafe_buffer_pointer())
+    assert len(places) <= 2
+
+
+def test_sites_of_a_tree_share_a_parent(serve, connect):
+    """Everything that any worker of any site did is in the parent, once."""
+    parent = serve()
+    sites = [
+        serve(
+            params=None,
+            parent=connect(parent.address),
+            parent_period=2,
+            name=f"site-{i}",
+        )
+        for i in range(2)
+    ]
+    steps = 0
+    for i, site in enumerate(sites):
+        assert site.uplink.ready.wait(20)
+        worker = a_worker(connect(site.address), f"worker-{i}")
+        params, state = worker.start(ONES, chief=True)
+        for _ in range(5 + i):
+            params, state = a_step(worker, params, state)
+            steps += 1
+    for site in sites:
+        site.stop()
+        assert site.uplink.error is None
+    for leaf in jax.tree.leaves(parent.center.pull().params):
+        np.testing.assert_array_equal(leaf, 1.0 - steps)
+    assert 2 <= parent.center.version <= 6
+
+
+def test_a_tree_of_gradient_sums(serve, connect):
+    rule = rules.agn(optax.sgd(1.0))
+    parent = serve(rule)
+    site = serve(rule, None, parent=connect(parent.address, rule), parent_period=1000)
+    assert site.uplink.ready.wait(20)
+    worker = a_worker(connect(site.address, rule), period=2)
+    params, state = worker.start()
+    for _ in range(6):
+        params, state = a_step(worker, params, state)
+    site.stop()
+    # The mean of the site's messages, each a mean gradient of 1.
+    assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
+    with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
+        serve(rules.easgd(0.5), parent=connect(parent.address, rule))
