@@ -121,9 +121,11 @@ def from_proto(schema: pb.Schema) -> Schema:
 
 
 def cast(tree: PyTree, schema: Schema) -> PyTree:
-    """``tree`` in the dtypes of ``schema``."""
+    """``tree`` in the dtypes of ``schema``; itself if it has them."""
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = tuple(leaf.dtype for leaf in schema.leaves)
+    if all(jnp.result_type(x).name == d for x, d in zip(leaves, dtypes, strict=True)):
+        return tree
     return jax.tree.unflatten(treedef, _cast(leaves, dtypes))
 
 
