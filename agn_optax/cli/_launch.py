@@ -44,7 +44,8 @@ def run(
     takes the main thread; in another one, signals are the caller's business.
 
     Args:
-      programs: what to run; the names differ, and one at least is waited for.
+      programs: what to run; the names differ, and one at least is waited for, or has
+        followers.
       output: called as ``output(name, line)``, from this thread, with every line of a
         program's stdout and stderr, and, beginning with ``agn-optax:``, with what
         happens to it. ``\n``, ``\r`` and ``\r\n`` end a line; a very long one comes
@@ -53,7 +54,7 @@ def run(
       restart_delay: seconds before a program that failed is started again.
 
     Returns:
-      What became of each program, in the order of ``programs``.
+      What became of each program, in the order of ``programs``; followers come last.
 
     Raises:
       InvalidArgumentError: a setting is wrong, or a command cannot be started.
@@ -72,7 +73,7 @@ def run(
     names = [program.name for program in programs]
     if len(set(names)) < len(names):
         raise errors.InvalidArgumentError(f"names of programs must differ, got {names}")
-    if not any(program.waited_for for program in programs):
+    if not any(program.waited_for or program.followers for program in programs):
         raise errors.InvalidArgumentError(
             f"one program at least must be waited for, got {list(programs)}"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from agn_optax import errors
 
@@ -20,9 +21,13 @@ class Program:
       waited_for: whether the others go on until it has ended. False is for a server,
         which runs for as long as it has clients: when all programs that are waited for
         have ended, it is ended as well.
+      delay: seconds before it is started for the first time.
+      followers: called with each line of its output until it returns programs, which
+        are started then: those that need what this one has to say first.
 
     Raises:
-      InvalidArgumentError: there is no name or no command, or ``restarts`` is negative.
+      InvalidArgumentError: there is no name or no command, or ``restarts`` or ``delay``
+        is negative.
       InvalidTypeError: ``command`` is a str instead of a list.
     """
 
@@ -31,6 +36,8 @@ class Program:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     restarts: int = 0
     waited_for: bool = True
+    delay: float = 0.0
+    followers: Callable[[str], Sequence[Program]] | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -45,6 +52,11 @@ class Program:
         if self.restarts < 0:
             raise errors.InvalidArgumentError(
                 f"restarts of {self.name!r} must not be negative, got {self.restarts}"
+            )
+        if not 0 <= self.delay < math.inf:
+            raise errors.InvalidArgumentError(
+                f"delay of {self.name!r} must be a number of seconds >= 0, got "
+                f"{self.delay!r}"
             )
 
 

@@ -20,7 +20,7 @@ from agn_optax.cli._program import Ended, Program
 
 @dataclasses.dataclass
 class _Course:
-    """How one program is doing: it runs, or is to start again, or has ended."""
+    """How one program is doing: it runs, or is to start (again), or has ended."""
 
     program: Program
     process: Process | None = None
@@ -30,10 +30,19 @@ class _Course:
     returncode: int = 0
     restarts: int = -1  # the first start is none
     stopped: bool = False
+    followed: bool = False
 
     @property
     def going_on(self) -> bool:
         return self.process is not None or self.start_at < math.inf
+
+    @property
+    def waited_for(self) -> bool:
+        return self.program.waited_for or self.awaits_followers
+
+    @property
+    def awaits_followers(self) -> bool:
+        return self.program.followers is not None and not self.followed
 
 
 class Supervisor:
@@ -76,7 +85,9 @@ class Supervisor:
         with contextlib.closing(Guard()) as self._guard:
             self._run_guarded()
         return [
-            Ended(c.program.name, c.returncode, c.restarts, c.seconds, c.stopped)
+            Ended(
+                c.program.name, c.returncode, max(0, c.restarts), c.seconds, c.stopped
+            )
             for c in self._courses
         ]
 
@@ -88,9 +99,7 @@ class Supervisor:
 
     def _run_guarded(self) -> None:
         try:
-            for course in self._courses:
-                course.began = time.monotonic()
-                self._start(course)
+            self._begin(self._courses)
             self._loop()
         except BaseException:
             # Their last words are still read, lest they block, but nobody hears them.
@@ -112,7 +121,7 @@ class Supervisor:
             for course in self._courses:
                 self._tend(course, time.monotonic())
             if not self._stopping and not any(
-                course.going_on for course in self._courses if course.program.waited_for
+                course.going_on for course in self._courses if course.waited_for
             ):
                 self._stop(signal.SIGTERM)
 
@@ -135,9 +144,10 @@ class Supervisor:
         if process is None:
             if now >= course.start_at:
                 self._start(course)
-                number = f"{course.restarts} of {course.program.restarts}"
-                cause = _describe(course.returncode).removeprefix("killed by ")
-                self._say(course, f"restarted ({number}) after {cause}")
+                if course.restarts:
+                    number = f"{course.restarts} of {course.program.restarts}"
+                    cause = _describe(course.returncode).removeprefix("killed by ")
+                    self._say(course, f"restarted ({number}) after {cause}")
             return
         exited = process.exited  # once, as another thread sets it
         if exited and not process.at_end and process.deadline == math.inf:
@@ -148,6 +158,14 @@ class Supervisor:
             self._say(course, f"killed what had not ended within {self._grace:g} s")
         if exited and (process.at_end or process.killed):
             self._end(course, process, now)
+
+    def _begin(self, courses: Sequence[_Course]) -> None:
+        for course in courses:
+            course.began = time.monotonic()
+            if course.program.delay:
+                course.start_at = course.began + course.program.delay
+            else:
+                self._start(course)
 
     def _start(self, course: _Course) -> None:
         course.start_at = math.inf
@@ -212,6 +230,15 @@ class Supervisor:
             self._unregister(process)
         for line in lines:  # may raise, so after all else
             self._output(course.program.name, line)
+            if course.awaits_followers and not self._stopping:
+                assert course.program.followers is not None
+                self._follow(course, course.program.followers(line))
+
+    def _follow(self, course: _Course, programs: Sequence[Program]) -> None:
+        courses = [_Course(program) for program in programs]
+        course.followed = bool(courses)
+        self._courses += courses
+        self._begin(courses)
 
     def _unregister(self, process: Process) -> None:
         with contextlib.suppress(KeyError):  # it is no more

@@ -1,11 +1,22 @@
 """The center as a service: a small gRPC shell around `agn_optax.center`.
 
 `_server` and `_servicer` are the service, `_client` the center that workers see,
-`_wire` trees as bytes. What may travel is written down in `center.proto`. Needs the
-extra ``agn_optax[service]``, and is not imported by `agn_optax` itself.
+`_observer` what those see who only watch, `_environment` what launched workers are
+told, `_wire` trees as bytes. What may travel is written down in `center.proto`. Needs
+the extra ``agn_optax[service]``, and is not imported by `agn_optax` itself.
 """
 
 from agn_optax.service._client import RemoteCenter, connect
+from agn_optax.service._environment import Environment, environment
+from agn_optax.service._observer import Observer
 from agn_optax.service._server import Server, serve
 
-__all__ = ["RemoteCenter", "Server", "connect", "serve"]
+__all__ = [
+    "Environment",
+    "Observer",
+    "RemoteCenter",
+    "Server",
+    "connect",
+    "environment",
+    "serve",
+]

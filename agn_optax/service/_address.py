@@ -22,6 +22,14 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    *OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # What an attempt may take, greetings of TCP, TLS and HTTP included; gRPC calls it a
+    # backoff, but one that is refused is over at once.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
 
 
 def check(address: Any) -> str:

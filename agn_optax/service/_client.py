@@ -37,18 +37,12 @@ from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
 from agn_optax.service import _address, _fingerprint, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._observer import as_dict
 
 PyTree = Any
 T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
-
-_OPTIONS = [
-    *_address.OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
 
 # What grpc.aio raises at a call that has ended.
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
@@ -305,7 +299,7 @@ class RemoteCenter:
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints."""
         request = pb.StatusRequest()
-        return _as_dict(self._run(self._retry(lambda: self._unary("Status", request))))
+        return as_dict(self._run(self._retry(lambda: self._unary("Status", request))))
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""
@@ -443,9 +437,11 @@ class RemoteCenter:
             )
         if self._channel is None:
             self._channel = (
-                grpc.aio.insecure_channel(self.address, _OPTIONS)
+                grpc.aio.insecure_channel(self.address, _address.CLIENT_OPTIONS)
                 if self._credentials is None
-                else grpc.aio.secure_channel(self.address, self._credentials, _OPTIONS)
+                else grpc.aio.secure_channel(
+                    self.address, self._credentials, _address.CLIENT_OPTIONS
+                )
             )
         return self._channel
 
@@ -656,19 +652,6 @@ class RemoteCenter:
         finally:
             self._closed = True
             await self._channel.close()
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message in terms of JSON; what is absent is None."""
-    said = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.message_type is not None:
-            value = [_as_dict(each) for each in value]
-        elif field.has_presence and not message.HasField(field.name):
-            value = None
-        said[field.name] = value
-    return said
 
 
 def _not_initialized(address: str) -> errors.NotInitializedError:

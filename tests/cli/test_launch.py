@@ -537,6 +537,63 @@ def test_impossible_programs_are_refused(programs, message):
         run(programs, output=print)
 
 
+def test_followers_start_when_what_they_need_is_said(witness):
+    def followers(line):
+        asked.append(line)
+        needed = line.removeprefix("serving at ")
+        return [] if needed == line else [follower(name, needed) for name in "ab"]
+
+    def follower(name, needed):
+        return python(name, "import sys; print(sys.argv[1])", needed)
+
+    asked = []
+    code = "print('hello'); print('serving at x'); print('more'); signal.pause()"
+    server = living(witness, "s", code, waited_for=False, followers=followers)
+    lines = Lines({})
+    ended = run([server], output=lines)
+    assert asked == ["hello", "serving at x"]
+    assert lines.of("a") == lines.of("b") == ["x"]
+    assert [e.name for e in ended] == ["s", "a", "b"]
+    assert [e.stopped for e in ended] == [True, False, False]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_nobody_follows_who_ends_too_early(status):
+    server = python(
+        "s",
+        f"print('hello'); raise SystemExit({status})",
+        waited_for=False,
+        followers=lambda line: [],
+    )
+    _, (ended,) = launch(server)
+    assert (ended.returncode, ended.stopped) == (status, False)
+
+
+def test_followers_that_cannot_be_started_end_all(witness):
+    broken = Program("broken", ["/does/not/exist"])
+    server = living(
+        witness, "s", "print('up')\n" + STUBBORN, followers=lambda _: [broken]
+    )
+    with pytest.raises(errors.InvalidArgumentError, match="'broken' cannot be started"):
+        run([server], output=lambda name, line: None, grace=0.1)
+
+
+def test_a_program_is_started_after_its_delay(witness):
+    tell = "import time; print(time.monotonic())"
+    lines, ended = launch(python("a", tell), python("b", tell, delay=0.5))
+    ((first,), (second,)) = lines.of("a"), lines.of("b")
+    assert float(second) - float(first) > 0.25
+    assert ended[1].restarts == 0
+
+
+def test_one_whose_delay_is_not_over_never_starts():
+    _, ended = launch(python("a", "raise SystemExit(1)"), python("b", "", delay=3600.0))
+    assert [(e.returncode, e.restarts, e.stopped) for e in ended] == [
+        (1, 0, False),
+        (0, 0, True),
+    ]
+
+
 @pytest.mark.parametrize("setting", ["grace", "restart_delay"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_impossible_times_are_refused(setting, value):
@@ -551,6 +608,7 @@ def test_impossible_times_are_refused(setting, value):
         (("a", []), errors.InvalidArgumentError, "'a' has an empty command"),
         (("a", "python x.py"), errors.InvalidTypeError, "'a' must be a list"),
         (("a", ["true"], {}, -1), errors.InvalidArgumentError, "'a'.*-1"),
+        (("a", ["true"], {}, 0, True, -1), errors.InvalidArgumentError, "delay of 'a'"),
     ],
 )
 def test_impossible_program_is_refused(arguments, error, message):

@@ -1,0 +1,63 @@
+"""The command and its subcommands; errors as exit codes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from agn_optax import errors
+from agn_optax._version import __version__
+from agn_optax.cli import _doctor, _launch_command, _options, _serve, _status
+
+
+class _Group(TyperGroup):
+    """Says what is wrong in a line, and exits with 2 for wrong usage, else with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a subcommand."""
+        try:
+            return super().invoke(ctx)
+        except errors.AgnOptaxError as error:
+            typer.echo(f"agn-optax: {error}", err=True)
+            wrong_usage = isinstance(error, errors.InvalidArgumentError)
+            raise typer.Exit(2 if wrong_usage else 1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Asynchronous training with a center variable: serve it, watch it, find out "
+    "what is wrong with it, and launch workers around it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # others' exceptions are shown as Python does
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agn-optax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+app.command("serve")(_options.spread(_serve.serve))
+app.command("status")(_options.spread(_status.status))
+app.command("watch")(_options.spread(_status.watch))
+app.command("doctor")(_options.spread(_doctor.doctor))
+# What follows the program's name is the program's.
+app.command("launch", context_settings={"allow_interspersed_args": False})(
+    _options.spread(_launch_command.launch)
+)

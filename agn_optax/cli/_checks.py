@@ -1,0 +1,284 @@
+"""What the doctor checks, in the order in which things are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from agn_optax import errors
+from agn_optax._version import __version__
+from agn_optax.cli import _table
+from agn_optax.rules import Rule
+from agn_optax.service import (
+    Observer,
+    _address,
+    _fingerprint,
+    _trees,
+    _wire,
+)
+
+_CLOCKS = 1.0  # seconds that two clocks may differ
+_SLOW = 0.25  # seconds: a round trip that is felt at every exchange
+_ROUND_TRIPS = 5
+
+Result = Literal["ok", "warning", "failed"]
+
+
+class Finding(NamedTuple):
+    """What one check found."""
+
+    check: str
+    result: Result
+    said: str
+
+
+class _FailedError(Exception):
+    """A check failed; what it says is for the user."""
+
+
+class Checks:
+    """The checks of one center.
+
+    Args:
+      address: of the center.
+      observer: opens a connection to it.
+      rule: what to compare its rule with; None for nothing.
+      timeout: seconds that a call may take.
+      client_timeout: seconds after which workers give up.
+      encrypted: whether TLS is spoken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        observer: Callable[[], Observer],
+        rule: Rule | None,
+        *,
+        timeout: float,
+        client_timeout: float,
+        encrypted: bool,
+    ) -> None:
+        self._address = address
+        self._open = observer
+        self._rule = rule
+        self._timeout = timeout
+        self._client_timeout = client_timeout
+        self._encrypted = encrypted
+        self._center: Any = None
+        self._described: Any = None
+
+    def run(self) -> Iterator[Finding]:
+        """All checks, as they are made; ends at one that the rest needs."""
+        needed = {
+            "address": self._check_address,
+            "connection": self._check_connection,
+            "encryption": self._check_encryption,
+            "health": self._check_health,
+            "description": self._check_description,
+        }
+        others = {
+            "release": self._check_release,
+            "round trip": self._check_round_trip,
+            "clocks": self._check_clocks,
+            "schema": self._check_schema,
+            "frames": self._check_frames,
+            "timeouts": self._check_timeouts,
+        }
+        if self._rule is not None:
+            others["rule"] = self._check_rule
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._center and self._center.close())
+            for name, check in needed.items():
+                finding = _finding(name, check)
+                yield finding
+                if finding.result == "failed":
+                    return
+            for name, check in others.items():
+                yield _finding(name, check)
+
+    def _check_address(self) -> tuple[Result, str]:
+        _address.check(self._address)
+        if self._address.startswith("unix:"):
+            return "ok", f"{self._address} is a socket of this machine"
+        host, port = self._host_and_port()
+        if port == 0:
+            raise _FailedError(
+                "with port 0 a server takes any; give the one that it printed"
+            )
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise _FailedError(f"{host} is not found: {error}") from None
+        numbers = dict.fromkeys(str(each[4][0]) for each in found)
+        return "ok", f"{self._address} is {', '.join(numbers)}, port {port}"
+
+    def _check_connection(self) -> tuple[Result, str]:
+        begin = time.monotonic()
+        try:
+            self._connect().close()
+        except OSError as error:
+            raise _FailedError(
+                f"nobody listens at {self._address}: {error}. Is the center there, and "
+                "does a firewall let you through?"
+            ) from None
+        return "ok", f"connected in {(time.monotonic() - begin) * 1e3:.1f} ms"
+
+    def _check_encryption(self) -> tuple[Result, str]:
+        self._center = self._open()
+        speaks_tls = self._speaks_tls()
+        if self._encrypted:
+            if not speaks_tls:
+                raise _FailedError("the center does not speak TLS: leave --tls-ca out")
+            return "ok", "TLS"
+        if speaks_tls:
+            raise _FailedError("the center speaks TLS: give --tls-ca FILE.pem")
+        if _address.is_local(self._address):
+            return "ok", "plain text, which does not leave this machine"
+        return (
+            "warning",
+            "plain text leaves this machine: anybody on the way can read and change it",
+        )
+
+    def _check_health(self) -> tuple[Result, str]:
+        try:
+            said = self._center.health()
+        except errors.CenterUnreachableError as error:
+            raise _FailedError(
+                f"what listens there is no gRPC server, or refuses us: {error}"
+            ) from None
+        if said != "SERVING":
+            raise _FailedError(f"the center is {said}: it is going down")
+        return "ok", said
+
+    def _check_description(self) -> tuple[Result, str]:
+        said = self._described = self._center.describe()
+        return "ok", f"protocol {said.protocol}, {said.mode}"
+
+    def _check_release(self) -> tuple[Result, str]:
+        said = self._described
+        if said.protocol != _address.PROTOCOL:
+            raise _FailedError(
+                f"the center speaks version {said.protocol} of the protocol, and this "
+                f"release {_address.PROTOCOL}"
+            )
+        if said.release != __version__:
+            return (
+                "warning",
+                f"the center runs agn_optax {said.release}, and here is {__version__}",
+            )
+        return "ok", f"agn_optax {__version__} at both ends"
+
+    def _check_round_trip(self) -> tuple[Result, str]:
+        times = []
+        for _ in range(_ROUND_TRIPS):
+            begin = time.monotonic()
+            self._center.status()
+            times.append(time.monotonic() - begin)
+        median = statistics.median(times)
+        said = f"{median * 1e3:.1f} ms"
+        if median > _SLOW:
+            return "warning", f"{said}: long periods or overlap=True hide it"
+        return "ok", said
+
+    def _check_clocks(self) -> tuple[Result, str]:
+        looks = []
+        for _ in range(_ROUND_TRIPS):
+            begin = time.time()
+            clock = self._center.describe().clock
+            end = time.time()
+            looks.append((end - begin, clock - (begin + end) / 2))
+        round_trip, ahead = min(looks)  # the quickest tells it best
+        said = (
+            f"the center's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, "
+            f"give or take {round_trip / 2:.3f} s"
+        )
+        return ("warning" if abs(ahead) > _CLOCKS else "ok"), said
+
+    def _check_schema(self) -> tuple[Result, str]:
+        if not self._described.HasField("schema"):
+            return "warning", "no parameters yet: no worker has started as chief"
+        schema = _trees.from_proto(self._described.schema)
+        if schema.hash != self._described.schema_hash:
+            raise _FailedError(
+                f"the hash of the leaves is {schema.hash.hex()}, and the center says "
+                f"{self._described.schema_hash.hex()}"
+            )
+        size = sum(leaf.nbytes for leaf in schema.leaves)
+        return "ok", f"{len(schema.leaves)} leaves, {_table.size(size)}"
+
+    def _check_frames(self) -> tuple[Result, str]:
+        limit = self._described.max_frame
+        said = f"the center takes {_table.size(limit)}"
+        if limit <= _wire.CHUNK_SIZE:
+            raise _FailedError(
+                f"{said}, which must be more than a chunk's "
+                f"{_table.size(_wire.CHUNK_SIZE)}"
+            )
+        return "ok", f"{said}, chunks have {_table.size(_wire.CHUNK_SIZE)}"
+
+    def _check_timeouts(self) -> tuple[Result, str]:
+        waiting, lease = self._described.waiting_interval, self._described.lease
+        options = dict(_address.OPTIONS)
+        keepalive = (
+            options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]
+        ) / 1000
+        client = self._client_timeout
+        said = (
+            f"signs of life every {waiting:g} s, lost hosts are noticed after "
+            f"{keepalive:g} s, workers give up after {client:g} s, and are given up "
+            f"{lease:g} s after their connection"
+        )
+        if waiting >= client:
+            raise _FailedError(
+                f"{said}: workers that wait would give up a center that is well; "
+                f"give connect() a timeout above {waiting:g}"
+            )
+        if lease <= waiting:
+            return "warning", f"{said}: hardly time to come back; serve --lease is it"
+        if keepalive >= client:
+            return "warning", f"{said}: before they notice"
+        return "ok", said
+
+    def _check_rule(self) -> tuple[Result, str]:
+        assert self._rule is not None
+        _fingerprint.compare(self._described.rule, self._rule, self._address)
+        return "ok", f"{self._rule.name} at both ends"
+
+    def _connect(self) -> socket.socket:
+        if not self._address.startswith("unix:"):
+            return socket.create_connection(self._host_and_port(), self._timeout)
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(self._timeout)
+        try:
+            made.connect(self._address.removeprefix("unix:").removeprefix("//"))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _host_and_port(self) -> tuple[str, int]:
+        host, _, port = self._address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def _speaks_tls(self) -> bool:
+        """Whether it answers a greeting of TLS; whose it is does not matter here."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        try:
+            with self._connect() as plain, context.wrap_socket(plain):
+                return True
+        except OSError:
+            return False
+
+
+def _finding(name: str, check: Callable[[], tuple[Result, str]]) -> Finding:
+    try:
+        return Finding(name, *check())
+    except (_FailedError, errors.AgnOptaxError) as error:
+        return Finding(name, "failed", str(error))

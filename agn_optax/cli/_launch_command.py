@@ -1,0 +1,182 @@
+"""``agn-optax launch``: a center and its workers, as processes of this machine."""
+
+from __future__ import annotations
+
+import json as json_
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rich.text
+import typer
+
+from agn_optax import errors
+from agn_optax.cli import _center_options, _launch, _options, _rules, _table
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._launch import Ended, Program
+from agn_optax.cli._rules import RuleOptions
+from agn_optax.service import _address
+
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_CENTER = "center"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
+
+
+def launch(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM.py [ARGUMENTS]...",
+            help="What each worker runs, as after `python`; its own options follow it.",
+        ),
+    ],
+    rule: RuleOptions,
+    options: CenterOptions,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers to start.")],
+    center: Annotated[
+        str,
+        typer.Option(
+            metavar="embedded|HOST:PORT", help="A center of our own, or where one is."
+        ),
+    ] = "embedded",
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often a worker that failed is started again."),
+    ] = 0,
+    restart_delay: Annotated[
+        float, typer.Option(min=0.0, help="Seconds before it is.")
+    ] = 1.0,
+    start_delay: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between the starts of two workers.")
+    ] = 0.0,
+    stop_grace: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds that programs have to end when told to."),
+    ] = 10.0,
+    config: _options.Config = None,
+    json: _options.Json = False,
+) -> None:
+    """Start a center and workers around it, and end them all together.
+
+    Workers find AGN_OPTAX_CENTER (its address), AGN_OPTAX_RANK, AGN_OPTAX_WORKERS and
+    AGN_OPTAX_WORKER (their name) in their environment, which
+    agn_optax.service.environment() reads. The exit code is that of the worker that
+    failed. With --json, a summary is printed to stdout, and all lines go to stderr.
+
+    Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
+    """
+    own = center == "embedded"
+    _check(rule, options, config, center)
+
+    def with_center(address: str) -> list[Program]:
+        return [
+            Program(
+                f"worker-{rank}",
+                [sys.executable, *command],
+                {
+                    "AGN_OPTAX_CENTER": address,
+                    "AGN_OPTAX_RANK": str(rank),
+                    "AGN_OPTAX_WORKERS": str(workers),
+                    "AGN_OPTAX_WORKER": f"worker-{rank}",
+                },
+                restarts=restarts,
+                delay=rank * start_delay,
+            )
+            for rank in range(workers)
+        ]
+
+    def when_it_serves(line: str) -> Sequence[Program]:
+        address = _address_in(line)
+        return with_center(address) if address else ()
+
+    programs = with_center(center)
+    if own:
+        serve = [sys.executable, "-m", "agn_optax.cli", "serve", "--json"]
+        serve += [] if config is None else [f"--config={config}"]
+        serve += _options.arguments(rule) + _options.arguments(options)
+        programs = [Program(_CENTER, serve, waited_for=False, followers=when_it_serves)]
+    begin = time.monotonic()
+    try:
+        ended = _launch.run(
+            programs,
+            output=_Output([_CENTER, *(f"worker-{i}" for i in range(workers))], json),
+            grace=stop_grace,
+            restart_delay=restart_delay,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    code = _exit_code(ended)
+    if own and len(ended) == 1:
+        code = code or 1
+        typer.echo("agn-optax: the center ended before it served", err=True)
+    if json:
+        _options.print_json(
+            {
+                "returncode": code,
+                "seconds": time.monotonic() - begin,
+                "programs": [vars(each) for each in ended],
+            }
+        )
+    if code:
+        raise typer.Exit(code)
+
+
+def _check(rule: RuleOptions, options: CenterOptions, config: Any, center: str) -> None:
+    if center != "embedded":
+        for each in center.split(","):
+            _address.check(each.strip())
+        why = f"is for an embedded center, and --center is {center}"
+        if config is not None:
+            raise errors.InvalidArgumentError(f"--config {why}")
+        _options.refuse(rule, why)
+        _options.refuse(options, why)
+        return
+    values = _options.read(config, RuleOptions, CenterOptions)
+    rule = _options.filled(rule, values)
+    if not _rules.is_given(rule):
+        raise errors.InvalidArgumentError(
+            "the embedded center has no rule: give --rule NAME or --rule-from "
+            "MODULE:OBJECT, on the command line or in a file with --config, as for "
+            "`agn-optax serve`; or give --center HOST:PORT"
+        )
+    # What is wrong is better said before anything is started.
+    if rule.rule_from is None:
+        _rules.make(rule)
+    _center_options.settings(_options.filled(options, values))
+
+
+def _address_in(line: str) -> str:
+    """The address, if a line is what `serve --json` prints once it serves."""
+    try:
+        said = json_.loads(line)
+    except ValueError:
+        return ""
+    if not isinstance(said, dict) or said.get("event") != "serving":
+        return ""
+    # One that listens everywhere is reached on this machine, where plain text may be.
+    host, _, port = str(said["address"]).rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def _exit_code(ended: Sequence[Ended]) -> int:
+    """As a shell has it, of the first program at fault."""
+    for each in ended:
+        if each.returncode and not each.stopped:
+            return each.returncode if each.returncode > 0 else 128 - each.returncode
+    return 0
+
+
+class _Output:
+    """Lines of several programs, each behind its program's name."""
+
+    def __init__(self, names: Sequence[str], stderr: bool) -> None:
+        self._console = _table.console(stderr=stderr)
+        self._width = max(map(len, names))
+        self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+
+    def __call__(self, name: str, line: str) -> None:
+        prefix = (f"{name:<{self._width}} | ", self._styles[name])
+        # A program's own colors are kept on a terminal, and only there.
+        said = rich.text.Text.assemble(prefix, rich.text.Text.from_ansi(line))
+        self._console.print(said, soft_wrap=True)

@@ -1,0 +1,76 @@
+"""``agn-optax serve``: a center as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import typer
+
+from agn_optax import service
+from agn_optax.cli import _center_options, _options, _rules
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._rules import RuleOptions
+
+
+def serve(
+    rule: RuleOptions,
+    center: CenterOptions,
+    config: _options.Config = None,
+    json: _options.Json = False,
+) -> None:
+    """Serve a center, until SIGTERM or SIGINT drains it.
+
+    Prints a line with its address as soon as workers may come. The first of them that
+    starts as chief gives it its parameters.
+
+    Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
+    """
+    values = _options.read(config, RuleOptions, CenterOptions)
+    center = _options.filled(center, values)
+    made = _rules.make(_options.filled(rule, values))
+    settings = _center_options.settings(center)
+    if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
+        # The workers on this machine want the accelerators' memory for themselves.
+        jax.config.update("jax_platforms", "cpu")
+    with _stop_signals() as signals, contextlib.ExitStack() as stack:
+        settings |= _center_options.parent(center, made)
+        if "parent" in settings:
+            stack.callback(settings["parent"].close)
+        server = stack.enter_context(service.serve(made, **settings))
+        if json:
+            _options.print_json(
+                {"event": "serving", "rule": made.name, "address": server.address}
+            )
+        else:
+            typer.echo(f"serving {made.name} at {server.address}")
+        signum = signals.get()
+        typer.echo(
+            f"draining after {signal.Signals(signum).name}; again to end at once",
+            err=True,
+        )
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[queue.SimpleQueue[int]]:
+    """Signals that end a service, the first of each kind; the next one kills."""
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+    before: dict[signal.Signals, Any] = {}
+
+    def handle(signum: int, frame: Any) -> None:
+        del frame
+        signals.put(signum)  # a SimpleQueue's put may interrupt its get
+        signal.signal(signum, signal.SIG_DFL)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        before[each] = signal.signal(each, handle)
+    try:
+        yield signals
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

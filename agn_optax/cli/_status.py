@@ -1,0 +1,118 @@
+"""``agn-optax status`` and ``watch``: who is there, and how they are doing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import Annotated, Any
+
+import typer
+
+from agn_optax import errors, service
+from agn_optax.cli import _options, _table, _tls
+from agn_optax.cli._tls import ClientTls
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS", help="Where the center is: HOST:PORT or unix:PATH."
+    ),
+]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
+
+
+def observer(address: str, tls: ClientTls, timeout: float) -> service.Observer:
+    """A connection that takes no part."""
+    credentials = _tls.client_credentials(tls.tls_ca, tls.tls_certificate, tls.tls_key)
+    return service.Observer(
+        address,
+        timeout=timeout,
+        credentials=credentials,
+        insecure=bool(tls.insecure),
+    )
+
+
+def status(
+    address: Address,
+    tls: ClientTls,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """Show a center and its workers, once.
+
+    Rates are means since the center was started.
+    """
+    with observer(address, tls, timeout) as center:
+        said = _with_rates(address, None, center.status())
+    if json:
+        _options.print_json(said)
+    else:
+        _table.console().print(_table.of(said))
+
+
+def watch(
+    address: Address,
+    tls: ClientTls,
+    interval: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks.")
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Looks, after which it ends.")
+    ] = None,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """Show a center and its workers, again and again, until Ctrl-C.
+
+    Rates are those since the last look. A center that goes away is waited for. With
+    --json, each look is an object on a line of its own.
+    """
+    before: dict[str, Any] | None = None
+    failure: errors.AgnOptaxError | None = None
+    looks = itertools.count() if count is None else range(count)
+    with (
+        observer(address, tls, timeout) as center,
+        _table.live(enabled=not json) as show,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        begin = time.monotonic()
+        for look in looks:
+            # On time whatever a look takes, unless it takes longer than the interval.
+            time.sleep(max(0.0, begin + look * interval - time.monotonic()))
+            try:
+                said, failure = center.status(), None
+            except errors.CenterUnreachableError as error:
+                if before is None:
+                    raise
+                failure = error
+            if failure is None:
+                before, said = said, _with_rates(address, before or said, said)
+            else:
+                said = {"address": address, "error": str(failure)}
+            if json:
+                _options.print_json(said)
+            else:
+                show(_table.of(said))
+    if failure is not None:
+        raise failure
+
+
+def _with_rates(
+    address: str, before: dict[str, Any] | None, now: dict[str, Any]
+) -> dict[str, Any]:
+    """A status, and rates since another one; before None: since the start."""
+    since = before or {}
+    seconds = now["uptime"] - since.get("uptime", 0.0)
+
+    def rate(*names: str) -> float | None:
+        made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
+        # None also where another life of the center counts from zero.
+        return made / seconds if seconds > 0 and made >= 0 else None
+
+    return {
+        "address": address,
+        **now,
+        "exchanges_per_second": rate("version"),
+        "bytes_per_second": rate("bytes_received", "bytes_sent"),
+    }

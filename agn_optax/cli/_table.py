@@ -1,0 +1,114 @@
+"""The status of a center, for people."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rich.console
+import rich.live
+import rich.table
+import rich.text
+
+_COLUMNS = (
+    "worker",
+    "connected",
+    "period",
+    "exchanges",
+    "staleness",
+    "last seen",
+    "message norm",
+    "dropped",
+    "waits",
+    "received",
+    "sent",
+)
+
+
+def console(*, stderr: bool = False) -> rich.console.Console:
+    """Where tables are printed; as wide as they are if that is no terminal."""
+    made = rich.console.Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else _wide(made)
+
+
+@contextlib.contextmanager
+def live(*, enabled: bool) -> Iterator[Callable[[Any], None]]:
+    """Shows one table after the other: in its place, if on a terminal."""
+    out = console()
+    if not (enabled and out.is_terminal):
+        yield out.print
+        return
+    with rich.live.Live(console=out, auto_refresh=False) as place:
+        yield lambda table: place.update(table, refresh=True)
+
+
+def of(said: dict[str, Any]) -> Any:
+    """What `agn_optax.cli._status` knows of a center, to be printed."""
+    if "error" in said:
+        return rich.text.Text(said["error"], style="bold red")
+    table = rich.table.Table(
+        title=_title(said), title_justify="left", caption=_caption(said)
+    )
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for worker in said["workers"]:
+        table.add_row(
+            rich.text.Text(worker["name"]),
+            _yes(worker["connected"]),
+            str(worker["period"] or "-"),
+            str(worker["exchanges"]),
+            _number(worker["staleness"]),
+            f"{worker['seen']:.1f} s",
+            _number(worker["norm"]),
+            str(worker["dropped"]),
+            _yes(worker["waits"]),
+            size(worker["bytes_received"]),
+            size(worker["bytes_sent"]),
+        )
+    return table
+
+
+def size(number: float) -> str:
+    """Bytes, in three digits or so."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
+def _title(said: dict[str, Any]) -> rich.text.Text:
+    version = said["version"]
+    holds = (
+        "no parameters yet"
+        if version is None
+        else f"version {version}, {said['parameters']} parameters "
+        f"({size(said['parameter_bytes'])})"
+    )
+    parent = f", parent {said['parent']}" if said["parent"] else ""
+    return rich.text.Text(
+        f"{said['rule']} at {said['address']}: {holds}, {said['mode']}{parent}"
+    )
+
+
+def _caption(said: dict[str, Any]) -> rich.text.Text:
+    count = len(said["workers"])
+    exchanges, traffic = said["exchanges_per_second"], said["bytes_per_second"]
+    return rich.text.Text(
+        f"{_number(exchanges)} exchanges/s, "
+        f"{'-' if traffic is None else size(traffic)}/s, up {said['uptime']:.0f} s, "
+        f"{count} worker{'' if count == 1 else 's'}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _wide(narrow: rich.console.Console) -> rich.console.Console:
+    return rich.console.Console(file=narrow.file, width=160, highlight=False)

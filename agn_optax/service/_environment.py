@@ -1,0 +1,81 @@
+"""What ``agn-optax launch`` tells the worker programs that it starts."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from agn_optax import errors
+
+
+class Environment(NamedTuple):
+    """Who a launched program is.
+
+    Attributes:
+      address: of the center, for `connect` (``AGN_OPTAX_CENTER``).
+      rank: 0, 1, ... (``AGN_OPTAX_RANK``); the chief may be rank 0.
+      workers: how many there are (``AGN_OPTAX_WORKERS``).
+      worker: this worker's name (``AGN_OPTAX_WORKER``).
+      restarts: how often this worker failed and was started again
+        (``AGN_OPTAX_RESTARTS``, 0 if there is none).
+    """
+
+    address: str
+    rank: int
+    workers: int
+    worker: str
+    restarts: int
+
+
+def environment() -> Environment:
+    """Who this program is, as ``agn-optax launch`` tells it by its environment.
+
+    Returns:
+      The center's address, this worker's rank and name, and how many workers there are.
+
+    Raises:
+      InvalidArgumentError: a variable is missing or makes no sense; names it.
+
+    Example:
+      >>> import os
+      >>> from agn_optax import service
+      >>> os.environ["AGN_OPTAX_CENTER"] = "127.0.0.1:5000"
+      >>> os.environ["AGN_OPTAX_RANK"] = "1"
+      >>> os.environ["AGN_OPTAX_WORKERS"] = "2"
+      >>> os.environ["AGN_OPTAX_WORKER"] = "worker-1"
+      >>> service.environment().worker
+      'worker-1'
+      >>> for name in ("CENTER", "RANK", "WORKERS", "WORKER"):
+      ...     del os.environ[f"AGN_OPTAX_{name}"]
+    """
+    rank, workers = _number("AGN_OPTAX_RANK"), _number("AGN_OPTAX_WORKERS", least=1)
+    if rank >= workers:
+        raise errors.InvalidArgumentError(
+            f"AGN_OPTAX_RANK must be below AGN_OPTAX_WORKERS ({workers}), got {rank}"
+        )
+    return Environment(
+        _text("AGN_OPTAX_CENTER"),
+        rank,
+        workers,
+        _text("AGN_OPTAX_WORKER"),
+        _number("AGN_OPTAX_RESTARTS", default="0"),
+    )
+
+
+def _text(name: str, default: str = "") -> str:
+    value = os.environ.get(name, default)
+    if not value:
+        raise errors.InvalidArgumentError(
+            f"{name} is not in the environment: start this program with `agn-optax "
+            "launch --workers N program.py`, which sets it, or set it yourself"
+        )
+    return value
+
+
+def _number(name: str, *, default: str = "", least: int = 0) -> int:
+    text = _text(name, default)
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise errors.InvalidArgumentError(
+            f"{name} must be a whole number >= {least}, got {text!r}"
+        )
+    return int(text)

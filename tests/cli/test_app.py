@@ -1,0 +1,119 @@
+"""The command itself: help, exit codes, records of options."""
+
+import dataclasses
+
+import pytest
+import typer
+from commands import command, fails, succeeds
+
+from agn_optax import __version__, errors
+from agn_optax.cli import _options, _tls
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._rules import RuleOptions
+
+
+def test_version_and_help():
+    assert __version__ in succeeds("--version")
+    said = succeeds("--help")
+    for name in ("serve", "status", "watch", "doctor", "launch"):
+        assert f" {name} " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("serve", ["--rule-from", "--quorum", "--tls-client-ca", "--parent-period"]),
+        ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
+        ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
+        ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),
+        ("launch", ["PROGRAM.py", "--workers", "--restarts", "--center-optimizer"]),
+    ],
+)
+def test_every_command_explains_itself(name, options):
+    said = succeeds(name, "--help")
+    for option in (*options, "--json", "--help"):
+        assert option in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["bake"], ["serve", "--speed=3"], ["serve", "--lease=x"], ["status"], ["watch"]],
+)
+def test_wrong_usage(arguments):
+    assert "Usage:" in fails(*arguments, code=2)
+
+
+def test_without_arguments_it_shows_help():
+    assert "Usage:" in command().output
+
+
+def test_a_record_survives_its_command_line():
+    rule = RuleOptions(rule="agn", nesterov=False, b1=-0.5, momentum=1e-30)
+    arguments = _options.arguments(rule)
+    assert "--no-nesterov" in arguments
+    made = {}
+
+    def take(rule: RuleOptions, center: CenterOptions) -> None:
+        made.update(rule=rule, center=center)
+
+    app = _app_of(take)
+    app([*arguments, "--insecure"], standalone_mode=False)
+    assert made["rule"] == rule
+    assert made["center"] == CenterOptions(insecure=True)
+    app([], standalone_mode=False)
+    assert made == {"rule": RuleOptions(), "center": CenterOptions()}
+
+
+def _app_of(function):
+    app = typer.Typer()
+    app.command()(_options.spread(function))
+    return app
+
+
+def test_every_option_is_optional_and_has_one_meaning():
+    names = []
+    for record in (RuleOptions, CenterOptions):
+        assert _options.given(record()) == {}
+        names += [field.name for field in dataclasses.fields(record)]
+    assert len(set(names)) == len(names)
+    assert dataclasses.fields(_tls.ClientTls)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rule = 'agn'\nlearning_rate = 1", "'learning_rate'.*'learning-rate'.*lease"),
+        ("speed = 1", "unknown key 'speed'; known keys are .*, weight-decay"),
+        ("quorum = 1.5", "quorum in .* must be of type int, got 1.5"),
+        ("nesterov = 1", "nesterov in .* must be of type bool, got 1"),
+        ("momentum = true", "momentum in .* must be of type float, got True"),
+        ("rule = [", "cannot read .*center.toml"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "center.toml"
+    path.write_text(text)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        _options.read(path, RuleOptions, CenterOptions)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    said = fails("serve", "--config", tmp_path / "none.toml", code=2)
+    assert "cannot read" in said
+    assert "Traceback" not in said
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = tmp_path / "center.toml"
+    path.write_text("rule = 'agn'\nlearning-rate = 1\ngrace = 2\ntls-key = 'a.pem'\n")
+    values = _options.read(path, RuleOptions, CenterOptions)
+    rule = _options.filled(RuleOptions(learning_rate=0.5), values)
+    assert _options.given(rule) == {"rule": "agn", "learning_rate": 0.5}
+    center = _options.filled(CenterOptions(), values)
+    assert isinstance(center.grace, float)
+    assert center.tls_key.name == "a.pem"
+
+
+def test_what_json_cannot_say_is_null(capsys):
+    _options.print_json({"a": [float("nan"), 1.5], "b": {"c": float("inf")}})
+    assert capsys.readouterr().out == '{"a": [null, 1.5], "b": {"c": null}}\n'

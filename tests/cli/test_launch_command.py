@@ -1,0 +1,180 @@
+"""``agn-optax launch``: a center, workers around it, and one exit code."""
+
+import io
+import json
+import os
+import shutil
+import sys
+
+import pytest
+import rich.console
+from commands import ROOT, command, fails
+
+from agn_optax.cli import _launch_command
+
+WORKER = """
+import sys, jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+me = service.environment()
+print("argv", *sys.argv[1:])
+with service.connect(me.address, agn_optax.rules.easgd(0.25)) as center:
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name=me.worker)
+    params, state = worker.start({"w": jnp.ones(3)}, chief=me.rank == 0)
+    for _ in range(4):
+        updates, state = worker.tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+    print(worker.name, "of", me.workers, "made", worker.exchanges, "exchanges")
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Programs in the current directory, which find this checkout."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return tmp_path
+
+
+def test_two_workers_around_a_center_of_our_own(here):
+    (here / "train.py").write_text(WORKER)
+    (here / "center.toml").write_text("rule = 'easgd'\nmoving-rate = 0.5\n")
+    options = ["--workers=2", "--config=center.toml", "--moving-rate=0.25", "--json"]
+    result = command(
+        "launch", *options, "--barrier=2", "train.py", "--json", "--", "-x"
+    )
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["returncode"] == 0
+    assert [each["name"] for each in said["programs"]] == [
+        "center",
+        "worker-0",
+        "worker-1",
+    ]
+    assert [each["returncode"] for each in said["programs"]] == [0, 0, 0]
+    for rank in range(2):
+        prefix = f"worker-{rank} | "
+        assert f"{prefix}argv --json -- -x\n" in result.stderr
+        assert f"{prefix}worker-{rank} of 2 made 2 exchanges\n" in result.stderr
+    assert "center   | draining after SIGTERM" in result.stderr
+
+
+@pytest.mark.parametrize("program", ["false", "true"])
+def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
+    monkeypatch.setattr(sys, "executable", shutil.which(program))
+    result = command("launch", "--workers=2", "--rule=downpour", "train.py")
+    assert result.exit_code == 1
+    assert "the center ended before it served" in result.stderr
+    assert "worker-" not in result.stdout
+
+
+ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
+
+
+def test_a_failed_worker_is_started_again(here):
+    (here / "train.py").write_text(
+        "import os, sys\n"
+        "life = int(os.environ['AGN_OPTAX_RESTARTS'])\n"
+        "print('life', life, os.environ['AGN_OPTAX_CENTER'])\n"
+        "sys.exit(5 if life < 2 and os.environ['AGN_OPTAX_RANK'] == '1' else 0)\n"
+    )
+    options = ["--workers=2", ELSEWHERE, "--restarts=2", "--restart-delay=0.05"]
+    result = command("launch", *options, "--start-delay=0.05", "--", "-S", "train.py")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("worker-0")] == [
+        "worker-0 | life 0 127.0.0.1:9"
+    ]
+    lives = [line for line in lines if line.startswith("worker-1 | life")]
+    assert lives == [f"worker-1 | life {i} 127.0.0.1:9" for i in range(3)]
+    assert "worker-1 | agn-optax: restarted (2 of 2) after exit status 5" in lines
+
+
+@pytest.mark.parametrize(
+    ("death", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_exit_code_is_that_of_the_failed_worker(here, death, code):
+    (here / "train.py").write_text(
+        "import os, signal, sys\n"
+        f"if os.environ['AGN_OPTAX_WORKER'] == 'worker-1': {death}\n"
+        "signal.pause()\n"
+    )
+    options = ["--workers=3", ELSEWHERE, "--json", "-S"]
+    result = command("launch", *options[:3], "--", *options[3:], "train.py")
+    assert result.exit_code == code
+    said = json.loads(result.stdout)
+    assert said["returncode"] == code
+    assert [each["stopped"] for each in said["programs"]] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "--workers"),
+        (["--workers=0", ELSEWHERE, "train.py"], "--workers"),
+        (["--workers=1", ELSEWHERE], "PROGRAM.py"),
+        (["--workers=1", "train.py"], "the embedded center has no rule: give --rule"),
+        (["--workers=1", "--b1=0.5", "train.py"], "the embedded center has no rule"),
+        (["--workers=1", "--center=nowhere", "train.py"], "must be"),
+        (["--workers=1", "--rule=easgd", "train.py"], "needs --moving-rate"),
+        (["--workers=1", "--rule=downpour", "--quorum=1", "t.py"], "applies to --mode"),
+        (
+            ["--workers=1", ELSEWHERE, "--rule=downpour", "train.py"],
+            "--rule is for an embedded center, and --center is 127.0.0.1:9",
+        ),
+        (
+            ["--workers=1", ELSEWHERE, "--insecure", "train.py"],
+            "--insecure is for an embedded center",
+        ),
+        (
+            ["--workers=1", ELSEWHERE, "--config=a.toml", "train.py"],
+            "--config is for an embedded center",
+        ),
+    ],
+)
+def test_wrong_usage(arguments, message):
+    said = fails("launch", *arguments, code=2)
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_prefixes_have_colors_on_a_terminal_only(monkeypatch, capsys):
+    _launch_command._Output(["center", "worker-0"], stderr=True)("center", "a\x1b[1mb")
+    assert capsys.readouterr().err == "center   | ab\n"
+    terminal = rich.console.Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
+    _launch_command._Output(["center"], stderr=False)("center", "a[red]b")
+    said = terminal.file.getvalue()
+    assert said.endswith("a[red]b\n")
+    assert "\x1b[" in said.partition("center")[0]
+
+
+def test_ctrl_c_ends_all(here, monkeypatch):
+    def interrupted(*arguments, **settings):
+        raise KeyboardInterrupt  # as `run` does when all have ended
+
+    monkeypatch.setattr(_launch_command._launch, "run", interrupted)
+    assert command("launch", "--workers=1", ELSEWHERE, "train.py").exit_code == 130
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:80", "127.0.0.1:80"),
+        ("0.0.0.0:80", "127.0.0.1:80"),
+        ("[::]:80", "[::1]:80"),
+        ("unix:/a b/c:d", "unix:/a b/c:d"),
+    ],
+)
+def test_its_line_tells_the_address(address, local):
+    line = json.dumps({"event": "serving", "rule": "agn", "address": address})
+    assert _launch_command._address_in(line) == local
+
+
+@pytest.mark.parametrize(
+    "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
+)
+def test_only_its_own_line_tells_the_address(line):
+    assert _launch_command._address_in(line) == ""

@@ -1,0 +1,335 @@
+"""``agn-optax serve``: which rule, which settings, and how it ends."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import jax.numpy as jnp
+import optax
+import pytest
+from commands import PATIENCE, command, fails, python, serve
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.cli import _center_options, _rules
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._rules import RuleOptions
+from agn_optax.service import _fingerprint
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/center"
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"rule": "downpour"}, rules.downpour()),
+        ({"rule": "easgd", "moving_rate": 0.3, "rho": 0.5}, rules.easgd(0.3, rho=0.5)),
+        ({"rule": "diloco"}, rules.diloco()),
+        (
+            {"rule": "diloco", "center_optimizer": "sgd", "learning_rate": 0.5},
+            rules.diloco(optax.sgd(0.5)),
+        ),
+        (
+            {
+                "rule": "agn",
+                "center_optimizer": "adamw",
+                "learning_rate": 0.1,
+                "b1": 0.8,
+                "weight_decay": 0.2,
+            },
+            rules.agn(optax.adamw(0.1, b1=0.8, weight_decay=0.2)),
+        ),
+        (
+            {
+                "rule": "agn",
+                "center_optimizer": "rmsprop",
+                "learning_rate": 0.1,
+                "decay": 0.5,
+                "momentum": 0.9,
+                "nesterov": True,
+            },
+            rules.agn(optax.rmsprop(0.1, decay=0.5, momentum=0.9, nesterov=True)),
+        ),
+    ],
+)
+def test_rules_by_name(options, rule):
+    made = _rules.make(RuleOptions(**options))
+    _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
+
+
+@pytest.mark.parametrize("name", _rules._OPTIMIZERS)
+def test_every_center_optimizer_takes_its_options(name):
+    options = RuleOptions(rule="agn", center_optimizer=name)
+    factory = getattr(optax, name)
+    every = {
+        option: True if option == "nesterov" else 0.5
+        for option in _rules._known(factory)
+    }
+    assert _rules.make(dataclasses.replace(options, **every)).name == "agn"
+    with pytest.raises(errors.InvalidArgumentError, match="needs --learning-rate"):
+        _rules.make(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no rule: give --rule NAME .agn, .*--rule-from"),
+        ({"learning_rate": 0.1}, "no rule"),
+        ({"rule": "ang"}, "--rule must be one of agn, .*easgd, got 'ang'"),
+        ({"rule": "agn"}, "rule agn needs --center-optimizer, one of adabelief, "),
+        ({"rule": "easgd"}, "rule easgd needs --moving-rate"),
+        ({"rule": "easgd", "moving_rate": 2.0}, r"moving_rate must be .*\(0, 1\]"),
+        ({"rule": "downpour", "rho": 0.1}, "--rho does not apply to rule downpour"),
+        ({"rule": "downpour", "b1": 0.1}, "--b1 does not apply to rule downpour"),
+        (
+            {"rule": "downpour", "center_optimizer": "sgd"},
+            "--center-optimizer does not apply to rule downpour",
+        ),
+        ({"rule": "diloco", "learning_rate": 0.1}, "-rate needs --center-optimizer"),
+        (
+            {"rule": "agn", "center_optimizer": "adma", "learning_rate": 0.1},
+            "--center-optimizer must be one of .*, yogi, got 'adma'",
+        ),
+        (
+            {"rule": "agn", "center_optimizer": "sgd", "learning_rate": 1.0, "b2": 0.1},
+            "--b2 does not apply to .*sgd, which has --learning-rate, --momentum, --n",
+        ),
+        (
+            {
+                "rule": "agn",
+                "center_optimizer": "sgd",
+                "learning_rate": float("nan"),
+            },
+            "--learning-rate must be a number in .*nan",
+        ),
+        (
+            {"rule_from": "m:rule", "learning_rate": 0.1},
+            "--learning-rate does not go with --rule-from",
+        ),
+        ({"rule_from": "m"}, "--rule-from must be \"module:object\", got 'm'"),
+        ({"rule_from": "not_there:rule"}, "No module named 'not_there'"),
+        ({"rule_from": "math:rule"}, "has no attribute 'rule'"),
+        ({"rule_from": "math:pi"}, "must be an agn_optax.rules.Rule.*got 3.14"),
+    ],
+)
+def test_bad_rules_are_refused(options, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        _rules.make(RuleOptions(**options))
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """A module of the user's, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_training.py").write_text(
+        "import agn_optax\n"
+        "rule = agn_optax.rules.downpour()\n"
+        "class settings:\n"
+        "    def make(): return agn_optax.rules.easgd(0.25)\n"
+        "    def broken(): return 1 / 0\n"
+    )
+    yield
+    sys.modules.pop("my_training", None)
+
+
+def test_rules_by_object(training):
+    assert _rules.make(RuleOptions(rule_from="my_training:rule")).name == "downpour"
+    made = _rules.make(RuleOptions(rule_from="my_training:settings.make"))
+    _fingerprint.compare(_fingerprint.fingerprint(made), rules.easgd(0.25), "here")
+    with pytest.raises(ZeroDivisionError):  # theirs, so they see where
+        _rules.make(RuleOptions(rule_from="my_training:settings.broken"))
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({"max_rounds_ahead": 2}, BoundedStaleness(rounds=2)),
+        ({"max_versions_behind": 0}, BoundedStaleness(versions=0)),
+        ({"quorum": 2, "grace": 1.5, "late": "drop"}, Synchronous(2, 1.5, "drop")),
+    ],
+)
+def test_modes(options, mode):
+    name = "bounded" if isinstance(mode, BoundedStaleness) else "synchronous"
+    settings = _center_options.settings(CenterOptions(mode=name, **options))
+    assert settings["mode"] == mode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode=fast"], "--mode must be one of asynchronous, bounded, synchronous"),
+        (["--mode=bounded"], "needs --max-versions-behind, --max-rounds-ahead or both"),
+        (["--quorum=2"], "--quorum applies to --mode synchronous, and the mode is"),
+        (["--mode=synchronous", "--max-rounds-ahead=1"], "applies to --mode bounded"),
+        (["--mode=synchronous", "--late=never"], "late must be 'next'"),
+        (["--mode=synchronous", "--quorum=0"], "quorum must be a whole number >= 1"),
+        (["--address=nowhere"], 'an address must be "host:port"'),
+        (["--address=0.0.0.0:0"], "insecure=True"),
+        (["--lease=-1"], "lease must be"),
+        (["--max-workers=0"], "max_workers must be"),
+        (["--dtype=int32"], "dtype must be a floating dtype"),
+        (["--device=abacus"], "device must be"),
+        (["--parent-period=3"], "--parent-period needs --parent"),
+        (["--tls-certificate=c.pem"], "--tls-certificate and --tls-key go together"),
+        (["--tls-client-ca=c.pem"], "needs --tls-certificate and --tls-key"),
+        (["--tls-certificate=c.pem", "--tls-key=c.pem"], "cannot read c.pem"),
+        ([f"--tls-certificate={__file__}", f"--tls-key={__file__}"], "is no PEM file"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, message):
+    said = fails("serve", "--rule=downpour", *arguments, code=2)
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_serves_what_a_file_says(tmp_path, address):
+    path = tmp_path / "center.toml"
+    path.write_text(
+        'rule = "agn"\ncenter-optimizer = "adam"\nlearning-rate = 1\n'
+        'mode = "bounded"\nmax-rounds-ahead = 3\n'
+    )
+    said = []
+    result = serve(
+        address,
+        rules.agn(optax.adam(0.25)),
+        f"--config={path}",
+        "--learning-rate=0.25",
+        "--lease=7",
+        then=lambda center: said.append(center.describe()),
+    )
+    assert result.stdout == f"serving agn at {address}\n"
+    assert result.stderr == "draining after SIGTERM; again to end at once\n"
+    assert said[0].lease == 7
+    assert said[0].mode == "BoundedStaleness(versions=None, rounds=3)"
+
+
+def test_serves_an_object(training, address):
+    result = serve(
+        address, rules.easgd(0.25), "--rule-from=my_training:settings.make", "--json"
+    )
+    assert json.loads(result.stdout) == {
+        "event": "serving",
+        "rule": "easgd",
+        "address": address,
+    }
+
+
+def test_its_parent_is_connected(monkeypatch, address):
+    """`serve` gets the parent; what a parent does is tested where it is done."""
+    given = {}
+    real = service.serve
+
+    def serve_without_parent(rule, *, parent, parent_period, **settings):
+        given.update(status=parent.status(), period=parent_period)
+        return real(rule, **settings)
+
+    monkeypatch.setattr(service, "serve", serve_without_parent)
+    rule = rules.downpour()
+    with real(rule) as parent:
+        serve(
+            address,
+            rule,
+            "--rule=downpour",
+            f"--parent={parent.address}",
+            "--parent-period=5",
+        )
+    assert given["period"] == 5
+    assert given["status"]["rule"] == "downpour"
+
+
+def test_a_parent_with_another_rule_is_a_failure():
+    with service.serve(rules.dynsgd()) as parent:
+        said = fails("serve", "--rule=downpour", f"--parent={parent.address}", code=1)
+    assert "runs another rule" in said
+
+
+def test_a_process_drains_when_it_is_told_to():
+    arguments, environment = python(
+        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0")
+    )
+    with subprocess.Popen(  # noqa: S603 our own program
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("serving downpour at 127.0.0.1:")
+            rule = rules.downpour()
+            address = line.split()[-1]
+            with service.connect(address, rule, timeout=PATIENCE) as center:
+                worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="a")
+                params, state = worker.start(jnp.zeros(2), chief=True)
+                params, state = worker.exchange(params, state)
+                process.send_signal(signal.SIGTERM)
+                assert process.stderr.readline().startswith("draining after SIGTERM")
+                assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def pem(tmp_path_factory):
+    """A certificate that vouches for itself, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("makes its certificate with openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(  # noqa: S603 a tool that the system has
+        [
+            *(openssl, "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"),
+            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", folder / "key.pem", "-out", folder / "certificate.pem"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return folder / "certificate.pem", folder / "key.pem"
+
+
+def test_mutual_tls(pem):
+    certificate, key = pem
+    trust = [f"--tls-ca={certificate}"]
+    own = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # free in a moment
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    said = []
+
+    def look(_):
+        for options in (
+            [],
+            [f"--tls-ca={certificate}"],
+            [f"--tls-ca={certificate}", *own],
+        ):
+            said.append(command("doctor", address, "--json", "--timeout=2", *options))
+        said.append(command("status", address, *trust, *own))
+
+    credentials = grpc.ssl_channel_credentials(
+        certificate.read_bytes(), key.read_bytes(), certificate.read_bytes()
+    )
+    serve(
+        address,
+        rules.downpour(),
+        "--rule=downpour",
+        *own,
+        f"--tls-client-ca={certificate}",
+        then=look,
+        credentials=credentials,
+    )
+    assert [each.exit_code for each in said] == [1, 1, 0, 0]
+    assert "speaks TLS: give --tls-ca" in said[0].stdout
+    assert '"health", "result": "failed"' in said[1].stdout
+    assert '"said": "TLS"' in said[2].stdout

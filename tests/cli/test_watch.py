@@ -1,0 +1,337 @@
+"""``agn-optax status``, ``watch`` and ``doctor``, of a center in this process."""
+
+import contextlib
+import io
+import json
+import re
+import socket
+import threading
+import time
+
+import jax.numpy as jnp
+import optax
+import pytest
+import rich.console
+from commands import PATIENCE, command, fails, succeeds
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.cli import _checks, _status, _table
+
+RULE = rules.easgd(0.25)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A center with one worker, which has made two exchanges, one of them stale."""
+    params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
+    with (
+        service.serve(RULE, params) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name="worker-0")
+        params, state = worker.start()
+        for _ in range(4):
+            updates, state = worker.tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        yield server
+
+
+@pytest.fixture
+def nowhere():
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_status(server):
+    said = succeeds("status", server.address)
+    assert f"easgd at {server.address}: version 2, 8 parameters (32 B)" in said
+    (row,) = re.findall("│ worker-0.*", said)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[:5] == ["worker-0", "yes", "2", "2", "1"]
+    assert cells[7:9] == ["0", "no"]
+    assert "exchanges/s" in said
+
+
+def test_status_as_json(server):
+    said = json.loads(succeeds("status", server.address, "--json"))
+    assert said["address"] == server.address
+    assert (said["rule"], said["version"], said["parameters"]) == ("easgd", 2, 8)
+    assert said["exchanges_per_second"] == pytest.approx(2 / said["uptime"])
+    (worker,) = said["workers"]
+    assert worker["name"] == "worker-0"
+    assert worker["norm"] > 0
+    assert worker["seen"] <= worker["joined"]
+
+
+def test_status_before_there_are_parameters():
+    with service.serve(rules.downpour()) as server:
+        assert "no parameters yet" in succeeds("status", server.address)
+        assert (
+            json.loads(succeeds("status", server.address, "--json"))["version"] is None
+        )
+
+
+@pytest.mark.parametrize("name", ["status", "watch"])
+def test_nobody_is_there(name, nowhere):
+    said = fails(name, nowhere, code=1)
+    assert f"the center at {nowhere} does not answer: UNAVAILABLE" in said
+
+
+@pytest.mark.parametrize("name", ["status", "watch"])
+def test_addresses_that_are_none(name):
+    assert "must be" in fails(name, "nowhere", code=2)
+    assert "insecure=True" in fails(name, "192.0.2.1:80", code=2)
+    assert "needs --tls-ca" in fails(
+        *(name, "a:1", f"--tls-certificate={__file__}", f"--tls-key={__file__}"), code=2
+    )
+
+
+def test_watch(server):
+    said = succeeds("watch", server.address, "--count=2", "--interval=0.05")
+    assert said.count("│ worker-0") == 2
+    assert "- exchanges/s, -/s" in said
+    assert "0 exchanges/s, 0 B/s" in said
+
+
+def test_watch_on_a_terminal(server, monkeypatch):
+    """Each table takes the place of the one before."""
+    terminal = rich.console.Console(
+        file=io.StringIO(), force_terminal=True, width=160, height=50
+    )
+    monkeypatch.setattr(_table, "console", lambda: terminal)
+    assert succeeds("watch", server.address, "--count=2", "--interval=0.05") == ""
+    said = terminal.file.getvalue()
+    assert said.count("worker-0") >= 2
+    assert "\x1b[1A" in said  # one line up
+
+
+def test_watch_as_json(server):
+    lines = succeeds(
+        "watch", server.address, "--count=3", "--interval=0.05", "--json"
+    ).splitlines()
+    first, *others = map(json.loads, lines)
+    assert first["exchanges_per_second"] is None
+    assert [each["exchanges_per_second"] for each in others] == [0, 0]
+    assert all(each["version"] == 2 for each in others)
+
+
+def test_watch_waits_for_a_center_that_goes_away(tmp_path, monkeypatch):
+    """... and forgets its counts when another one is there."""
+    address = f"unix:{tmp_path}/center"
+    servers = [service.serve(rules.downpour(), jnp.ones(2), address=address)]
+    looks = []
+
+    def print_json(said):
+        looks.append(said)
+        if len(looks) == 1:
+            servers.pop().stop()
+        if len(looks) == 2:
+            servers.append(service.serve(rules.downpour(), address=address))
+
+    monkeypatch.setattr(_status._options, "print_json", print_json)
+    try:
+        result = command("watch", address, "--json", "--interval=0.2", "--count=8")
+    finally:
+        for server in servers:
+            server.stop()
+    assert result.exit_code == 0, result.output
+    assert looks[0]["version"] == 0
+    assert "does not answer" in looks[1]["error"]
+    assert looks[-1]["version"] is None
+
+
+def test_watch_that_ends_without_a_center_has_failed(tmp_path, monkeypatch):
+    server = service.serve(rules.downpour(), address=f"unix:{tmp_path}/center")
+    monkeypatch.setattr(_status._options, "print_json", lambda said: server.stop())
+    said = fails(
+        "watch", server.address, "--json", "--interval=0.05", "--count=2", code=1
+    )
+    assert "does not answer" in said or "going down" in said
+
+
+def test_watch_ends_at_ctrl_c(server, monkeypatch):
+    def interrupt(said):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_status._options, "print_json", interrupt)
+    assert command("watch", server.address, "--json").exit_code == 0
+
+
+def test_rates_of_another_life_are_unknown():
+    now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
+    before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
+    said = _status._with_rates("a", before, now)
+    assert (said["exchanges_per_second"], said["bytes_per_second"]) == (1.0, 1.5)
+    said = _status._with_rates("a", now, before)
+    assert said["exchanges_per_second"] is said["bytes_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "0 B"), (999, "999 B"), (1048576, "1.05 MB"), (5e15, "5000 TB")],
+)
+def test_sizes(number, said):
+    assert _table.size(number) == said
+
+
+def checks(*arguments, code):
+    """What the doctor found, by check: result and what it said."""
+    result = command("doctor", *arguments, "--json")
+    assert result.exit_code == code, result.output
+    said = json.loads(result.stdout)
+    assert said["ok"] == (not code)
+    return {each["check"]: (each["result"], each["said"]) for each in said["checks"]}
+
+
+def test_doctor_of_a_healthy_center(server):
+    options = ["--rule=easgd", "--moving-rate=0.25"]
+    said = succeeds("doctor", server.address, *options)
+    lines = said.splitlines()
+    assert len(lines) == 12
+    assert all(line.startswith("ok ") for line in lines), said
+    found = checks(server.address, *options, code=0)
+    assert found["schema"] == ("ok", "2 leaves, 32 B")
+    assert found["rule"] == ("ok", "easgd at both ends")
+    assert found["health"] == ("ok", "SERVING")
+
+
+def test_doctor_compares_rules(server, tmp_path):
+    result, said = checks(server.address, "--rule=downpour", code=1)["rule"]
+    assert result == "failed"
+    assert "its name is 'easgd', and here it is 'downpour'" in said
+    path = tmp_path / "center.toml"
+    path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
+    assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
+    assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
+    assert "1 of 12 checks failed" in fails(
+        "doctor", server.address, f"--config={path}", code=1
+    )
+
+
+def test_doctor_of_timeouts(server):
+    found = checks(server.address, "--client-timeout=2", code=1)
+    assert "give connect() a timeout above 2" in found["timeouts"][1]
+    found = checks(server.address, "--client-timeout=15", code=0)
+    assert found["timeouts"][0] == "warning"
+    with service.serve(RULE, lease=1.0) as hasty:
+        found = checks(hasty.address, code=0)
+        assert "--lease" in found["timeouts"][1]
+        assert found["schema"][0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("nowhere", "must be"),
+        ("127.0.0.1:0", "with port 0"),
+        ("no-such-host.invalid:80", "no-such-host.invalid is not found"),
+    ],
+)
+def test_doctor_of_addresses_that_are_none(address, message):
+    found = checks(address, code=1)
+    assert list(found) == ["address"]
+    assert message in found["address"][1]
+
+
+def test_doctor_where_nobody_listens(nowhere, tmp_path):
+    for address in (nowhere, f"unix:{tmp_path}/nobody"):
+        found = checks(address, code=1)
+        assert list(found) == ["address", "connection"]
+        assert f"nobody listens at {address}" in found["connection"][1]
+
+
+@contextlib.contextmanager
+def other_server(answer):
+    """Somebody who says the same to everybody."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(PATIENCE)
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_doctor_where_something_else_listens():
+    with other_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as address:
+        found = checks(address, "--timeout=2", code=1)
+    assert list(found)[-1] == "health"
+    assert "no gRPC server" in found["health"][1]
+
+
+def test_doctor_of_tls_where_there_is_none(server, tmp_path):
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----")
+    found = checks(server.address, f"--tls-ca={tmp_path}/ca.pem", code=1)
+    assert "leave --tls-ca out" in found["encryption"][1]
+
+
+class Described:
+    """A center as the doctor sees it, with some of what it says made up."""
+
+    def __init__(self, server, **said):
+        self._observer = service.Observer(server.address)
+        self._said = said
+
+    def __getattr__(self, name):
+        return getattr(self._observer, name)
+
+    def describe(self):
+        described = self._observer.describe()
+        for name, value in self._said.items():
+            setattr(described, name, value() if callable(value) else value)
+        return described
+
+
+@pytest.mark.parametrize(
+    ("check", "result", "message", "said"),
+    [
+        ("release", "failed", "version 9 of the protocol", {"protocol": 9}),
+        ("release", "warning", "the center runs agn_optax 9.9", {"release": "9.9"}),
+        ("clocks", "warning", "s ahead", {"clock": lambda: time.time() + 60}),
+        ("clocks", "warning", "s behind", {"clock": lambda: time.time() - 60}),
+        ("schema", "failed", "the hash of the leaves is", {"schema_hash": b"?"}),
+        ("frames", "failed", "must be more than a chunk's", {"max_frame": 1 << 20}),
+    ],
+)
+def test_doctor_of_a_strange_center(server, check, result, message, said):
+    doctor = _checks.Checks(
+        server.address,
+        lambda: Described(server, **said),
+        None,
+        timeout=5.0,
+        client_timeout=30.0,
+        encrypted=False,
+    )
+    for finding in doctor.run():
+        if finding.check == check:
+            assert finding.result == result
+            assert message in finding.said
+        else:
+            assert finding.result == "ok"
+
+
+def test_doctor_of_a_center_that_goes_down(server, monkeypatch):
+    monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
+    found = checks(server.address, code=1)
+    assert "going down" in found["health"][1]
+
+
+def test_observer_says_who_does_not_answer(nowhere):
+    with (
+        service.Observer(nowhere) as observer,
+        pytest.raises(errors.CenterUnreachableError, match=nowhere),
+    ):
+        observer.describe()
