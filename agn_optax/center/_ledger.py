@@ -7,13 +7,13 @@ argument. Its owner feeds it what happened and asks what to do:
     connect, disconnect         its connection does
     submit                      its message is there
     take -> Batch | None        the messages to apply (or drop) next, as one exchange
-    settle(batch)               they have been
+    settle(batch)               they have been, and nothing was said in between
     acknowledge                 the worker has its answer
     shift                       the center moved by itself
 
 A worker is known by its name, a life of it by its incarnation, and an exchange in that
 life by its sequence number 1, 2, 3, ... A sequence number that was settled is never
-taken again.
+taken again; so a life that was replaced by another one does not come back.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class Member:
     exchanges: int = 0
     dropped: int = 0
     staleness: int | None = None
+    applied: bool = True  # its last exchange was; else it was dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Entry:
     sequence: int
     anchor_version: int
     arrived: float
+    missed: int  # versions that it was behind when it came
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,12 @@ class Ledger:
                 f"lease must be a number of seconds >= 0, got {lease!r}"
             )
         _whole(max_workers, "max_workers", least=1)
-        _whole(barrier, "barrier", least=0)
+        _whole(barrier, "barrier", least=0, optional=False)
+        if max_workers is not None and barrier > max_workers:
+            raise errors.InvalidArgumentError(
+                f"barrier must be at most max_workers, {max_workers}, or nobody ever "
+                f"starts; got {barrier}"
+            )
         self.mode = mode
         self.lease = lease
         self.max_workers = max_workers
@@ -188,6 +195,7 @@ class Ledger:
         self.members: dict[str, Member] = {}
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         self._open = barrier == 0
+        self._replaced: set[tuple[str, str]] = set()  # workers and incarnations
 
     def present(self) -> dict[str, Member]:
         """The workers that are there, or may still come back."""
@@ -206,9 +214,7 @@ class Ledger:
                 "left, or was given up; join again"
             )
         if member.incarnation != incarnation:
-            raise errors.WorkerStateError(
-                f"worker {worker!r} was replaced by another one of that name"
-            )
+            raise _was_replaced(worker)
         return member
 
     @property
@@ -230,12 +236,17 @@ class Ledger:
         Raises:
           NameTakenError: a connected worker has that name.
           CenterFullError: there are ``max_workers`` already.
+          WorkerStateError: another life of the worker has replaced this one.
         """
         self.expire(now)
+        if (worker, incarnation) in self._replaced:
+            raise _was_replaced(worker)
         old = self.members.get(worker)
+        clocks = [m.clock for n, m in self.present().items() if n != worker]
         if old is not None and old.incarnation == incarnation:
             if old.gone:
                 self._make_room(worker)
+                old.clock = min(clocks, default=old.clock)
             old.connected, old.expires, old.gone, old.seen = True, None, False, now
             self._open = self._open or len(self.present()) >= self.barrier
             return
@@ -246,8 +257,9 @@ class Ledger:
             )
         if old is None or old.gone:
             self._make_room(worker)
+        if old is not None:
+            self._replaced.add((worker, old.incarnation))
         self.pending.pop(worker, None)
-        clocks = [m.clock for n, m in self.present().items() if n != worker]
         self.members[worker] = Member(
             incarnation, self.version, min(clocks, default=0), joined=now, seen=now
         )
@@ -306,7 +318,10 @@ class Ledger:
         if sequence == member.sequence:
             return False
         if worker not in self.pending:
-            self.pending[worker] = Entry(worker, sequence, anchor_version, now)
+            # Counted from where the worker's round began, for the rules that adopt the
+            # center before their own message have an anchor older than that.
+            missed = self.version - max(member.turn, anchor_version)
+            self.pending[worker] = Entry(worker, sequence, anchor_version, now, missed)
         return True
 
     def take(self, now: float) -> Batch | None:
@@ -326,6 +341,7 @@ class Ledger:
             member.sequence = entry.sequence
             member.staleness = staleness
             member.turn = self.version
+            member.applied = batch.applies
             if batch.applies:
                 member.exchanges += 1
                 member.clock += 1
@@ -360,8 +376,7 @@ class Ledger:
         for entry in self.pending.values():
             if isinstance(mode, Asynchronous):
                 return self._batch([entry])
-            stale = self.version - entry.anchor_version
-            if mode.versions is not None and stale > mode.versions:
+            if mode.versions is not None and entry.missed > mode.versions:
                 return self._batch([entry], applies=False)
             clocks = [member.clock for member in self.present().values()]
             ahead = self.members[entry.worker].clock - min(clocks)
@@ -373,7 +388,7 @@ class Ledger:
         if not self.pending:
             return None
         if mode.late == "drop":
-            late = [e for e in self.pending.values() if self._is_late(e)]
+            late = [entry for entry in self.pending.values() if entry.missed]
             if late:
                 return self._batch(late[:1], applies=False)
         everybody = self.present().keys() <= self.pending.keys()
@@ -389,22 +404,10 @@ class Ledger:
         entries = sorted(entries, key=lambda entry: entry.worker)
         staleness = [self.version - entry.anchor_version for entry in entries]
         weights = [
-            1 / (1 + self._missed(entry)) if weighted == "weighted" else 1.0
+            1 / (1 + entry.missed) if weighted == "weighted" else 1.0
             for entry in entries
         ]
         return Batch(tuple(entries), tuple(staleness), tuple(weights), applies)
-
-    def _missed(self, entry: Entry) -> int:
-        """Rounds that a message missed.
-
-        Counted from where its worker's round began, for the rules that adopt the center
-        before their own message have an anchor older than that.
-        """
-        turn = max(self.members[entry.worker].turn, entry.anchor_version)
-        return self.version - turn
-
-    def _is_late(self, entry: Entry) -> bool:
-        return self._missed(entry) > 0
 
     def _has_quorum(self) -> bool:
         assert isinstance(self.mode, Synchronous)
@@ -412,7 +415,10 @@ class Ledger:
         return quorum is not None and len(self.pending) >= quorum
 
     def _first_arrival(self) -> float:
-        return min(entry.arrived for entry in self.pending.values())
+        # A message that missed its round must not use up the grace of the next one.
+        entries = self.pending.values()
+        on_time = [entry.arrived for entry in entries if not entry.missed]
+        return min(on_time or [entry.arrived for entry in entries])
 
     def _give_up(self, worker: str, member: Member) -> None:
         member.gone, member.connected, member.expires = True, False, None
@@ -427,8 +433,14 @@ class Ledger:
             )
 
 
-def _whole(value: object, name: str, *, least: int) -> None:
-    if value is None:
+def _was_replaced(worker: str) -> errors.WorkerStateError:
+    return errors.WorkerStateError(
+        f"worker {worker!r} was replaced by another one of that name"
+    )
+
+
+def _whole(value: object, name: str, *, least: int, optional: bool = True) -> None:
+    if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise errors.InvalidArgumentError(

@@ -216,7 +216,7 @@ class LocalCenter:
         self.enter(worker, "", params, replace=True)
         with self._changed:
             if not self._changed.wait_for(lambda: self._ledger.is_open, timeout):
-                self._ledger.leave(worker, "")
+                self.leave(worker)
                 there = len(self._ledger.present())
                 raise errors.NotInitializedError(
                     f"worker {worker!r} waited {timeout} s for {self.barrier} workers "
@@ -471,7 +471,7 @@ class LocalCenter:
                 "was given up, or replaced by another one of that name"
             )
         current = self._initialized().current
-        return Answer(sequence, current, member.staleness or 0, None, True)
+        return Answer(sequence, current, member.staleness or 0, None, member.applied)
 
     def _settle(self) -> None:
         """Applies whatever waits no longer."""
@@ -515,7 +515,8 @@ class LocalCenter:
         members, pending = self._ledger.members, self._ledger.pending
         for worker, answer in list(self._answers.items()):
             member = members[worker]
-            if member.gone or member.acknowledged >= answer.sequence:
+            replaced = member.sequence != answer.sequence  # by another life
+            if member.gone or replaced or member.acknowledged >= answer.sequence:
                 self._forget(worker)
         for worker in self._contributions.keys() - pending.keys():
             del self._contributions[worker]

@@ -89,7 +89,8 @@ class Uplink:
                 return
             self.ready.set()
             while not self._stopped.is_set():
-                if self._center.wait_for(self._is_due, _POLL):
+                self._center.wait_for(self._has_work, _POLL)
+                if self._steps >= self._period:
                     self._exchange()
             if self._steps:
                 self._exchange()
@@ -100,7 +101,7 @@ class Uplink:
         finally:
             self.ready.set()
 
-    def _is_due(self) -> bool:
+    def _has_work(self) -> bool:
         return self._steps >= self._period or self._stopped.is_set()
 
     def _begin(self) -> bool:

@@ -35,7 +35,14 @@ from agn_optax.center import Snapshot
 from agn_optax.center._sharded import ShardedCenter
 from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
-from agn_optax.service import _address, _fingerprint, _status, _trees, _wire
+from agn_optax.service import (
+    _address,
+    _fingerprint,
+    _frames,
+    _status,
+    _trees,
+    _wire,
+)
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._observer import as_dict
 
@@ -518,8 +525,7 @@ class RemoteCenter:
         self, call: Any, watch: asyncio.Timeout
     ) -> tuple[pb.Snapshot, _wire.Assembler]:
         while True:
-            control, offset, chunk = _wire.decode(await self._read(call, watch))
-            said = pb.Frame.FromString(control)
+            said, offset, chunk = _frames.parse(await self._read(call, watch))
             if said.HasField("snapshot"):
                 break
             if not said.HasField("waiting"):
@@ -535,10 +541,7 @@ class RemoteCenter:
         assembler = _wire.Assembler(schema)
         assembler.feed(offset, chunk)
         while not assembler.complete:
-            control, offset, chunk = _wire.decode(await self._read(call, watch))
-            if control or not chunk:
-                raise errors.ProtocolError("an answer ended before it was whole")
-            assembler.feed(offset, chunk)
+            _frames.feed(assembler, await self._read(call, watch), "an answer")
         return said.snapshot, assembler
 
     async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, _wire.Assembler]:
@@ -587,7 +590,7 @@ class RemoteCenter:
         async with self._watched(call) as watch:
             await self._write(call, pb.Frame(join=join).SerializeToString(), watch)
             while True:
-                said = pb.Frame.FromString(await self._read(call, watch))
+                said = _frames.parse(await self._read(call, watch))[0]
                 if not said.HasField("waiting"):
                     break
         if session.center not in ("", said.joined.center):
@@ -619,13 +622,9 @@ class RemoteCenter:
         if session.call is None or session.call.done():
             await self._open(session)
         call = session.call
-        control = pb.Frame(message=message).SerializeToString()
         async with self._watched(call) as watch:
-            for offset, pieces in schema.chunks(arrays):
-                await self._write(call, _wire.encode(control, offset, pieces), watch)
-                control = b""
-            if control:  # a tree without elements
-                await self._write(call, control, watch)
+            for frame in _frames.split(schema, arrays, pb.Frame(message=message)):
+                await self._write(call, frame, watch)
             answer = await self._receive(call, watch)
             acknowledge = pb.Frame(acknowledge=message.sequence)
             # The answer is here; whether this arrives matters to nobody but the center.

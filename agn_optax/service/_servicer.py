@@ -17,7 +17,7 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.center._local import Answer, LocalCenter
-from agn_optax.service import _status, _trees, _wire
+from agn_optax.service import _frames, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
     MAX_FRAME,
@@ -59,7 +59,7 @@ class Servicer:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._busy = 0  # exchanges that are being applied and answered
-        self._streams: dict[str, object] = {}  # the call that a worker is in
+        self._streams: dict[tuple[str, str], object] = {}  # by worker, incarnation
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _wire.Schema | None = None
 
@@ -124,7 +124,7 @@ class Servicer:
 
     def initialize(self, frames: Iterator[bytes], context: Any) -> pb.Initialized:
         """The chief's parameters."""
-        start = pb.Frame.FromString(_first(frames)).start
+        start = _frames.parse(_first(frames))[0].start
         _check_protocol(start.protocol)
         schema = _trees.from_proto(start.schema)
         own = self.schema()
@@ -138,14 +138,8 @@ class Servicer:
         else:
             _check_representable(schema)
             assembler = _wire.Assembler(schema)
-            for frame in frames:
-                _, offset, chunk = _wire.decode(frame)
-                assembler.feed(offset, chunk)
-            if not assembler.complete:
-                raise errors.ProtocolError(
-                    f"the parameters end after {assembler.received} of "
-                    f"{schema.size} bytes"
-                )
+            while not assembler.complete:
+                _frames.feed(assembler, next(frames, b""), "the parameters")
             params = _trees.build(schema, assembler.arrays())
         snapshot = self.center.initialize(params, worker=start.worker)
         return pb.Initialized(version=snapshot.version)
@@ -158,46 +152,55 @@ class Servicer:
             yield _WAITING
         with self.center.reading() as version:
             schema, arrays = self._arrays(version.params, request.wire_dtype)
-        control = pb.Snapshot(version=version.number, applied=True)
-        yield from _frames(schema, arrays, control)
+        snapshot = pb.Snapshot(
+            version=version.number, schema_hash=schema.hash, applied=True
+        )
+        yield from _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
 
     def exchange(self, frames: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """The life of a worker, or a part of it between two connections."""
-        join = pb.Frame.FromString(_first(frames)).join
+        join = _frames.parse(_first(frames))[0].join
         _check_protocol(join.protocol)
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
-        stream = object()
+        life, stream = (join.worker, join.incarnation), object()
 
         def gone() -> None:
             with self._lock:  # unless the worker is back in another call already
-                if self._streams.get(join.worker) is not stream:
+                if self._streams.get(life) is not stream:
                     return
-                del self._streams[join.worker]
-            self.center.disconnect(join.worker, join.incarnation)
+                del self._streams[life]
+            self.center.disconnect(*life)
 
-        self.center.enter(join.worker, join.incarnation)
         with self._lock:
-            self._streams[join.worker] = stream
+            self._streams[life] = stream
+        try:
+            self.center.enter(*life)
+        except errors.AgnOptaxError:
+            gone()
+            raise
+        with self._lock:
             traffic = self._traffic.setdefault(join.worker, _Traffic())
         if not context.add_callback(gone):
             gone()
             return
         while not self.center.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        sequence = self.center.sequence(join.worker, join.incarnation)
+        sequence = self.center.sequence(*life)
         joined = pb.Joined(center=self._name, sequence=sequence)
         yield pb.Frame(joined=joined).SerializeToString()
         for frame in frames:
-            control = pb.Frame.FromString(_wire.decode(frame)[0])
+            control, offset, chunk = _frames.parse(frame)
             if control.HasField("acknowledge"):
-                self.center.acknowledge(
-                    join.worker, join.incarnation, control.acknowledge
-                )
+                self.center.acknowledge(*life, control.acknowledge)
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another frame")
-            yield from self._exchange(join, control.message, frame, frames, traffic)
+            contribution = self._begin(control.message)
+            contribution.feed(offset, chunk)
+            while not contribution.complete:
+                _frames.feed(contribution, next(frames, b""), "a message")
+            yield from self._exchange(join, control.message, contribution, traffic)
 
     def leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
         """A worker goes for good."""
@@ -248,16 +251,30 @@ class Servicer:
                 self._schema = _trees.schema_of(version.params)
         return self._schema
 
+    def _begin(self, message: pb.Message) -> _wire.Assembler:
+        """For the contribution that a message announces."""
+        schema = self.schema()
+        if schema is None:
+            raise errors.NotInitializedError(
+                "this center has no parameters yet: start one worker with "
+                "start(params, chief=True)"
+            )
+        schema = schema.cast(message.wire_dtype)
+        if message.schema_hash != schema.hash:
+            raise errors.TreeMismatchError(
+                "the message is of another tree than the center's; the worker must "
+                "describe the center again"
+            )
+        return _wire.Assembler(schema)
+
     def _exchange(
         self,
         join: pb.Join,
         message: pb.Message,
-        frame: bytes,
-        frames: Iterator[bytes],
+        contribution: _wire.Assembler,
         traffic: _Traffic,
     ) -> Iterator[bytes]:
-        contribution = self._receive(message, frame, frames)
-        traffic.received += contribution.size
+        traffic.received += contribution.schema.size
         traffic.period = message.steps
         who = (join.worker, join.incarnation, message.sequence)
         with self._lock:
@@ -266,7 +283,7 @@ class Servicer:
             with self.center.reading() as version:
                 like = version.params
             self.center.submit(
-                jax.tree.unflatten(jax.tree.structure(like), contribution.arrays),
+                _trees.build(contribution.schema, contribution.arrays(), like),
                 anchor_version=message.anchor_version,
                 worker=join.worker,
                 incarnation=join.incarnation,
@@ -288,44 +305,17 @@ class Servicer:
     def _collect(self, who: tuple[str, str, int]) -> Answer | None:
         return self.center.collect(*who, timeout=WAITING_INTERVAL)
 
-    def _receive(
-        self, message: pb.Message, frame: bytes, frames: Iterator[bytes]
-    ) -> _Received:
-        schema = self.schema()
-        if schema is None:
-            raise errors.NotInitializedError(
-                "this center has no parameters yet: start one worker with "
-                "start(params, chief=True)"
-            )
-        schema = schema.cast(message.wire_dtype)
-        if message.schema_hash != schema.hash:
-            raise errors.TreeMismatchError(
-                "the message is of another tree than the center's; the worker must "
-                "describe the center again"
-            )
-        assembler = _wire.Assembler(schema)
-        _, offset, chunk = _wire.decode(frame)
-        assembler.feed(offset, chunk)
-        while not assembler.complete:
-            frame = next(frames, b"")
-            control, offset, chunk = _wire.decode(frame)
-            if control or not chunk:
-                raise errors.ProtocolError(
-                    f"a message ends after {assembler.received} of {schema.size} bytes"
-                )
-            assembler.feed(offset, chunk)
-        return _Received(assembler.arrays(), schema.size)
-
     def _answer(self, answer: Answer, wire_dtype: str) -> Iterator[bytes]:
         schema, arrays = self._arrays(answer.version.params, wire_dtype)
-        control = pb.Snapshot(
+        snapshot = pb.Snapshot(
             version=answer.version.number,
+            schema_hash=schema.hash,
             staleness=answer.staleness,
             norm=None if answer.norm is None else float(answer.norm),
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        yield from _frames(schema, arrays, control)
+        yield from _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
 
     def _arrays(
         self, params: PyTree, wire_dtype: str
@@ -337,24 +327,6 @@ class Servicer:
             schema = schema.cast(wire_dtype)
             params = _trees.cast(params, schema)
         return schema, _trees.host_arrays(params)
-
-
-@dataclasses.dataclass
-class _Received:
-    arrays: list[np.ndarray]
-    size: int  # bytes
-
-
-def _frames(
-    schema: _wire.Schema, arrays: list[np.ndarray], snapshot: pb.Snapshot
-) -> Iterator[bytes]:
-    snapshot.schema_hash = schema.hash
-    control = pb.Frame(snapshot=snapshot).SerializeToString()
-    for offset, pieces in schema.chunks(arrays):
-        yield _wire.encode(control, offset, pieces)
-        control = b""
-    if control:
-        yield control
 
 
 def _first(frames: Iterator[bytes]) -> bytes:

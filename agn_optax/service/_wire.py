@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -51,7 +52,8 @@ class Schema:
       structure: the containers around them, as JSON; not looked at here.
 
     Raises:
-      ProtocolError: a dtype that does not travel, a negative size, or a path twice.
+      ProtocolError: a dtype that does not travel, a shape that no array has, or a path
+        twice.
     """
 
     def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
@@ -64,16 +66,20 @@ class Schema:
                 raise errors.ProtocolError(
                     f"leaf {leaf.path} has dtype {leaf.dtype!r}, which does not travel"
                 )
-            if any(size < 0 for size in leaf.shape):
+            try:  # without its memory
+                np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
+            except ValueError as error:
                 raise errors.ProtocolError(
-                    f"leaf {leaf.path} has shape {list(leaf.shape)}"
-                )
+                    f"leaf {leaf.path} has shape {list(leaf.shape)}: {error}"
+                ) from None
             if leaf.path in paths:
                 raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
             paths.add(leaf.path)
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             offsets.append(offset)
             end = offset + leaf.nbytes
+        if end > sys.maxsize - _ALIGNMENT:
+            raise errors.ProtocolError(f"no buffer has {end} bytes")
         self.offsets = tuple(offsets)
         self.size = end  # bytes of the buffer
 
@@ -151,7 +157,7 @@ class Schema:
     def _pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview | bytes]:
         end = 0
         for leaf, offset, array in zip(self.leaves, self.offsets, arrays, strict=True):
-            if array.dtype.name != leaf.dtype or array.shape != leaf.shape:
+            if array.dtype != np.dtype(leaf.dtype) or array.shape != leaf.shape:
                 raise ValueError(f"{leaf} expected, got {array.dtype}{array.shape}")
             if offset > end:
                 yield bytes(offset - end)
@@ -231,8 +237,8 @@ def decode(frame: bytes) -> tuple[bytes, int, memoryview]:
     while at < end:
         begin = at
         tag, at = _read_varint(frame, at)
-        if tag == _OFFSET:
-            control = begin if control is None else control
+        if tag == _OFFSET and control is None:
+            control = begin
             offset, at = _read_varint(frame, at)
         elif tag == _CHUNK:
             control = begin if control is None else control
@@ -243,8 +249,11 @@ def decode(frame: bytes) -> tuple[bytes, int, memoryview]:
                     f"and {end - at} follow"
                 )
             return frame[:control], offset, memoryview(frame)[at:]
-        elif control is not None:
-            raise errors.ProtocolError("a field follows the offset of a chunk")
+        elif begin:
+            raise errors.ProtocolError(
+                "a frame has one control part, one offset and one chunk, in this "
+                f"order; got tag {tag} at byte {begin}"
+            )
         elif tag & 7 == 2:
             length, at = _read_varint(frame, at)
             at += length

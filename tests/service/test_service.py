@@ -384,16 +384,18 @@ def test_an_answer_that_got_lost_is_given_again(serve, connect):
 def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
     server = serve()
     with network.Network(server.address) as net:
-        center = connect(net.address, timeout=0.2)
+        center = connect(net.address)
         worker = a_worker(center, period=2, patience=6)
         params, state = worker.start()
         for _ in range(2):
             params, state = a_step(worker, params, state)
         net.cut()
+        center._timeout = 0.2
         for _ in range(2 + 5):  # its message cannot be sent, and it has patience
             params, state = a_step(worker, params, state)
         assert worker.exchanges == server.center.version == 1
         assert center.unreachable_since is not None
+        center._timeout = 10.0
         mending = threading.Timer(0.3, net.mend)
         mending.start()
         params, state = a_step(worker, params, state)  # waits
@@ -409,12 +411,15 @@ def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
 def test_without_patience_a_lost_center_is_an_error(serve, connect):
     server = serve()
     with network.Network(server.address) as net:
-        worker = a_worker(connect(net.address, timeout=0.2), patience=0)
+        center = connect(net.address)
+        worker = a_worker(center, patience=0)
         params, state = worker.start()
         net.cut()
+        center._timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match="not answer since"):
             worker.exchange(params, state)
         net.mend()
+        center._timeout = 10.0
         worker.exchange(params, state)
         assert server.center.version == worker.exchanges == 1
 
@@ -457,7 +462,7 @@ def test_overlap_with_records_and_elastic_rules(serve, connect, rule):
 def test_draining(serve, connect):
     """What runs ends; what comes is told to come back, and is not lost."""
     server = serve(mode=Synchronous(quorum=2, grace=0.0))
-    center = connect(server.address, timeout=0.2)
+    center = connect(server.address)
     anna, bert = (a_worker(connect(server.address), name) for name in ("anna", "bert"))
     loops = {w.name: w.start() for w in (anna, bert)}
     waiting = []
@@ -529,7 +534,7 @@ def test_a_round_does_not_wait_for_the_dead(serve, connect):
     net = network.Network(server.address)
     with net:
         anna = a_worker(connect(server.address), "anna")
-        bert = a_worker(connect(net.address, timeout=0.2), "bert")
+        bert = a_worker(connect(net.address), "bert")
         loop = anna.start()
         bert.start()
         net.cut()

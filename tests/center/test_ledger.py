@@ -1,0 +1,786 @@
+"""The ledger: every command in every state, and each policy in words."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._ledger import Ledger
+
+MODES = [
+    Asynchronous(),
+    BoundedStaleness(versions=1),
+    BoundedStaleness(rounds=1),
+    BoundedStaleness(versions=1, rounds=0),
+    Synchronous(),
+    Synchronous(late="drop"),
+    Synchronous(quorum=2, grace=0.3),
+    Synchronous(quorum=1, late="drop"),
+    Synchronous(quorum=2, grace=0.7, late="weighted"),
+]
+NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
+LIVES = st.integers(0, 2).map(str)
+
+
+@dataclasses.dataclass
+class Known:
+    """What the model knows of one life of a worker."""
+
+    life: str
+    round_began: int
+    clock: int
+    connected: bool = True
+    until: float = math.inf
+    gone: bool = False
+    settled: int = 0
+    acknowledged: int = 0
+    exchanges: int = 0
+    dropped: int = 0
+    message: tuple | None = None  # sequence, anchor and time of the one that waits
+
+
+class Commands(RuleBasedStateMachine):
+    """A ledger, next to a model that is told what came true and checks whether it may.
+
+    Of `take` the model does not know which batch comes, but whether a batch may come,
+    and whether there may be none.
+    """
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.now = 100.0
+        self.version = 0
+        self.last = {}  # life of every name
+        self.replaced = set()
+        self.settled = set()
+
+    @initialize(
+        lease=st.sampled_from([0.0, 0.1, 1.0]),
+        room=st.sampled_from([None, 2, 3]),
+        barrier=st.integers(0, 2),
+    )
+    def start(self, lease, room, barrier):
+        self.lease, self.room, self.barrier = lease, room, barrier
+        self.open = barrier == 0
+        self.ledger = Ledger(
+            self.mode, lease=lease, max_workers=room, barrier=barrier, version=0
+        )
+
+    # What the model knows.
+
+    @property
+    def there(self):
+        return {name: k for name, k in self.last.items() if not k.gone}
+
+    @property
+    def waiting(self):
+        return {name: k for name, k in self.there.items() if k.message}
+
+    def is_there(self, name, life):
+        return name in self.there and self.last[name].life == life
+
+    def give_up(self, known):
+        known.gone, known.connected, known.until = True, False, math.inf
+        known.message = None
+
+    def expire(self):
+        for known in self.there.values():
+            if known.until <= self.now:
+                self.give_up(known)
+
+    def slowest(self, default, but=None):
+        clocks = [k.clock for name, k in self.there.items() if name != but]
+        return min(clocks, default=default)
+
+    def missed(self, name):
+        return self.last[name].message[3]
+
+    def may_apply(self, names):
+        """Whether the mode allows to apply these messages, together and now."""
+        mode = self.mode
+        if isinstance(mode, Asynchronous):
+            return len(names) == 1
+        if isinstance(mode, BoundedStaleness):
+            (name,) = names
+            near = mode.versions is None or self.missed(name) <= mode.versions
+            ahead = self.last[name].clock - self.slowest(0)
+            return near and (mode.rounds is None or ahead <= mode.rounds)
+        if mode.late == "drop" and any(map(self.missed, names)):
+            return False
+        if set(names) != set(self.waiting):
+            return False
+        on_time = [name for name in names if not self.missed(name)]
+        first = min(self.last[name].message[2] for name in on_time or names)
+        enough = mode.quorum is not None and len(names) >= mode.quorum
+        return set(names) == set(self.there) or (
+            enough and self.now >= first + mode.grace
+        )
+
+    def may_drop(self, name):
+        if isinstance(self.mode, BoundedStaleness):
+            bound = self.mode.versions
+            return bound is not None and self.missed(name) > bound
+        return (
+            isinstance(self.mode, Synchronous)
+            and self.mode.late == "drop"
+            and self.missed(name) > 0
+        )
+
+    def may_wait(self):
+        """Whether the mode allows that nothing of what waits is dealt with now."""
+        waiting = list(self.waiting)
+        alone = not isinstance(self.mode, Synchronous)
+        groups = [[name] for name in waiting] if alone else [waiting]
+        return not any(self.may_drop(name) for name in waiting) and not any(
+            group and self.may_apply(group) for group in groups
+        )
+
+    # Commands.
+
+    @rule(name=NAMES, life=LIVES, replace=st.booleans())
+    def join(self, name, life, replace):
+        self.expire()
+        old = self.last.get(name)
+        same = old is not None and old.life == life
+        full = self.room is not None and len(self.there) >= self.room
+        error = None
+        if (name, life) in self.replaced:
+            error = errors.WorkerStateError
+        elif old and not old.gone and old.connected and not same and not replace:
+            error = errors.NameTakenError
+        elif (old is None or old.gone) and full:
+            error = errors.CenterFullError
+        if error:
+            with pytest.raises(error, match=name):
+                self.ledger.join(name, life, self.now, replace=replace)
+            return
+        self.ledger.join(name, life, self.now, replace=replace)
+        if same:
+            if old.gone:
+                old.clock = self.slowest(old.clock)
+            old.connected, old.until, old.gone = True, math.inf, False
+        else:
+            if old is not None:
+                self.replaced.add((name, old.life))
+            clock = self.slowest(0, but=name)
+            self.last[name] = Known(life, self.version, clock)
+        self.open = self.open or len(self.there) >= self.barrier
+
+    @rule(name=NAMES, life=LIVES)
+    def leave(self, name, life):
+        self.ledger.leave(name, life)
+        if self.is_there(name, life):
+            self.give_up(self.last[name])
+
+    @rule(name=NAMES, life=LIVES)
+    def disconnect(self, name, life):
+        self.ledger.disconnect(name, life, self.now)
+        if self.is_there(name, life):
+            known = self.last[name]
+            known.connected, known.until = False, self.now + self.lease
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0]), expires=st.booleans())
+    def time_passes(self, seconds, expires):
+        self.now += seconds
+        if expires:
+            self.ledger.expire(self.now)
+            self.expire()
+
+    @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), back=st.integers(-1, 2))
+    def submit(self, name, life, ahead, back):
+        """Mostly nonsense; `send` is what workers do."""
+        self.expire()
+        known = self.last.get(name)
+        sequence = (known.settled if known else 0) + ahead
+        anchor = self.version - back
+        error = None
+        if not self.is_there(name, life):
+            error = errors.WorkerStateError
+        elif not 0 <= anchor <= self.version:
+            error = errors.InvalidArgumentError
+        elif ahead not in (0, 1) or sequence < 1:
+            error = errors.WorkerStateError
+        if error:
+            with pytest.raises(error):
+                self.ledger.submit(name, life, sequence, anchor, self.now)
+            return
+        waits = self.ledger.submit(name, life, sequence, anchor, self.now)
+        assert waits == ((name, life, sequence) not in self.settled)
+        if waits and known.message is None:
+            missed = self.version - max(known.round_began, anchor)
+            known.message = (sequence, anchor, self.now, missed)
+
+    @precondition(lambda self: self.there)
+    @rule(data=st.data())
+    def send(self, data):
+        """The next message of a worker that is there, from what it adopted last."""
+        name = data.draw(st.sampled_from(sorted(self.there)))
+        known = self.last[name]
+        oldest = max(0, known.round_began - 1)  # of the version before its own message
+        anchor = data.draw(st.integers(oldest, self.version))
+        self.submit(name, known.life, 1, self.version - anchor)
+
+    @rule(name=NAMES, life=LIVES, sequence=st.integers(0, 4))
+    def acknowledge(self, name, life, sequence):
+        self.ledger.acknowledge(name, life, sequence)
+        known = self.last.get(name)
+        if known and known.life == life:
+            sequence = min(sequence, known.settled)
+            known.acknowledged = max(known.acknowledged, sequence)
+
+    @rule(fails=st.booleans())
+    def take(self, fails):
+        """Where applying a batch fails, it is as if its messages had never come."""
+        self.took(fails)
+
+    def took(self, fails=False):
+        """Whether there was a batch, which is settled."""
+        batch = self.ledger.take(self.now)
+        self.expire()
+        if batch is None:
+            assert self.may_wait()
+            deadline = self.ledger.deadline()
+            assert deadline is None or deadline > self.now
+            return False
+        names = [entry.worker for entry in batch.entries]
+        assert names
+        assert names == sorted(set(names))
+        if batch.applies:
+            assert self.may_apply(names)
+        else:
+            assert all(map(self.may_drop, names))
+        for i, name in enumerate(names):
+            known = self.last[name]
+            entry = batch.entries[i]
+            sequence, anchor, arrived, _ = known.message
+            assert (entry.sequence, entry.anchor_version, entry.arrived) == (
+                sequence,
+                anchor,
+                arrived,
+            )
+            assert batch.staleness[i] == self.version - anchor >= 0
+            weighted = getattr(self.mode, "late", None) == "weighted"
+            weight = 1 / (1 + self.missed(name)) if weighted else 1.0
+            assert batch.weights[i] == weight
+        for name in names:
+            known = self.last[name]
+            sequence, known.message = known.message[0], None
+            if fails:
+                continue
+            assert (name, known.life, sequence) not in self.settled
+            self.settled.add((name, known.life, sequence))
+            known.settled = sequence
+            known.round_began = self.version + batch.applies
+            known.clock += batch.applies
+            known.exchanges += batch.applies
+            known.dropped += not batch.applies
+        if not fails:
+            self.ledger.settle(batch)
+            self.version += batch.applies
+        return True
+
+    @precondition(lambda self: self.ledger.deadline() is not None)
+    @rule()
+    def wait_for_the_deadline(self):
+        self.now = max(self.now, self.ledger.deadline())
+        before = set(self.there)
+        assert self.took() or set(self.there) != before
+
+    # What always holds.
+
+    @invariant()
+    def the_model_agrees(self):
+        ledger = self.ledger
+        assert ledger.version == self.version
+        assert ledger.is_open == self.open
+        assert set(ledger.present()) == set(self.there)
+        assert self.room is None or len(ledger.present()) <= self.room
+        for name, known in self.last.items():
+            member = ledger.members[name]
+            assert (member.incarnation, member.gone) == (known.life, known.gone)
+            assert (member.connected, member.turn, member.clock) == (
+                known.connected,
+                known.round_began,
+                known.clock,
+            )
+            assert (member.expires or math.inf) == known.until
+            assert (member.sequence, member.acknowledged) == (
+                known.settled,
+                known.acknowledged,
+            )
+            assert (member.exchanges, member.dropped) == (
+                known.exchanges,
+                known.dropped,
+            )
+            assert member.sequence == member.exchanges + member.dropped
+
+    @invariant()
+    def only_those_wait_who_are_there(self):
+        assert {n: e.sequence for n, e in self.ledger.pending.items()} == {
+            n: k.message[0] for n, k in self.waiting.items()
+        }
+
+    @rule()
+    def nobody_waits_for_good(self):
+        """Once everybody who can has sent, what waits ends in finite time."""
+        for name, known in self.there.items():
+            if known.connected and not known.message:
+                self.submit(name, known.life, 1, 0)
+        for _ in range(20):
+            if self.took() or not self.waiting:
+                return
+            self.now = self.ledger.deadline()
+        raise AssertionError("nothing happened at twenty deadlines")
+
+    def teardown(self):
+        if hasattr(self, "ledger"):
+            self.nobody_waits_for_good()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+def test_every_command_in_every_state(mode):
+    run_state_machine_as_test(
+        lambda: Commands(mode),
+        settings=settings(max_examples=50, stateful_step_count=30),
+    )
+
+
+# Each policy in words. A worker's only life is called "1".
+
+
+def ledger(mode=None, workers="", **settings):
+    made = Ledger(mode, **settings)
+    for worker in workers:
+        made.join(worker, "1", 0.0)
+    return made
+
+
+def send(made, worker, anchor=None, now=0.0):
+    sequence = made.members[worker].sequence + 1
+    anchor = made.version if anchor is None else anchor
+    assert made.submit(worker, "1", sequence, anchor, now)
+
+
+def take(made, now=0.0):
+    """The names of the next batch, settled; "" if all must wait."""
+    batch = made.take(now)
+    if batch is None:
+        return ""
+    made.settle(batch)
+    return "".join(e.worker for e in batch.entries) + "!" * (not batch.applies)
+
+
+def exchange(made, worker, anchor=None, now=0.0):
+    send(made, worker, anchor, now)
+    return take(made, now)
+
+
+def test_asynchronous_waits_for_nobody():
+    made = ledger(workers="abc")
+    for worker in "cab":
+        send(made, worker)
+    assert [take(made) for _ in range(4)] == ["c", "a", "b", ""]
+    assert made.version == 3
+    assert [made.members[w].staleness for w in "cab"] == [0, 1, 2]
+    assert made.deadline() is None
+
+
+def test_bounded_versions_drop_what_is_older():
+    made = ledger(BoundedStaleness(versions=1), "abc")
+    assert exchange(made, "a") == exchange(made, "a") == "a"
+    assert exchange(made, "b", anchor=1) == "b"
+    assert exchange(made, "c", anchor=1) == "c!"
+    assert made.version == 3
+    member = made.members["c"]
+    assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
+    assert member.staleness == 2
+    assert not made.submit("c", "1", 1, 1, 0.0)  # dropped is settled, too
+
+
+def test_what_is_adopted_before_the_own_message_is_not_behind():
+    """The anchor of an elastic rule is older by the worker's own last message."""
+    made = ledger(BoundedStaleness(versions=0), "a")
+    assert exchange(made, "a", anchor=0) == "a"
+    assert exchange(made, "a", anchor=0) == "a"
+    assert exchange(made, "a", anchor=1) == "a"
+
+
+def test_who_must_wait_does_not_grow_stale_meanwhile():
+    made = ledger(BoundedStaleness(versions=1, rounds=0), "ab")
+    assert exchange(made, "a") == "a"
+    assert exchange(made, "a", anchor=1) == ""  # waits for b
+    assert exchange(made, "b") == "b"
+    assert take(made) == "a"
+
+
+def test_bounded_rounds_wait_for_the_slowest():
+    made = ledger(BoundedStaleness(rounds=1), "ab")
+    assert exchange(made, "a") == exchange(made, "a") == "a"
+    assert exchange(made, "a") == ""  # two ahead of b, who has made none
+    assert made.deadline() is None
+    assert exchange(made, "b") == "b"
+    assert take(made) == "a"
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
+def test_bounded_rounds_do_not_wait_for_whom_has_gone(how):
+    made = ledger(BoundedStaleness(rounds=0), "ab", lease=5.0)
+    assert exchange(made, "a") == "a"
+    assert exchange(made, "a") == ""
+    if how == "leaves":
+        made.leave("b", "1")
+        assert take(made) == "a"
+    elif how == "dies":
+        made.disconnect("b", "1", 1.0)
+        assert made.deadline() == 6.0
+        assert take(made, 5.9) == ""
+        assert take(made, 6.0) == "a"
+    else:
+        made.join("b", "2", 1.0, replace=True)
+        assert take(made) == "a"
+
+
+def test_a_newcomer_is_as_far_as_the_slowest():
+    made = ledger(BoundedStaleness(rounds=1), "ab")
+    for worker in "abab":
+        assert exchange(made, worker) == worker
+    assert exchange(made, "a") == "a"
+    made.join("n", "1", 0.0)
+    assert exchange(made, "n") == exchange(made, "n") == "n"  # is not made to wait
+    assert exchange(made, "n") == ""
+    assert exchange(made, "b") == "b"  # nor the others for its first rounds
+    assert take(made) == "n"
+
+
+@pytest.mark.parametrize("rounds", [0, 7])
+def test_a_worker_that_comes_back_is_as_far_as_the_slowest(rounds):
+    made = ledger(BoundedStaleness(rounds=0), "a", lease=1.0)
+    for _ in range(rounds):
+        assert exchange(made, "a") == "a"
+    made.disconnect("a", "1", 0.0)
+    made.join("b", "1", 2.0)
+    for _ in range(3):
+        assert exchange(made, "b", now=2.0) == "b"
+    made.join("a", "1", 3.0)
+    for worker in "abab":
+        assert exchange(made, worker, now=3.0) == worker
+    assert made.members["a"].sequence == rounds + 2
+
+
+def test_a_round_waits_for_everybody():
+    made = ledger(Synchronous(), "abc")
+    assert exchange(made, "c") == exchange(made, "a") == ""
+    assert take(made, 1e9) == ""
+    assert made.deadline() is None
+    assert exchange(made, "b") == "abc"
+    assert made.version == 1
+    assert [made.members[w].staleness for w in "abc"] == [0, 0, 0]
+
+
+def test_a_quorum_is_enough_after_the_grace():
+    made = ledger(Synchronous(quorum=2, grace=3.0), "abc")
+    assert exchange(made, "a", now=1.0) == ""
+    assert made.deadline() is None
+    assert exchange(made, "b", now=2.0) == ""
+    assert made.deadline() == 4.0
+    assert take(made, 3.9) == ""
+    assert take(made, 4.0) == "ab"
+    assert made.deadline() is None
+    assert exchange(made, "a", now=5.0) == exchange(made, "b", now=5.0) == ""
+    assert exchange(made, "c", now=5.5, anchor=0) == "abc"  # everybody, without grace
+
+
+def test_without_enough_workers_for_a_quorum_all_are_enough():
+    made = ledger(Synchronous(quorum=5, grace=3.0), "ab")
+    assert exchange(made, "a") == ""
+    assert exchange(made, "b") == "ab"
+
+
+@pytest.mark.parametrize(
+    ("late", "weights"), [("next", (1.0, 1.0)), ("weighted", (1.0, 1 / 3))]
+)
+def test_a_late_message_is_used_in_the_next_round(late, weights):
+    made = ledger(Synchronous(quorum=1, late=late), "ab")
+    assert exchange(made, "a") == exchange(made, "a") == "a"
+    send(made, "b", anchor=0)
+    send(made, "a")
+    batch = made.take(0.0)
+    assert batch.weights == weights
+    assert batch.staleness == (0, 2)
+    made.settle(batch)
+    send(made, "b")
+    send(made, "a")
+    assert made.take(0.0).weights == (1.0, 1.0)  # not late any more
+
+
+def test_a_late_message_is_dropped():
+    made = ledger(Synchronous(quorum=1, late="drop"), "ab")
+    assert exchange(made, "a") == "a"
+    send(made, "a")
+    assert exchange(made, "b", anchor=0) == "b!"
+    assert take(made) == "a"
+    assert made.version == 2
+    # Its round began with version 1, and version 2 came before it ended.
+    assert exchange(made, "b", anchor=1) == "b!"
+    assert exchange(made, "b") == "b"
+
+
+@pytest.mark.parametrize("late", ["weighted", "drop"])
+def test_an_anchor_before_the_own_message_is_not_late(late):
+    """EASGD adopts the center as it was before the worker's own message."""
+    made = ledger(Synchronous(late=late), "ab")
+    for version in range(4):
+        for worker in "ab":
+            send(made, worker, anchor=max(0, version - 1))
+        batch = made.take(0.0)
+        assert batch.applies
+        assert batch.weights == (1.0, 1.0)
+        made.settle(batch)
+
+
+def test_a_round_does_not_wait_for_the_dead():
+    made = ledger(Synchronous(), "abc", lease=10.0)
+    assert exchange(made, "a") == exchange(made, "b") == ""
+    made.disconnect("c", "1", 1.0)
+    assert made.deadline() == 11.0
+    assert take(made, 10.9) == ""
+    assert take(made, 11.0) == "ab"
+
+
+def test_a_round_waits_for_whom_is_back_in_time():
+    made = ledger(Synchronous(), "ab", lease=10.0)
+    assert exchange(made, "a") == ""
+    made.disconnect("b", "1", 1.0)
+    made.join("b", "1", 9.0)
+    assert made.deadline() is None
+    assert take(made, 99.0) == ""
+    assert exchange(made, "b", now=99.0) == "ab"
+
+
+def test_the_message_of_a_dead_worker_is_not_used():
+    made = ledger(Synchronous(), "ab", lease=10.0)
+    assert exchange(made, "b") == ""
+    made.disconnect("b", "1", 1.0)
+    assert exchange(made, "a", now=11.0) == "a"
+    assert made.members["b"].sequence == 0
+
+
+def test_a_newcomer_takes_part_in_the_round_it_came_to():
+    made = ledger(Synchronous(late="drop"), "a")
+    assert exchange(made, "a") == "a"
+    made.join("n", "1", 0.0)
+    assert exchange(made, "a") == ""
+    assert exchange(made, "n") == "an"
+
+
+def test_a_newcomer_that_has_gone_again_blocks_nobody():
+    made = ledger(Synchronous(), "a")
+    made.join("n", "1", 0.0)
+    assert exchange(made, "a") == ""
+    made.leave("n", "1")
+    assert take(made) == "a"
+    made.leave("n", "1")  # may be said twice
+
+
+@pytest.mark.parametrize("how", ["back in time", "given up before"])
+def test_what_was_settled_is_not_taken_again(how):
+    made = ledger(workers="a", lease=10.0)
+    assert exchange(made, "a") == "a"
+    made.disconnect("a", "1", 0.0)
+    later = 5.0 if how == "back in time" else 50.0
+    made.expire(later)
+    assert ("a" in made.present()) == (how == "back in time")
+    made.join("a", "1", later)
+    assert not made.submit("a", "1", 1, 0, later)
+    assert take(made, later) == ""
+    assert exchange(made, "a", now=later) == "a"
+
+
+def test_a_message_may_be_repeated_while_it_waits():
+    made = ledger(Synchronous(), "ab")
+    send(made, "a", now=1.0)
+    send(made, "a", now=2.0)
+    assert made.pending["a"].arrived == 1.0
+    assert exchange(made, "b") == "ab"
+    assert made.members["a"].exchanges == 1
+
+
+@pytest.mark.parametrize("sequence", [-1, 0, 2, 5])
+def test_a_sequence_number_out_of_order(sequence):
+    made = ledger(workers="a")
+    with pytest.raises(
+        errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
+    ):
+        made.submit("a", "1", sequence, 0, 0.0)
+    assert not made.pending
+
+
+@pytest.mark.parametrize("anchor", [-1, 2])
+def test_an_anchor_that_never_was(anchor):
+    made = ledger(workers="a")
+    assert exchange(made, "a") == "a"
+    with pytest.raises(
+        errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
+    ):
+        made.submit("a", "1", 2, anchor, 0.0)
+
+
+def test_acknowledged_is_what_was_settled():
+    made = ledger(workers="a")
+    assert exchange(made, "a") == "a"
+    made.acknowledge("a", "1", 7)
+    assert made.members["a"].acknowledged == 1
+    made.acknowledge("a", "1", 0)
+    made.acknowledge("a", "2", 1)
+    made.acknowledge("nobody", "1", 1)
+    assert made.members["a"].acknowledged == 1
+
+
+def test_a_name_that_is_taken():
+    made = ledger(workers="a")
+    with pytest.raises(
+        errors.NameTakenError, match="'a' already, which joined 7 s ago"
+    ):
+        made.join("a", "2", 7.0)
+    made.submit("a", "1", 1, 0, 0.0)  # the first one goes on
+    made.disconnect("a", "1", 8.0)
+    made.join("a", "2", 9.0)  # a connection that broke holds no name
+    assert not made.pending
+
+
+def test_a_replaced_worker_is_told_so():
+    made = ledger(workers="a")
+    assert exchange(made, "a") == "a"
+    send(made, "a")
+    made.join("a", "2", 0.0, replace=True)
+    assert take(made) == ""
+    with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
+        made.submit("a", "1", 2, 1, 0.0)
+    made.leave("a", "1")
+    made.disconnect("a", "1", 0.0)
+    assert made.member("a", "2").connected  # which the first one cannot change
+
+
+@pytest.mark.parametrize("second", ["there", "disconnected", "gone"])
+def test_a_replaced_life_does_not_come_back(second):
+    """It could have its messages applied again: its sequence is not known any more."""
+    made = ledger(workers="a")
+    assert exchange(made, "a") == "a"
+    made.join("a", "2", 0.0, replace=True)
+    if second == "disconnected":
+        made.disconnect("a", "2", 0.0)
+    elif second == "gone":
+        made.leave("a", "2")
+    for replace in (False, True):
+        with pytest.raises(
+            errors.WorkerStateError, match="'a' was replaced by another"
+        ):
+            made.join("a", "1", 1.0, replace=replace)
+
+
+@pytest.mark.parametrize("how", ["never joined", "left", "given up"])
+def test_a_worker_that_is_not_there(how):
+    made = ledger(workers="" if how == "never joined" else "a", lease=1.0)
+    if how == "left":
+        made.leave("a", "1")
+    elif how == "given up":
+        made.disconnect("a", "1", 0.0)
+    with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
+        made.submit("a", "1", 1, 0, 1.0)
+
+
+def test_a_full_center():
+    made = ledger(workers="ab", max_workers=2, lease=10.0)
+    message = "no room for worker 'c': this center takes 2 workers, and 2 are there"
+    with pytest.raises(errors.CenterFullError, match=message):
+        made.join("c", "1", 0.0)
+    made.join("a", "2", 0.0, replace=True)  # takes nobody's place but its own
+    made.disconnect("b", "1", 0.0)
+    with pytest.raises(errors.CenterFullError, match=message):
+        made.join("c", "1", 9.9)  # b may still come back
+    made.join("c", "1", 10.0)
+    with pytest.raises(errors.CenterFullError, match="'b'"):
+        made.join("b", "1", 10.0)
+    assert made.present().keys() == {"a", "c"}
+
+
+def test_the_barrier_opens_once():
+    made = ledger(workers="a", barrier=2)
+    assert not made.is_open
+    made.leave("a", "1")
+    made.join("b", "1", 0.0)
+    assert not made.is_open  # not at a time
+    made.join("a", "1", 0.0)
+    assert made.is_open
+    made.leave("a", "1")
+    made.leave("b", "1")
+    assert made.is_open
+    assert ledger().is_open
+
+
+def test_a_ledger_goes_on_from_a_version():
+    made = ledger(Synchronous(late="drop"), "a", version=41)
+    assert exchange(made, "a") == "a"
+    assert made.version == 42
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BoundedStaleness(), "versions=, rounds= or both, got neither"),
+        (lambda: BoundedStaleness(versions=-1), "versions must be .* >= 0, got -1"),
+        (lambda: BoundedStaleness(rounds=1.0), "rounds must be .* >= 0, got 1.0"),
+        (lambda: BoundedStaleness(rounds=True), "rounds must be .* >= 0, got True"),
+        (lambda: Synchronous(quorum=0), "quorum must be .* >= 1, got 0"),
+        (lambda: Synchronous(grace=-0.1), "grace must be .* seconds >= 0, got -0.1"),
+        (lambda: Synchronous(grace=math.nan), "grace must be .* got nan"),
+        (lambda: Synchronous(late="never"), "late must be 'next', .* got 'never'"),
+        (lambda: Ledger(lease=math.inf), "lease must be .* got inf"),
+        (lambda: Ledger(lease="10"), "lease must be .* got '10'"),
+        (lambda: Ledger(max_workers=0), "max_workers must be .* >= 1, got 0"),
+        (lambda: Ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
+        (lambda: Ledger(barrier=None), "barrier must be .* >= 0, got None"),
+        (lambda: Ledger(barrier=3, max_workers=2), "at most max_workers, 2,.* got 3"),
+    ],
+)
+def test_bad_settings(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("mode", [Synchronous, "async", 3])
+def test_not_a_mode(mode):
+    with pytest.raises(errors.InvalidTypeError, match="mode must be Asynchronous"):
+        Ledger(mode)
+
+
+def test_a_new_life_does_not_get_the_answer_of_the_old_one():
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2), mode=Synchronous())
+
+    def send(worker, life):
+        who = {"worker": worker, "incarnation": life, "sequence": 1}
+        center.submit(jnp.ones(2), anchor_version=0, **who)
+        return center.collect(**who, timeout=0.0)
+
+    center.enter("a", "1")
+    assert send("a", "1").version.number == 1
+    center.enter("a", "2", replace=True)
+    center.enter("b", "1")
+    assert send("a", "2") is None  # waits for b
+    assert send("b", "1").version.number == 2
+    assert center.collect("a", "2", 1, timeout=0.0).version.number == 2

@@ -1,0 +1,325 @@
+"""Trees as schemas: both sides of a wire see the same leaves in the same places."""
+
+import json
+from collections import OrderedDict
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.service import _trees, connect, serve
+from agn_optax.service._wire import Assembler, Leaf, Schema
+
+
+class Layer(NamedTuple):
+    """Its fields are not in the order of their names."""
+
+    w: object
+    b: object = None
+
+
+@flax.struct.dataclass
+class Model:
+    second: object
+    first: object
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Odd:
+    """Its children have names of two kinds, or the same name twice."""
+
+    def __init__(self, keys, *children):
+        self.keys, self.children = keys, children
+
+    def __repr__(self):
+        return f"Odd{self.keys}"
+
+    def tree_flatten_with_keys(self):
+        return tuple(zip(self.keys, self.children, strict=True)), self.keys
+
+    @classmethod
+    def tree_unflatten(cls, keys, children):
+        return cls(keys, *children)
+
+
+NAME, FIELD = jax.tree_util.DictKey("x"), jax.tree_util.GetAttrKey("x")
+NUMBER = jax.tree_util.SequenceKey(1)
+
+# A tree; and as what those see it who do not know its types, where that is different.
+TREES = [
+    (1.0, None),
+    ({}, None),
+    (None, None),
+    ({"b": 1.0, "a": {"c": 2.0}}, None),
+    ([1.0, [], (), [2.0, None]], None),
+    ((1.0, (2.0,), {"x": None}), None),
+    ({10: 1.0, 9: 2.0, -1: 3.0}, None),
+    ({"10": 1.0, "9": 2.0}, None),
+    ({"'": 1.0, '"': 2.0, "ä\n[0]": 3.0, "": 4.0}, None),
+    (Layer(1.0, 2.0), {"w": 1.0, "b": 2.0}),
+    (Layer(Layer(1.0, [2.0])), {"w": {"w": 1.0, "b": [2.0]}, "b": None}),
+    (FrozenDict({"b": {"d": 1.0}, "a": 2.0}), {"b": {"d": 1.0}, "a": 2.0}),
+    (OrderedDict(z=1.0, y=2.0), {"z": 1.0, "y": 2.0}),
+    (Model(1.0, (2.0, None)), {"second": 1.0, "first": (2.0, None)}),
+    ([optax.EmptyState(), 1.0], [{}, 1.0]),
+    ({True: 1.0, False: 2.0}, None),
+    ({0.5: 1.0, 10.0: 2.0, 9.0: 3.0}, {"[0.5]": 1.0, "[10.0]": 2.0, "[9.0]": 3.0}),
+    (Odd((NAME, FIELD), 1.0, 2.0), {0: 1.0, 1: 2.0}),
+    (Odd((NAME, NUMBER), 1.0, Layer(2.0, 3.0)), {0: 1.0, 1: {"w": 2.0, "b": 3.0}}),
+]
+
+
+def travelled(tree):
+    """The schema and the leaves, after a trip."""
+    sent = _trees.schema_of(tree)
+    schema = _trees.from_proto(_trees.to_proto(sent))
+    assert schema.difference(sent, "here", "there") is None
+    assembler = Assembler(schema)
+    for offset, pieces in schema.chunks(_trees.host_arrays(tree)):
+        assembler.feed(offset, b"".join(pieces))
+    return schema, assembler.arrays()
+
+
+def assert_same(made, expected):
+    assert jax.tree.structure(made) == jax.tree.structure(expected)
+    for one, other in zip(
+        jax.tree.leaves(made), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("tree", "plain"), TREES, ids=repr)
+def test_trees_come_back(tree, plain):
+    schema, leaves = travelled(tree)
+    assert_same(_trees.build(schema, leaves), tree if plain is None else plain)
+    assert_same(_trees.build(schema, leaves, like=tree), tree)
+    assert_same(
+        _trees.build(schema, leaves, like={"quite": [0, "other"]}), plain or tree
+    )
+
+
+@pytest.mark.parametrize(("tree", "plain"), TREES, ids=repr)
+def test_those_who_do_not_know_the_types_have_the_same_schema(tree, plain):
+    schema, leaves = travelled(tree)
+    again = _trees.schema_of(_trees.build(schema, leaves))
+    assert again.difference(schema, "here", "there") is None
+    assert again.structure == schema.structure
+    assert again.hash == schema.hash
+
+
+numbers = st.integers(0, 1000).map(float)
+trees = st.recursive(
+    numbers | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.integers(), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(FrozenDict)
+        | st.builds(Layer, inner, inner)
+        | st.builds(Model, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+def test_any_tree_comes_back(tree):
+    schema, leaves = travelled(tree)
+    assert_same(_trees.build(schema, leaves, like=tree), tree)
+    plain = _trees.build(schema, leaves)
+    assert_same(_trees.build(*travelled(plain)), plain)
+    assert_same(_trees.build(*travelled(plain), like=tree), tree)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "shape"),
+    [
+        (1.5, "float32", []),
+        (np.float64(1.5), "float32", []),
+        (np.ones((2, 0)), "float32", [2, 0]),
+        (np.ones(3, np.float16), "float16", [3]),
+        (jnp.ones(3, jnp.bfloat16), "bfloat16", [3]),
+        (
+            np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+            "float32",
+            [2, 3],
+        ),
+    ],
+)
+def test_leaves_are_sent_as_jax_takes_them(leaf, dtype, shape):
+    schema, (came,) = travelled([leaf])
+    assert str(schema.leaves[0]) == f"[0] {dtype}{shape}"
+    assert came.dtype.name == dtype
+    np.testing.assert_array_equal(came, jnp.asarray(leaf))
+
+
+def test_a_schema_of_another_dtype():
+    schema = _trees.schema_of(Layer(np.ones(2), 1), "bfloat16")
+    assert [str(leaf) for leaf in schema.leaves] == [
+        "['b'] bfloat16[]",
+        "['w'] bfloat16[2]",
+    ]
+
+
+def test_arrays_of_this_host_are_not_copied():
+    leaf = jax.device_put(jnp.ones(1000), jax.devices("cpu")[0])
+    (first,), (second,) = _trees.host_arrays([leaf]), _trees.host_arrays([leaf])
+    assert np.shares_memory(first, second)
+
+
+def test_cast_keeps_containers_and_the_places_of_leaves():
+    tree = Layer([jnp.ones(2), jnp.arange(2)], jnp.full(3, 2.0))
+    schema = _trees.schema_of(tree).cast("bfloat16")
+    cast = _trees.cast(tree, schema)
+    assert_same(cast, tree)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(cast)] == [
+        "bfloat16",
+        "int32",
+        "bfloat16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ({"path": "a", "dtype": "object"}, "leaf a has dtype 'object'"),
+        ({"path": "a", "dtype": ""}, "leaf a has dtype ''"),
+        ({"path": "a", "dtype": "float32", "shape": [2**64 - 1]}, "leaf a has shape"),
+        ({"path": "a", "dtype": "float32", "shape": [1] * 65}, "leaf a has shape"),
+    ],
+)
+def test_schemas_that_make_no_sense(leaf, message):
+    schema = _trees.pb.Schema(leaves=[leaf])
+    with pytest.raises(errors.ProtocolError, match=message):
+        _trees.from_proto(schema)
+
+
+def schema_for(paths, structure):
+    leaves = [Leaf(path, "float32", ()) for path in paths]
+    return Schema(leaves, structure), [np.float32(i) for i in range(len(leaves))]
+
+
+ONE, TWO = ["['a']"], ["['a']", "['b']"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "structure"),
+    [
+        ([], ""),
+        ([], "0"),
+        ([], "[]"),
+        ([], "7"),
+        ([], '"x"'),
+        ([], "{}"),
+        ([], '{"set": []}'),
+        ([], '{"list": [], "tuple": []}'),
+        ([], '{"dict": [["a", 0]]}'),
+        ([""], "null"),
+        ([""], "[0]"),
+        ([""], "1"),
+        ([""], '{"list": [0]}'),
+        (["[0]"], '{"list": 0}'),
+        (["[0]"], '{"list": "0"}'),
+        (["[0]"], '{"list": {"0": 0}}'),
+        (["[0]"], '{"list": [0, 0]}'),
+        (["[0]", "[1]"], '{"list": [0]}'),
+        (["[1]", "[0]"], '{"list": [0, 0]}'),
+        (ONE, "{"),
+        (ONE, '{"dict": ["a"]}'),
+        (ONE, '{"dict": [["a"]]}'),
+        (ONE, '{"dict": [["a", 0, 0]]}'),
+        (ONE, '{"dict": [[["a"], 0]]}'),
+        (ONE, '{"dict": [[{}, 0]]}'),
+        (ONE, '{"dict": [["b", 0]]}'),
+        (ONE, '{"dict": {"a": 0}}'),
+        (TWO, '{"dict": [["a", 0], ["a", 0]]}'),
+        (TWO, '{"dict": [["a", 0], [1, 0]]}'),
+        (TWO, '{"dict": [["a", 0], [null, 0]]}'),
+        (TWO, '{"dict": [["a", 0], ["c", 0]]}'),
+        ([""], "9" * 10_000),
+        ([""], "[" * 100_000),
+        ([""], '{"list":[' * 100_000 + "0" + "]}" * 100_000),
+        ([""], '{"dict":[["a",' * 100_000 + "0" + "]]}" * 100_000),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_structures_that_are_not_those_of_the_leaves(paths, structure):
+    schema, leaves = schema_for(paths, structure)
+    for like in (None, {"quite": [0, "other"]}):
+        with pytest.raises(errors.ProtocolError, match="structure of a tree"):
+            _trees.build(schema, leaves, like)
+
+
+@pytest.mark.parametrize("depth", [1, 100, *range(440, 520, 4), 900, 1000, 5000])
+def test_structures_of_any_depth_are_built_or_refused(depth):
+    structure = '{"list":[' * depth + "0" + "]}" * depth
+    schema, leaves = schema_for(["[0]" * depth], structure)
+    try:
+        tree = _trees.build(schema, leaves)
+    except errors.ProtocolError:
+        assert depth > 100
+        return
+    for _ in range(depth):
+        (tree,) = tree
+    assert tree == 0.0
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | st.text(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+        | st.fixed_dictionaries({"list": st.lists(inner, max_size=2)})
+        | st.fixed_dictionaries(
+            {"dict": st.lists(st.tuples(inner, inner) | inner, max_size=2)}
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from([[], [""], ["[0]"], ["[0]", "[1]"], ONE, TWO]), values)
+@example(TWO, {"dict": [["b", 0], ["a", 0]]})
+@example(["[0]"], {"dict": [[0, 0]]})
+def test_any_structure_is_that_of_the_leaves_or_refused(paths, structure):
+    schema, leaves = schema_for(paths, json.dumps(structure))
+    try:
+        tree = _trees.build(schema, leaves)
+    except errors.ProtocolError:
+        return
+    assert [leaf.path for leaf in _trees.schema_of(tree).leaves] == paths
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Layer(jnp.ones(3), jnp.zeros(2)),
+        FrozenDict({"w": jnp.ones(3), "b": jnp.zeros(2)}),
+        {"w": np.ones(3), "b": np.zeros(2)},  # float64, which JAX takes as float32
+    ],
+    ids=lambda params: type(params).__name__,
+)
+@pytest.mark.parametrize("who", ["chief", "service"])
+def test_a_service_works_with_what_a_center_in_this_process_takes(params, who):
+    rule = rules.downpour()
+    with (
+        serve(rule, params if who == "service" else None) as server,
+        connect(server.address, rule, timeout=20.0) as center,
+    ):
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        own, state = worker.start(params, chief=who == "chief")
+        grads = jax.tree.map(jnp.ones_like, own)
+        updates, state = worker.tx.update(grads, state, own)
+        own, state = worker.exchange(optax.apply_updates(own, updates), state)
+        assert_same(own, jax.tree.map(lambda x: x - 1.0, params))
+        assert_same(center.pull().params, own)
