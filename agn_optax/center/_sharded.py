@@ -172,6 +172,12 @@ class ShardedCenter:
                 center.close()
         self._threads.shutdown(wait=False)
 
+    def __enter__(self) -> ShardedCenter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def _check_model(self, tree: PyTree, what: str) -> None:
         """``tree`` is like the center, whose parts would differ in strange places."""
         if self._model is None:

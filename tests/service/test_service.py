@@ -23,6 +23,7 @@ from support import RULES, assert_close, assert_identical, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center._sharded import assign
 from agn_optax.service import _trees, _wire
 from agn_optax.service import center_pb2 as pb
 
@@ -615,3 +616,68 @@ def test_a_tree_of_gradient_sums(serve, connect):
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
         serve(rules.easgd(0.5), parent=connect(parent.address, rule))
+
+
+# In shards.
+
+
+def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    rule = rules.agn(clipped)
+    center = connect([serve(rule, None).address for _ in range(2)], rule)
+    worker = a_worker(center)
+    with pytest.raises(errors.InvalidArgumentError, match="clip_by_global_norm"):
+        worker.start(ONES, chief=True)
+    with pytest.raises(errors.NotInitializedError):
+        center.pull()
+
+
+def test_what_reached_one_shard_only_is_completed_when_repeated(serve, connect):
+    rule = rules.downpour()
+    servers = [serve(params=None) for _ in range(2)]
+    with network.Network(servers[1].address) as net:
+        center = connect([servers[0].address, net.address], rule)
+        worker = a_worker(center, patience=0)
+        params, state = worker.start(ONES, chief=True)
+        net.cut()
+        center.centers[1]._timeout = 0.2
+        with pytest.raises(errors.CenterUnreachableError, match=net.address):
+            worker.exchange(jax.tree.map(lambda x: x - 1, params), state)
+        assert [s.center.version for s in servers] == [1, 0]
+        net.mend()
+        center.centers[1]._timeout = 10.0
+        params, state = worker.exchange(params, state)
+        assert [s.center.version for s in servers] == [1, 1]
+        for leaf in jax.tree.leaves((params, center.pull().params)):
+            np.testing.assert_array_equal(leaf, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "shards"),
+    [
+        ([(1000, 3), (10,), (), (0, 4), (500,)], 3),
+        ([(7,)], 4),
+        ([(1, 10_000), (3, 3)], 2),
+        ([()] * 10, 3),
+    ],
+)
+def test_leaves_are_assigned_by_size(shapes, shards):
+    pieces = assign(shapes, shards)
+    assert pieces == assign(shapes, shards)
+    loads = [0] * shards
+    for leaf, shape in enumerate(shapes):
+        own = [piece for piece in pieces if piece.leaf == leaf]
+        assert own == sorted(own, key=lambda piece: piece.shard)
+        if own[0].rows is None:
+            assert len(own) == 1
+            loads[own[0].shard] += int(np.prod(shape))
+            continue
+        ends = [0, *(piece.rows.stop for piece in own)]
+        assert [piece.rows.start for piece in own] == ends[:-1]
+        assert ends[-1] == shape[0]
+        for piece in own:
+            rows = piece.rows.stop - piece.rows.start
+            loads[piece.shard] += rows * int(np.prod(shape[1:]))
+    total = sum(int(np.prod(shape)) for shape in shapes)
+    uncut = max((int(np.prod(shape[1:])) for shape in shapes if shape), default=1)
+    assert max(loads) <= 2 * (total / shards) + uncut
