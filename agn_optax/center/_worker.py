@@ -185,6 +185,16 @@ class Worker:
             params = _exchange.adopt(rule, params, center)
             return params, _exchange.begin_round(rule, state, params, center)
 
+        def contribute_own_fn(
+            state: LocalState, params: PyTree, anchor: PyTree
+        ) -> PyTree:
+            # What a rule sends as it is would share its buffers with what goes on.
+            inputs = {id(leaf) for leaf in jax.tree.leaves((state, params, anchor))}
+            return jax.tree.map(
+                lambda leaf: jnp.copy(leaf) if id(leaf) in inputs else leaf,
+                _exchange.contribute(rule, state, params, anchor),
+            )
+
         def depart_fn(params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
             sent = _trees.copy(params)
             return sent, _exchange.empty_record(rule, state, params, params)
@@ -198,6 +208,7 @@ class Worker:
         self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
         self._start = jax.jit(start_fn)
         self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
+        self._contribute_own = jax.jit(contribute_own_fn)
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
         self._depart_program = jax.jit(depart_fn, donate_argnums=1)
         self._land_program = jax.jit(land_fn, donate_argnums=(0, 1))
@@ -405,18 +416,21 @@ class Worker:
         self._check_loop(params, state)
         length = self._length_of_round(self.exchanges + 1)
         message = self._message
+        overlaps = self.overlap and self.exchanges > 0
         if message is None:
-            contribution = self._contribute(state, params, anchor.params)
+            contribute = self._contribute_own if overlaps else self._contribute
+            contribution = contribute(state, params, anchor.params)
             message = _Message(contribution, anchor.version, self._local_steps)
             self._message = message
-        if message.answer is None and self.overlap and self.exchanges:
-            return self._depart(params, state, message, length)
+            if overlaps:
+                return self._depart(params, state, message, length)
         if message.answer is None:
             try:
                 message.answer = self._send(message)
             except errors.CenterUnreachableError:
                 if self._patience == 0:
                     raise
+                message.contribution = _trees.copy(message.contribution)
                 return self._depart(params, state, message, length)
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
