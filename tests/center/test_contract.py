@@ -1,5 +1,6 @@
 """What every center promises: embedded, served, in shards, and as a site of a tree."""
 
+import functools
 import threading
 
 import center_kinds
@@ -26,34 +27,41 @@ def count(version):
     return numbers.pop()
 
 
-@pytest.mark.parametrize("rule", ["agn", "dynsgd", "diloco", "easgd_rho"])
+@functools.cache
+def trained(kind, rule):
+    """What becomes of two workers, who exchange in turns and so have stale messages."""
+    with center_kinds.made(kind, RULES[rule]()) as center:
+        workers = [
+            agn_optax.Worker(center, optax.adam(0.05), period=2, name=f"w{i}")
+            for i in range(2)
+        ]
+        loops = [w.start(tree(), chief=not i) for i, w in enumerate(workers)]
+        answers = []
+        for part in range(3):
+            for i, worker in enumerate(workers):
+                more = feeds(tree(), 3, seed=10 * part + i)
+                loops[i] = run_worker(worker, *loops[i], more)
+                answers.append((worker.staleness, np.float32(worker.norm)))
+        pulled = center.pull()
+        assert count(pulled.version) == sum(w.exchanges for w in workers) == 8
+        return jax.tree.map(np.asarray, (loops, pulled.params)), answers
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        *(("server", rule) for rule in ("agn", "dynsgd", "diloco", "easgd_rho")),
+        *((kind, rule) for kind in ("shards", "site") for rule in ("agn", "easgd_rho")),
+    ],
+)
 def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
-    rule = RULES[rule]()
-    ends = []
-    for each in ("local", kind):
-        with center_kinds.made(each, rule) as center:
-            workers = [
-                agn_optax.Worker(center, optax.adam(0.05), period=2, name=f"w{i}")
-                for i in range(2)
-            ]
-            loops = [w.start(tree(), chief=not i) for i, w in enumerate(workers)]
-            answers = []
-            for part in range(3):  # in turns, so that messages are stale
-                for i, worker in enumerate(workers):
-                    more = feeds(tree(), 3, seed=10 * part + i)
-                    loops[i] = run_worker(worker, *loops[i], more)
-                    answers.append((worker.staleness, np.float32(worker.norm)))
-            pulled = center.pull()
-            assert count(pulled.version) == sum(w.exchanges for w in workers) == 8
-            ends.append((loops, pulled.params, answers))
-    for (embedded, center, answers), (loops, other, others) in [tuple(ends)]:
-        assert_identical(other, center)
-        for ours, theirs in zip(loops, embedded, strict=True):
-            assert_identical(ours, theirs)
-        assert [s for s, _ in others] == [s for s, _ in answers]
-        np.testing.assert_allclose(
-            [n for _, n in others], [n for _, n in answers], rtol=1e-6
-        )
+    ours, answers = trained(kind, rule)
+    embedded, expected = trained("local", rule)
+    assert_identical(ours, embedded)
+    assert [s for s, _ in answers] == [s for s, _ in expected]
+    np.testing.assert_allclose(
+        [n for _, n in answers], [n for _, n in expected], rtol=1e-6
+    )
 
 
 def test_the_chief_initializes_and_the_others_adopt(kind):
