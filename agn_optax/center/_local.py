@@ -443,6 +443,9 @@ class LocalCenter:
     ) -> Answer | None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
+            member = self._ledger.members.get(worker)
+            if member is None or member.incarnation != incarnation:
+                return self._late_answer(worker, incarnation, sequence)
             answer = self._answers.get(worker)
             if answer is not None and answer.sequence == sequence:
                 return answer

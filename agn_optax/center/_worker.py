@@ -283,6 +283,15 @@ class Worker:
         self._begin(params, state, snapshot._replace(params=placed), length)
         return params, state
 
+    @property
+    def due(self) -> bool:
+        """Whether `exchange`, at its next call, acts (or may, if one is in flight).
+
+        For loops whose arrays must be brought together first, such as those of
+        `Towers`: on the other steps `exchange` returns whatever it is given.
+        """
+        return self._in_flight or self._local_steps + 1 >= self._round_length
+
     def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
 

@@ -158,6 +158,7 @@ class _Session:
     sequence: int = 0  # of the last exchange whose answer is here
     center: str = ""  # the life of the center that this worker has joined
     call: Any = None
+    left: bool = False
 
 
 class RemoteCenter:
@@ -576,6 +577,10 @@ class RemoteCenter:
 
     async def _open(self, session: _Session) -> None:
         """A call in which a worker lives; the old one, if any, has broken."""
+        if session.left:  # by another thread, while this one tried to reach the center
+            raise errors.WorkerStateError(
+                f"worker {session.worker!r} has left the center at {self.address}"
+            )
         if session.call is not None:
             session.call.cancel()
         session.call = call = self._open_channel().stream_stream(
@@ -633,6 +638,7 @@ class RemoteCenter:
             return answer
 
     async def _leave(self, session: _Session) -> None:
+        session.left = True
         request = pb.LeaveRequest(
             worker=session.worker, incarnation=session.incarnation
         )

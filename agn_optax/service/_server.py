@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -42,6 +42,7 @@ class Server:
         self._stopped = threading.Event()
         self._health: Any = None
         self._grpc: Any = None
+        self._threads: Any = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time."""
@@ -65,6 +66,8 @@ class Server:
             if self.uplink is not None:
                 self.uplink.stop(grace)
             self._grpc.stop(grace=0.5).wait()
+            self._threads.shutdown(wait=False)  # which gRPC leaves to us
+            _running.discard(self)
             self._stopped.set()
 
     def __enter__(self) -> Server:
@@ -72,6 +75,19 @@ class Server:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+_running: set[Server] = set()
+
+
+def _stop_all() -> None:
+    for server in list(_running):
+        server.stop()
+
+
+# At its end Python waits for the threads of a pool, and theirs are calls that last as
+# long as the workers do. It calls this before, but what `atexit` registers only after.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 def serve(
@@ -167,8 +183,9 @@ def start(
     # A worker's life is one call, and one thread; its pull at the start is another, and
     # whoever watches needs a few.
     threads = 2 * max_workers + 16
+    pool = ThreadPoolExecutor(threads, "agn-optax-center")
     server = grpc.server(
-        concurrent.futures.ThreadPoolExecutor(threads, "agn-optax-center"),
+        pool,
         options=[
             *_address.OPTIONS,
             ("grpc.so_reuseport", 0),  # a second server on this port is an error
@@ -200,8 +217,9 @@ def start(
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
     made = Server(servicer.center, servicer, address)
-    made._health, made._grpc = checks, server
+    made._health, made._grpc, made._threads = checks, server, pool
     server.start()
+    _running.add(made)
     for name in ("", _address.SERVICE):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     return made

@@ -58,8 +58,10 @@ class Servicer:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        # Around what is decided of a worker and its call: taken before the center's.
+        self._calls = threading.Lock()
         self._busy = 0  # exchanges that are being applied and answered
-        self._streams: dict[tuple[str, str], object] = {}  # by worker, incarnation
+        self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _wire.Schema | None = None
 
@@ -166,19 +168,17 @@ class Servicer:
         life, stream = (join.worker, join.incarnation), object()
 
         def gone() -> None:
-            with self._lock:  # unless the worker is back in another call already
-                if self._streams.get(life) is not stream:
+            with self._calls:  # unless the worker is back in another call already
+                if self._streams.get(join.worker) is not stream:
                     return
-                del self._streams[life]
-            self.center.disconnect(*life)
+                del self._streams[join.worker]
+                self.center.disconnect(*life)
 
-        with self._lock:
-            self._streams[life] = stream
-        try:
+        with self._calls:
+            if not context.is_active():
+                return  # and may be back in another call already
             self.center.enter(*life)
-        except errors.AgnOptaxError:
-            gone()
-            raise
+            self._streams[join.worker] = stream
         with self._lock:
             traffic = self._traffic.setdefault(join.worker, _Traffic())
         if not context.add_callback(gone):

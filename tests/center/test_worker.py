@@ -264,3 +264,16 @@ def test_threads_train_one_model():
     assert not failures
     assert center.version == 4 * 60
     np.testing.assert_allclose(center.pull().params, solution, atol=0.05)
+
+
+def test_due_says_when_exchange_acts():
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2))
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=lambda n: n + 1)
+    loop = worker.start()
+    acted = []
+    for _ in range(6):
+        due, before = worker.due, worker.exchanges
+        loop = worker.exchange(*loop)
+        assert due == (worker.exchanges > before)
+        acted.append(due)
+    assert acted == [True, False, True, False, False, True]

@@ -1,101 +1,33 @@
 """TensorFlow 1.14's recorded trajectories, replayed through LocalCenter and Worker."""
 
-import functools
-import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parity_records import (
+    ADAM,
+    RECORDS,
+    Participant,
+    as_arrays,
+    assert_as_recorded,
+    load,
+    replay,
+    rule_of,
+)
 
 import agn_optax
 from agn_optax import rules
 
-RECORDS = sorted(pathlib.Path(__file__).parent.glob("*.json"))
-ADAM = "agn_adam_p3_w1"  # the one deliberate difference; see below
 
-
-def load(path):
-    return json.loads(path.read_text())
-
-
-def as_arrays(tree):
-    return {name: np.asarray(value, np.float32) for name, value in tree.items()}
-
-
-def inner_optimizer(record):
-    inner = record["inner"]
-    if inner["name"] == "sgd":
-        return optax.sgd(inner["learning_rate"])
-    assert inner["name"] == "momentum"
-    return optax.sgd(
-        inner["learning_rate"],
-        inner["momentum"],
-        nesterov=inner.get("use_nesterov", False),
-    )
-
-
-def rule_of(record):
-    if record["algorithm"] == "AGN":
-        return rules.agn(inner_optimizer(record))
-    assert record["algorithm"] == "EASGD"
-    return rules.easgd(record["moving_rate_effective"], rho=record["rho_effective"])
-
-
-def gradient(record, params, feed):
-    if record["loss"]["kind"] == "linear":
-        return feed
-    assert record["loss"]["kind"] == "quadratic"
-    curvature = record["loss"]["curvature"]
-    return jax.tree.map(lambda x, f: curvature * (x - f), params, feed)
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in RECORDS if p.stem != ADAM], ids=lambda p: p.stem
-)
-def test_trajectory(path):
-    record = load(path)
+@pytest.mark.parametrize("name", [n for n in RECORDS if n != ADAM])
+def test_trajectory(name):
+    record = load(name)
     center = agn_optax.LocalCenter(rule_of(record), as_arrays(record["params_init"]))
-    inner = inner_optimizer(record)
-    workers, loops = [], []
-    for number in range(record["num_worker"]):
-        worker = agn_optax.Worker(
-            center, inner, period=record["period"], name=f"worker-{number}"
-        )
-        workers.append(worker)
-        loops.append(None)
-    join_at = record.get("join_at", [0] * record["num_worker"])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def local_step(number, params, state, feed):
-        grads = gradient(record, params, feed)
-        updates, state = workers[number].tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for i, (number, feed) in enumerate(
-        zip(record["order"], record["feeds"], strict=True)
-    ):
-        for late, worker in enumerate(workers):
-            if loops[late] is None and join_at[late] <= i:
-                loops[late] = worker.start()
-        params, state = local_step(number, *loops[number], as_arrays(feed))
-        loops[number] = params, state = workers[number].exchange(params, state)
-
-        event = record["events"][i]
-        assert event["worker"] == number
-        assert event["exchanges"] == center.version, f"event {i}"
-        for kind, ours in (("local", params), ("center", center.pull().params)):
-            for name, value in as_arrays(event[kind]).items():
-                np.testing.assert_allclose(
-                    ours[name],
-                    value,
-                    rtol=1e-5,
-                    atol=1e-5,
-                    err_msg=f"event {i}, {kind} {name}",
-                )
+    workers = [Participant(center, record, n) for n in range(record["num_worker"])]
+    assert_as_recorded(record, replay(record, center, workers))
     assert center.version > 0
 
 
@@ -150,7 +82,7 @@ class TestAdam:
 
     @pytest.fixture
     def record(self):
-        return load(next(p for p in RECORDS if p.stem == ADAM))
+        return load(ADAM)
 
     def test_the_original_shares_its_powers(self, record):
         replay = self.replay(record, shared_powers=True, epsilon_hat=True)

@@ -1,0 +1,223 @@
+"""Train one model on several hosts, each with all of its devices, over a center.
+
+The first host serves the center and trains, too; every other one is given its address:
+
+    python examples/two_hosts.py --serve 0.0.0.0:50051 --insecure        # first host
+    python examples/two_hosts.py --center FIRST-HOST:50051 --insecure    # second host
+
+(Or both in two terminals of one machine: ``--serve``, ``--center 127.0.0.1:50051``.)
+The devices of a host are one worker: they reduce their gradients at every step, and the
+host meets the others once a period, through the center. Nobody waits for a host that is
+slow, and one that is ended with Ctrl-C or SIGTERM leaves, while the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import agn_optax
+from agn_optax import center, errors, rules, service
+
+PyTree = Any
+
+# A rule, and the inner optimizer that goes well with it. All hosts need the same rule.
+METHODS: dict[str, Callable[[], tuple[rules.Rule, optax.GradientTransformation]]] = {
+    "agn": lambda: (rules.agn(optax.adam(2e-3)), optax.adam(2e-3)),
+    "downpour": lambda: (rules.downpour(), optax.sgd(0.05)),
+    "easgd": lambda: (rules.easgd(0.3), optax.sgd(0.05, 0.9, nesterov=True)),
+}
+
+
+def make_params(pixels: int, *, hidden: int = 128, classes: int = 10) -> PyTree:
+    """Of a network with one hidden layer; the center's count, and are the same."""
+    rng = np.random.default_rng(0)
+
+    def dense(inputs: int, outputs: int) -> PyTree:
+        w = rng.normal(size=(inputs, outputs)) * (2 / inputs) ** 0.5
+        return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(outputs)}
+
+    return [dense(pixels, hidden), dense(hidden, classes)]
+
+
+def apply(params: PyTree, images: Any) -> jax.Array:
+    """Logits ``[n, classes]`` of images ``[n, height, width, 1]``."""
+    hidden, out = params
+    x = images.reshape(len(images), -1)
+    return jax.nn.relu(x @ hidden["w"] + hidden["b"]) @ out["w"] + out["b"]
+
+
+def loss_fn(params: PyTree, batch: datasets.Split) -> jax.Array:
+    """Mean cross-entropy of a tower's rows."""
+    logits = apply(params, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+def is_right(params: PyTree, batch: datasets.Split) -> jax.Array:
+    """Of every row, whether it is classified as it should be."""
+    logits = apply(params, batch.images)
+    return (logits.argmax(axis=-1) == batch.labels).astype(jnp.float32)
+
+
+def batches(data: datasets.Split, rows: int, seed: int) -> Iterator[datasets.Split]:
+    """Of the whole data set; every host draws its own."""
+    rng = np.random.default_rng(seed)
+    while True:
+        picked = rng.integers(0, len(data.labels), rows)
+        yield datasets.Split(data.images[picked], data.labels[picked])
+
+
+def say(text: str) -> None:
+    """At once, also through a pipe."""
+    print(text, flush=True)
+
+
+def train(
+    shared: center.Center,
+    params: PyTree,
+    inner: optax.GradientTransformation,
+    towers: agn_optax.Towers,
+    data: datasets.Dataset,
+    args: argparse.Namespace,
+) -> float:
+    """This host's part; the accuracy of the center as it was at the end of that."""
+    worker = agn_optax.Worker(
+        shared, inner, period=args.period, name=args.name, give_up=args.give_up
+    )
+    reduce = agn_optax.all_reduce("towers")
+
+    def train_step(loop: PyTree, batch: datasets.Split) -> tuple[PyTree, jax.Array]:
+        """The local step of a tower, its gradients reduced with its neighbors'."""
+        params, state = loop
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        grads, _ = reduce.update(grads, reduce.init(params), params)
+        updates, state = worker.tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    step = towers.step(train_step)
+    draws = batches(
+        data.train, args.batch * towers.size, zlib.crc32(args.name.encode())
+    )
+    say(f"{args.name} joins, as soon as there are enough others")
+    with worker:  # which leaves at the end, however that comes
+        loop = towers.replicate(worker.start(params))
+        say(f"{args.name} trains on {towers}")
+        for i in range(1, args.steps + 1):
+            loop, loss = step(loop, towers.shard(next(draws)))
+            due = worker.due  # until then, exchange only counts
+            if due:
+                loop = towers.unreplicate(loop)
+            loop = worker.exchange(*loop)
+            if due:
+                loop = towers.replicate(loop)
+            if i % args.report == 0:
+                say(
+                    f"{args.name}: step {i}/{args.steps}, loss "
+                    f"{float(towers.mean(loss)):.3f}, {worker.exchanges} exchanges, "
+                    f"the last one {worker.staleness} behind the others"
+                )
+        worker.flush(*towers.unreplicate(loop))  # what the last round has begun
+        return towers.evaluate(is_right, shared.pull().params, data.test)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serves and trains, or only trains."""
+    rule, inner = METHODS[args.rule]()
+    towers = agn_optax.Towers(workers=1)
+    data = datasets.digits()
+    params = make_params(data.train.images[0].size)
+    if args.center:
+        shared = service.connect(
+            args.center, rule, timeout=args.give_up, insecure=args.insecure
+        )
+        with contextlib.closing(shared):
+            accuracy = train(shared, params, inner, towers, data, args)
+        say(f"{args.name}: accuracy of the center when it left: {accuracy:.1%}")
+        return
+    with service.serve(
+        rule, params, address=args.serve, barrier=args.hosts, insecure=args.insecure
+    ) as server:
+        say(f"center at {server.address}")
+        train(server.center, params, inner, towers, data, args)
+
+        def everybody_left() -> bool:
+            return not server.center.members()[1]
+
+        served = ""
+        while not server.center.wait_for(everybody_left, 1.0):
+            others = ", ".join(server.center.members()[1])
+            if others and others != served:
+                say(f"{args.name} has finished, and still serves {others}")
+            served = others
+        end = server.center.pull()
+    accuracy = towers.evaluate(is_right, end.params, data.test)
+    say(f"accuracy of the center: {accuracy:.1%} after {end.version} exchanges")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--serve",
+        metavar="ADDRESS",
+        nargs="?",
+        const="127.0.0.1:50051",
+        help="serve the center, and train (default 127.0.0.1:50051)",
+    )
+    where.add_argument("--center", metavar="ADDRESS", help="train with this center")
+    add = parser.add_argument
+    add("--insecure", action="store_true", help="plain text between the hosts")
+    add("--hosts", type=int, default=2, help="that begin together, with --serve (2)")
+    add("--name", help="of this host, unlike the others' (its own and the process id)")
+    add("--towers", type=int, default=1, help="CPUs without accelerators (default 1)")
+    add("--rule", choices=METHODS, default="agn", help="of exchanges (agn)")
+    add("--period", type=int, default=10, help="steps between exchanges (default 10)")
+    add("--steps", type=int, default=500, help="of this host (default 500)")
+    add("--batch", type=int, default=32, help="rows of a tower (default 32)")
+    add("--report", type=int, default=100, help="steps between two lines (default 100)")
+    add("--give-up", type=float, default=30.0, help="seconds to look for a lost center")
+    args = parser.parse_args(arguments)
+    for name in ("hosts", "towers", "period", "steps", "batch", "report"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if not 0 < args.give_up < float("inf"):
+        parser.error(f"--give-up must be positive, got {args.give_up}")
+    args.name = args.name or f"{socket.gethostname()}-{os.getpid()}"
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0, 1 without a center, 130 if it was interrupted."""
+    args = parse(arguments)
+    jax.config.update("jax_num_cpu_devices", args.towers)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        run(args)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            say(f"{args.name} was interrupted, and has left")
+        return 130
+    except errors.AgnOptaxError as error:
+        print(f"{args.name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""A process that is one worker which only sends: run by test_many_workers."""
+
+import numpy as np
+import talking
+
+from agn_optax import rules, service
+
+
+class Commands:
+    """What the test asks for."""
+
+    def join(self, address, worker):
+        self._worker = worker
+        self._center = service.connect(address, rules.downpour(), timeout=60)
+        self._center.join(worker)
+
+    def exchange(self, element):
+        """A message of one element; the answer has the center's change by then."""
+        seen = self._center.pull()
+        message = np.zeros_like(seen.params)
+        message[element] = 1
+        answer = self._center.exchange(
+            message, anchor_version=seen.version, worker=self._worker
+        )
+        return {
+            "applied": answer.applied,
+            "version": answer.version,
+            "sum": (-np.asarray(answer.params)).tolist(),
+        }
+
+    def leave(self):
+        self._center.close()
+
+
+if __name__ == "__main__":
+    me = Commands()
+    talking.obey({name: getattr(me, name) for name in ("join", "exchange", "leave")})

@@ -1,0 +1,34 @@
+"""A process that is one worker of a recorded trajectory: run by test_parity."""
+
+import parity_records
+import talking
+
+from agn_optax import service
+
+
+class Commands:
+    """What the test asks for."""
+
+    def connect(self, address, record, number):
+        record = parity_records.load(record)
+        self._center = service.connect(
+            address, parity_records.rule_of(record), timeout=60
+        )
+        self._participant = parity_records.Participant(self._center, record, number)
+
+    def start(self):
+        self._participant.start()
+
+    def step(self, event):
+        return talking.as_hex(self._participant.step(event))
+
+    def close(self):
+        self._participant.worker.leave()
+        self._center.close()
+
+
+if __name__ == "__main__":
+    me = Commands()
+    talking.obey(
+        {name: getattr(me, name) for name in ("connect", "start", "step", "close")}
+    )

@@ -1,0 +1,486 @@
+"""Workers that come, go, crash and come back: nothing is lost, or counted twice.
+
+Every message has an element of the center for itself, and is 1 there: the center says
+exactly which messages it has applied, and how often.
+"""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import talking
+
+from agn_optax import errors, rules, service
+from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.service import _client
+
+PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
+WORKERS, MESSAGES = 16, 6
+RULE = rules.downpour()
+LIMIT = 60  # seconds that nothing here takes
+
+
+def on_the_loop(work):
+    return asyncio.run_coroutine_threadsafe(work, _client._loop()).result(LIMIT)
+
+
+def crash(center):
+    """Ends a connection as the death of its process would: nobody leaves."""
+    center._closed = True
+    _client._open_centers.discard(center)
+    on_the_loop(center._channel.close())
+
+
+def lose_an_answer(center, *, after, dies):
+    """The next exchange loses its connection, before or after its answer came."""
+    receive = center._receive
+
+    async def lost(call, watch):
+        center._receive = receive
+        if after:
+            await receive(call, watch)
+        center._closed = dies  # then it is not tried again
+        call.cancel()
+        raise errors.CenterUnreachableError("the test has cut it")
+
+    center._receive = lost
+
+
+def members(server):
+    return server.center.members()[1]
+
+
+def wait_for(server, condition):
+    end = time.monotonic() + LIMIT
+    while not server.center.wait_for(condition, 0.5):  # a lease ends without a word
+        assert time.monotonic() < end, "it does not come"
+
+
+def wait_until_lost(server, name):
+    """Until the server knows that a connection is gone."""
+
+    def lost():
+        member = members(server).get(name)
+        return member is None or not member.connected
+
+    wait_for(server, lost)
+
+
+class Life:
+    """One of many workers, through all of its lives."""
+
+    def __init__(self, server, number, seed, acts):
+        self.name = f"w{number}"
+        self.acknowledged, self.refused, self.unsure = set(), set(), set()
+        self.failure = None
+        self._server = server
+        self._elements = range(number * MESSAGES, (number + 1) * MESSAGES)
+        self._rng = np.random.default_rng([seed, number])
+        self._acts = acts
+        self._center = None
+
+    def run(self):
+        try:
+            self._join()
+            for element in self._elements:
+                getattr(self, self._rng.choice(self._acts))(element)
+            self._leave()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            if self._center is not None:
+                self._center.close()
+
+    def exchange(self, element):
+        message = np.zeros(WORKERS * MESSAGES, np.float32)
+        message[element] = 1
+        answer = self._center.exchange(
+            message, anchor_version=self._version, worker=self.name
+        )
+        (self.acknowledged if answer.applied else self.refused).add(element)
+        self._version = answer.version
+        now = -np.asarray(answer.params)
+        assert set(np.unique(now)) <= {0, 1}
+        assert all(now[list(self.acknowledged)] == 1)
+        assert not any(now[list(self.refused)])
+
+    def come_back(self, element):
+        self._leave()
+        self._join()
+        self.exchange(element)
+
+    def crash(self, element):
+        self.exchange(element)
+        crash(self._center)
+        self._join()
+
+    def crash_in_an_exchange(self, element):
+        lose_an_answer(self._center, after=self._rng.random() < 0.5, dies=True)
+        with pytest.raises(errors.CenterUnreachableError):
+            self.exchange(element)
+        self.unsure.add(element)
+        crash(self._center)
+        self._join()
+
+    def reconnect(self, element):
+        lose_an_answer(self._center, after=self._rng.random() < 0.5, dies=False)
+        self.exchange(element)
+
+    def _join(self):
+        wait_until_lost(self._server, self.name)
+        self._center = service.connect(self._server.address, RULE, timeout=LIMIT)
+        self._center.join(self.name)
+        self._version = self._center.pull().version
+
+    def _leave(self):
+        self._center.close()
+        wait_for(self._server, lambda: self.name not in members(self._server))
+
+
+def live(server, acts, seed=0):
+    """All workers at once, to their ends."""
+    lives = [Life(server, number, seed, acts) for number in range(WORKERS)]
+    threads = [threading.Thread(target=life.run, daemon=True) for life in lives]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert not any(thread.is_alive() for thread in threads), "somebody hangs"
+    for life in lives:
+        if life.failure is not None:
+            raise life.failure
+    return lives
+
+
+ACTS = ["exchange", "come_back", "crash", "crash_in_an_exchange", "reconnect"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "lease"),
+    [
+        (Asynchronous(), 10.0),
+        (Asynchronous(), 0.0),
+        (BoundedStaleness(rounds=2), 0.2),
+        (Synchronous(), 0.2),
+        (Synchronous(quorum=4, grace=0.02), 10.0),
+        (Synchronous(quorum=4, grace=0.02, late="drop"), 0.0),
+    ],
+    ids=repr,
+)
+def test_workers_come_and_go_at_random(mode, lease):
+    start = np.zeros(WORKERS * MESSAGES, np.float32)
+    with service.serve(RULE, start, mode=mode, lease=lease) as server:
+        lives = live(server, ACTS)
+        assert not members(server)
+        end = server.center.pull()
+    applied = set(np.flatnonzero(end.params))
+    assert set(np.unique(end.params)) <= {-1, 0}
+    acknowledged = set().union(*(life.acknowledged for life in lives))
+    refused = set().union(*(life.refused for life in lives))
+    unsure = set().union(*(life.unsure for life in lives))
+    assert acknowledged <= applied <= acknowledged | unsure
+    assert len(acknowledged) + len(refused) + len(unsure) == WORKERS * MESSAGES
+    assert acknowledged
+    if isinstance(mode, Synchronous):
+        assert 0 < end.version <= len(applied)
+    else:
+        assert end.version == len(applied)
+
+
+def test_whole_numbers_add_up_exactly():
+    """No crashes: then every message is acknowledged, once."""
+    start = np.zeros(WORKERS * MESSAGES, np.float32)
+    with service.serve(RULE, start) as server:
+        lives = live(server, ["exchange", "come_back", "reconnect"])
+        end = server.center.pull()
+    assert set().union(*(life.acknowledged for life in lives)) == set(range(len(start)))
+    np.testing.assert_array_equal(end.params, -1)
+    assert end.version == WORKERS * MESSAGES
+
+
+@contextlib.contextmanager
+def served(**settings):
+    start = np.zeros(8, np.float32)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(service.serve(RULE, start, **settings))
+
+        def connected():
+            center = service.connect(server.address, RULE, timeout=LIMIT)
+            return stack.enter_context(center)
+
+        yield server, connected
+
+
+def in_background(work, *args, **kwargs):
+    """Calls ``work`` on a thread; what it returns is waited for by ``result()``."""
+    done, said = threading.Event(), {}
+
+    def run():
+        try:
+            said["value"] = work(*args, **kwargs)
+        except Exception as error:
+            said["error"] = error
+        done.set()
+
+    def result():
+        assert done.wait(LIMIT), "it hangs"
+        if "error" in said:
+            raise said["error"]
+        return said["value"]
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def send(center, worker, element, version=0):
+    message = np.zeros(8, np.float32)
+    message[element] = 1
+    return center.exchange(message, anchor_version=version, worker=worker)
+
+
+def wait_until_it_waits(server, worker):
+    wait_for(server, lambda: worker in server.center.members()[2])
+
+
+def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
+    """Which counts its exchanges from 1 again."""
+    with served(mode=Synchronous(), lease=60.0) as (server, connected):
+        anna, first = connected(), connected()
+        anna.join("anna")
+        first.join("bert")
+        lost = in_background(send, first, "bert", 0)
+        wait_until_it_waits(server, "bert")
+        crash(first)
+        with pytest.raises(errors.CenterError):
+            lost()
+        wait_until_lost(server, "bert")
+        assert send(anna, "anna", 1).version == 1  # with bert's, whose lease runs
+        second = connected()
+        second.join("bert")
+        answer = in_background(send, second, "bert", 2, 1)
+        wait_until_it_waits(server, "bert")
+        assert send(anna, "anna", 3, 1).version == 2
+        assert answer().version == 2
+        np.testing.assert_array_equal(
+            server.center.pull().params, [-1, -1, -1, -1, 0, 0, 0, 0]
+        )
+
+
+def test_a_repeated_exchange_is_told_that_it_was_dropped():
+    """Though its answer has been thrown away, for the worker had been given up."""
+    mode = BoundedStaleness(versions=0)
+    with served(mode=mode, lease=0.0) as (server, connected):
+        anna, bert = connected(), connected()
+        anna.join("anna")
+        bert.join("bert")
+        send(anna, "anna", 0)
+        # It meets a center that gave bert up before it came back.
+        lose_an_answer(bert, after=True, dies=False)
+        again = bert._open
+
+        async def open_late(session):
+            while "bert" in members(server):
+                await asyncio.sleep(0.01)
+            await again(session)
+
+        bert._open = open_late
+        answer = send(bert, "bert", 1)
+        assert not answer.applied
+        assert server.center.version == 1
+
+
+class Call:
+    """The context of a call on the server, ended by hand."""
+
+    def __init__(self):
+        self._active, self._callbacks = True, []
+
+    def is_active(self):
+        return self._active
+
+    def add_callback(self, callback):
+        self._callbacks.append(callback)
+        return self._active
+
+    def end(self):
+        self._active = False
+        for callback in self._callbacks:
+            callback()
+
+
+def joining(worker="anna"):
+    join = service.center_pb2.Join(protocol=1, worker=worker, incarnation="life")
+    yield service.center_pb2.Frame(join=join).SerializeToString()
+
+
+def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
+    """The server learns of the end while the worker is coming back."""
+    with served() as (server, _):
+        old, new = Call(), Call()
+        first = server._servicer.exchange(joining(), old)
+        next(first)
+        ending = threading.Thread(target=old.end)
+        enter = server.center.enter
+
+        def enter_meanwhile(*args):
+            enter(*args)
+            ending.start()
+            ending.join(0.2)  # it goes on when this has returned
+
+        server.center.enter = enter_meanwhile
+        second = server._servicer.exchange(joining(), new)
+        next(second)
+        ending.join(LIMIT)
+        assert members(server)["anna"].connected
+        new.end()
+        assert not members(server)["anna"].connected
+
+
+def test_a_call_that_ended_before_it_began_disconnects_nobody():
+    with served() as (server, _):
+        late, live = Call(), Call()
+        late.end()
+        next(server._servicer.exchange(joining(), live))
+        assert list(server._servicer.exchange(joining(), late)) == []
+        assert members(server)["anna"].connected
+
+
+def test_a_worker_that_left_does_not_come_back_by_itself():
+    """Its exchange was being repeated when it left."""
+    with served(mode=Synchronous()) as (server, connected):
+        center = connected()
+        center.join("anna")
+        repeats, may_go_on = threading.Event(), asyncio.Event()
+        exchange = center._exchange
+
+        async def repeated(*args):
+            center._exchange = exchange
+            repeats.set()
+            await may_go_on.wait()
+            raise errors.CenterUnreachableError("the test has cut it")
+
+        center._exchange = repeated
+        sent = in_background(send, center, "anna", 0)
+        assert repeats.wait(LIMIT)
+        center.leave("anna")
+        _client._loop().call_soon_threadsafe(may_go_on.set)
+        with pytest.raises(errors.WorkerStateError, match=r"'anna' has left"):
+            sent()
+        assert not members(server)
+        assert server.center.version == 0
+
+
+@pytest.fixture
+def workers():
+    with talking.processes(PROGRAM, 3) as made:
+        yield made
+
+
+def test_a_process_is_killed_while_its_message_waits(workers):
+    """The others go on; it comes back under its name, and goes on as well."""
+    names = ["anna", "bert", "carl"]
+    anna, bert, carl = workers
+
+    def meet(process, name, element):
+        process.tell(do="exchange", element=element)
+        wait_until_it_waits(server, name)
+
+    def meet_at_last(process, element):
+        process.tell(do="exchange", element=element)
+
+    def all_answer(processes, version, elements):
+        for process in processes:
+            answer = process.answer()
+            assert answer["applied"]
+            assert answer["version"] == version
+            assert answer["sum"] == [float(e in elements) for e in range(8)]
+
+    # It may come back within its lease, so its message counts.
+    with served(mode=Synchronous(), lease=600.0) as (server, _):
+        for process, name in zip(workers, names, strict=True):
+            process.ask(do="join", address=server.address, worker=name)
+        meet(carl, "carl", 0)
+        carl.kill()
+        carl = talking.Process(PROGRAM)
+        workers.append(carl)
+        wait_until_lost(server, "carl")
+        meet(anna, "anna", 1)
+        meet_at_last(bert, 2)
+        all_answer([anna, bert], 1, {0, 1, 2})
+        carl.ask(do="join", address=server.address, worker="carl")
+        meet(carl, "carl", 3)
+        meet(anna, "anna", 4)
+        assert not carl.answers_already()
+        meet_at_last(bert, 5)
+        all_answer([anna, bert, carl], 2, set(range(6)))
+        for process in (anna, bert, carl):
+            process.ask(do="leave")
+        assert not members(server)
+
+    # It is given up at once, and its message with it.
+    with served(mode=Synchronous(), lease=0.0) as (server, _):
+        for process, name in zip((anna, bert, carl), names, strict=True):
+            process.ask(do="join", address=server.address, worker=name)
+        meet(anna, "anna", 0)
+        meet(carl, "carl", 1)
+        carl.kill()
+        wait_for(server, lambda: set(members(server)) == {"anna", "bert"})
+        meet_at_last(bert, 2)
+        all_answer([anna, bert], 1, {0, 2})
+
+
+def test_a_server_that_stops_leaves_no_threads():
+    before = {*threading.enumerate(), *client_threads()}
+    with served() as (_, connected):
+        center = connected()
+        center.join("anna")
+        send(center, "anna", 0)
+    for thread in {*threading.enumerate()} - before - client_threads():
+        thread.join(LIMIT)
+        assert not thread.is_alive(), thread
+
+
+def client_threads():
+    """Which all clients share, and gRPC's own."""
+    _client._loop()
+    named = ("agn-optax-client", "Thread-")
+    return {t for t in threading.enumerate() if t.name.startswith(named)}
+
+
+def test_a_process_that_fails_ends_though_workers_are_there():
+    """Without a word to its server."""
+    program = (
+        "import numpy as np\n"
+        "from agn_optax import rules, service\n"
+        "rule = rules.downpour()\n"
+        "server = service.serve(rule, np.zeros(8, np.float32))\n"
+        "print(server.address, flush=True)\n"
+        "input()\n"
+        "raise RuntimeError('it fails')\n"
+    )
+    process = subprocess.Popen(  # noqa: S603 our own program
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    )
+    try:
+        address = process.stdout.readline().strip()
+        with service.connect(address, RULE, timeout=LIMIT) as center:
+            center.join("anna")
+            send(center, "anna", 0)
+            said = process.communicate("\n", timeout=LIMIT)[1]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1
+    assert said.endswith("RuntimeError: it fails\n")

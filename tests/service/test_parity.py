@@ -1,0 +1,70 @@
+"""The recorded trajectories again: center behind gRPC, one process for each worker."""
+
+import pathlib
+
+import parity_records
+import pytest
+import talking
+from parity_records import ADAM, RECORDS
+from support import assert_identical
+
+import agn_optax
+from agn_optax import service
+
+PROGRAM = pathlib.Path(__file__).with_name("parity_worker.py")
+
+
+class Elsewhere:
+    """A `parity_records.Participant` in a process of its own."""
+
+    def __init__(self, process, address, record, number):
+        self._process = process
+        self._process.ask(do="connect", address=address, record=record, number=number)
+
+    def start(self):
+        self._process.ask(do="start")
+
+    def step(self, event):
+        return talking.from_hex(self._process.ask(do="step", event=event))
+
+    def close(self):
+        self._process.ask(do="close")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    largest = max(parity_records.load(name)["num_worker"] for name in RECORDS)
+    with talking.processes(PROGRAM, largest) as made:
+        yield made
+
+
+def embedded(record, rule, start):
+    center = agn_optax.LocalCenter(rule, start)
+    workers = [
+        parity_records.Participant(center, record, number)
+        for number in range(record["num_worker"])
+    ]
+    return list(parity_records.replay(record, center, workers))
+
+
+@pytest.mark.parametrize("name", [n for n in RECORDS if n != ADAM])
+def test_trajectory_over_processes(processes, name):
+    record = parity_records.load(name)
+    rule = parity_records.rule_of(record)
+    start = parity_records.as_arrays(record["params_init"])
+    with (
+        service.serve(rule, start) as server,
+        service.connect(server.address, rule, timeout=60) as center,
+    ):
+        workers = [
+            Elsewhere(process, server.address, name, number)
+            for number, process in enumerate(processes[: record["num_worker"]])
+        ]
+        replayed = list(parity_records.replay(record, center, workers))
+        for worker in workers:
+            worker.close()
+        assert not server.center.members()[1]
+    assert replayed[-1][1].version > 0
+    parity_records.assert_as_recorded(record, replayed)
+    for ours, theirs in zip(replayed, embedded(record, rule, start), strict=True):
+        assert_identical(ours, theirs)

@@ -1,0 +1,107 @@
+"""Processes that take commands: one JSON line each over stdin, one back over stdout.
+
+The order of what several processes do is then exact, and JAX starts once in each.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import traceback
+
+import numpy as np
+
+
+class Process:
+    """The test's end. Made, it starts; `ask` waits for it, with a timeout."""
+
+    def __init__(self, program, timeout=120):
+        self._timeout = timeout
+        self._popen = subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-B", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+        self._said = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def tell(self, **command):
+        """Gives a command; `answer` waits for what comes of it."""
+        self._popen.stdin.write(json.dumps(command) + "\n")
+        self._popen.stdin.flush()
+
+    def answer(self):
+        line = self._said.get(timeout=self._timeout)
+        assert line, "the process has ended"
+        said = json.loads(line)
+        assert "error" not in said, said["error"]
+        return said
+
+    def ask(self, **command):
+        self.tell(**command)
+        return self.answer()
+
+    def answers_already(self):
+        """Whether there is an answer to be had."""
+        return not self._said.empty()
+
+    def kill(self):
+        """By SIGKILL; returns when nothing of it is left."""
+        self._popen.kill()
+        self._popen.wait(self._timeout)
+        self._reader.join(self._timeout)
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        self._popen.stdout.close()
+
+    def _read(self):
+        for line in self._popen.stdout:
+            self._said.put(line)
+        self._said.put("")
+
+
+@contextlib.contextmanager
+def processes(program, count):
+    """``count`` of them in a list, killed at the end; also those put in later."""
+    made = []
+    try:
+        made.extend(Process(program) for _ in range(count))
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+
+
+def obey(commands):
+    """The process's end: calls ``commands[do](**arguments)`` until stdin ends."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = commands[command.pop("do")](**command)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        said.write(json.dumps(answer or {}) + "\n")
+        said.flush()
+
+
+def as_hex(arrays):
+    """Float32 arrays by name, to be sent without a loss."""
+    return {
+        name: [list(x.shape), np.asarray(x, np.float32).tobytes().hex()]
+        for name, x in arrays.items()
+    }
+
+
+def from_hex(said):
+    return {
+        name: np.frombuffer(bytes.fromhex(text), np.float32).reshape(shape)
+        for name, (shape, text) in said.items()
+    }
