@@ -7,7 +7,7 @@ export JAX_PLATFORMS ?= cpu
 help: ## list these targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: venv ## train on real data with four workers and the embedded center
+demo: venv ## train on real data: two worker processes, a center, gRPC, one kill
 	@$(python) -B examples/digits.py $(ARGS)
 
 test: venv ## run the tests, in random order, on two processes

@@ -1,91 +1,58 @@
-"""Train a small convolutional network with four asynchronous workers and one center.
+"""Train a small convolutional network with two worker processes and one center.
 
-Three rules (AGN, EASGD, DOWNPOUR) and one worker alone, all with the same number of
-gradient evaluations. Every worker is a thread with its own part of the data; they share
-nothing but an embedded center. Run it with ``make demo``, or on MNIST with
-``python examples/digits.py --mnist FOLDER``.
+Three rules (AGN, EASGD, DOWNPOUR), then AGN with one worker killed and started again,
+and one worker alone, all with the same number of gradient evaluations. This process
+holds the center, tests it, and draws; the workers, ``digits_worker.py``, exchange with
+it over gRPC. The last of them is three times slower than the others. Run it with
+``make demo``, or on MNIST with ``python examples/digits.py --mnist FOLDER``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
+import json
+import math
+import os
 import pathlib
+import re
 import shutil
-import threading
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import datasets
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
-import optax
+from digits_worker import (
+    METHODS,
+    Job,
+    Method,
+    Network,
+    PyTree,
+    Report,
+    batches,
+    make_local_step,
+)
 from orbax.checkpoint import v1 as ocp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import agn_optax
-from agn_optax import rules
+from agn_optax import service
+from agn_optax.cli import Program, run
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-PyTree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A rule and the optimizers that it works well with; no rule means one worker."""
-
-    name: str
-    inner: Callable[[], optax.GradientTransformation]
-    rule: Callable[[], rules.Rule] | None
-    color: str
-
-
-METHODS = [
-    Method(
-        "AGN",
-        inner=lambda: optax.adam(2e-3),
-        rule=lambda: rules.agn(optax.adam(2e-3)),
-        color="tab:red",
-    ),
-    Method(
-        # With a Nesterov inner optimizer, as here, EASGD is EAMSGD.
-        "EASGD",
-        inner=lambda: optax.sgd(0.02, momentum=0.9, nesterov=True),
-        rule=lambda: rules.easgd(moving_rate=0.2),
-        color="tab:blue",
-    ),
-    Method(
-        "DOWNPOUR",
-        inner=lambda: optax.sgd(0.02),
-        rule=rules.downpour,
-        color="tab:green",
-    ),
-    Method("one worker", inner=lambda: optax.adam(2e-3), rule=None, color="tab:gray"),
-]
-
-
-class Network(nn.Module):
-    """Two convolutions and two dense layers, for images of any size."""
-
-    classes: int = 10
-
-    @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits [n, classes] of images [n, height, width, 1]."""
-        x = nn.relu(nn.Conv(16, (3, 3))(images))
-        x = nn.relu(nn.Conv(32, (3, 3), strides=(2, 2))(x))
-        x = x.reshape(len(x), -1)
-        x = nn.relu(nn.Dense(64)(x))
-        return nn.Dense(self.classes)(x)
+WORKER = pathlib.Path(__file__).with_name("digits_worker.py")
+SLOWDOWN = 3
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 @dataclasses.dataclass
@@ -93,56 +60,61 @@ class Run:
     """What became of one method."""
 
     method: Method
+    # Points of the curves.
     samples: list[int] = dataclasses.field(default_factory=list)
     megabytes: list[float] = dataclasses.field(default_factory=list)
     accuracy: list[float] = dataclasses.field(default_factory=list)
-    exchanges: int = 0
-    seconds: float = 0.0
+    # What each worker said at each of its exchanges, and at the starts of its lives.
+    exchanges: dict[str, list[Report]] = dataclasses.field(default_factory=dict)
+    starts: dict[str, list[Report]] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0  # of training: without the start of processes
     center: PyTree = None
 
+    @property
+    def staleness(self) -> list[int]:
+        """Of all messages."""
+        reports = [report for each in self.exchanges.values() for report in each]
+        return [r.staleness for r in reports if r.staleness is not None]
 
-def loss_fn(network: Network, params: PyTree, images: Any, labels: Any) -> jax.Array:
-    """Mean cross-entropy of a batch."""
-    logits = network.apply({"params": params}, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def make_local_step(network: Network, tx: Any) -> Callable[..., Any]:
-    """A compiled local step on the rows ``batch`` of a worker's images and labels."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def local_step(
-        params: PyTree, state: PyTree, images: Any, labels: Any, batch: Any
-    ) -> tuple[PyTree, PyTree]:
-        grads = jax.grad(functools.partial(loss_fn, network))(
-            params, images[batch], labels[batch]
-        )
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return local_step
-
-
-def batches(size: int, batch_size: int, steps: int, seed: int) -> Any:
-    """Rows of ``steps`` batches, epoch after epoch, each in an order of its own."""
-    rng = np.random.default_rng(seed)
-    order: list[int] = []
-    for _ in range(steps):
-        while len(order) < batch_size:
-            order.extend(rng.permutation(size))
-        yield np.array(order[:batch_size])
-        del order[:batch_size]
+    @property
+    def death_and_return(self) -> tuple[int, int] | None:
+        """Versions of the center between which a worker was away, if one was."""
+        for worker, starts in self.starts.items():
+            if len(starts) > 1:
+                reports = self.exchanges.get(worker, [])
+                last = max((r.version for r in reports if r.life == 0), default=0)
+                return last, starts[1].version
+        return None
 
 
 class Trainer:
-    """Trains by any method on one dataset, and tests the center as it goes."""
+    """Trains by any method on one dataset, and tests the center as it goes.
 
-    def __init__(self, data: datasets.Dataset, args: argparse.Namespace) -> None:
+    Args:
+      data: the dataset.
+      args: the command line.
+      scratch: a folder for what the workers read and compile.
+      console: gets what the workers say that is no report.
+    """
+
+    def __init__(
+        self,
+        data: datasets.Dataset,
+        args: argparse.Namespace,
+        scratch: pathlib.Path,
+        console: Console,
+    ) -> None:
         self.data = data
         self.args = args
+        self.scratch = scratch
+        self.console = console
+        count = args.workers
+        fast = ["fast"] if count <= 2 else [f"fast-{i}" for i in range(count - 1)]
+        self.workers = [*fast, "slow"][:count]
+        self.steps = args.workers * args.steps
         self.network = Network(classes=int(data.train.labels.max()) + 1)
-        self.first = self.network.init(jax.random.key(args.seed), data.train.images[:1])
-        self.first = self.first["params"]
+        key, images = jax.random.key(args.seed), data.train.images[:1]
+        self.first = jax.jit(self.network.init)(key, images)["params"]
         self.parameter_bytes = sum(x.nbytes for x in jax.tree.leaves(self.first))
         test = jax.tree.map(jnp.asarray, data.test)
 
@@ -151,177 +123,214 @@ class Trainer:
             return jnp.mean(logits.argmax(-1) == test.labels)
 
         self.correct = jax.jit(correct)
+        self.data_file = scratch / "train.npz"
+        np.savez(self.data_file, **data.train._asdict())
 
-    def train(self, method: Method, report: Callable[[Run, int], None]) -> Run:
+    def train(self, method: Method, show: Callable[[Run], None]) -> Run:
         """One run of ``args.workers * args.steps`` gradient evaluations."""
-        run = Run(method)
-        start = time.perf_counter()
+        result = Run(method)
         if method.rule is None:
-            run.center = self._train_alone(method, run, report)
+            self._train_alone(result, show)
         else:
-            run.center = self._train_with_center(method, method.rule(), run, report)
-        run.seconds = time.perf_counter() - start
-        return run
+            self._train_with_center(result, show)
+        return result
 
-    def _train_with_center(
-        self,
-        method: Method,
-        rule: rules.Rule,
-        run: Run,
-        report: Callable[[Run, int], None],
-    ) -> PyTree:
-        center = agn_optax.LocalCenter(rule, self.first)
-        failures: list[BaseException] = []
-        threads = [
-            threading.Thread(
-                target=self._guarded(self._work, failures),
-                args=(method, center, rank),
-                name=f"worker-{rank}",
-            )
-            for rank in range(self.args.workers)
-        ]
-        for thread in threads:
-            thread.start()
-        # Meanwhile the center may be read at any time: each pull is one version, whole.
-        last = -1
-        while any(thread.is_alive() for thread in threads) and not failures:
-            snapshot = center.pull()
-            if snapshot.version >= last + self.args.workers:
-                last = snapshot.version
-                self._note(run, snapshot, report)
+    def _train_with_center(self, result: Run, show: Callable[[Run], None]) -> None:
+        method = result.method
+        assert method.rule is not None
+        rule = method.rule()
+        began = time.perf_counter()
+        due = 0  # version of the center that is tested next
+
+        def hear(worker: str, line: str) -> None:
+            nonlocal began, due
+            if not line.startswith("{"):  # a warning, an error, or the launcher's news
+                self.console.print(f"{worker}: {line}", markup=False, highlight=False)
+                return
+            report = Report(**json.loads(line))
+            if report.staleness is None:
+                if not result.starts:
+                    began = time.perf_counter()
+                result.starts.setdefault(worker, []).append(report)
             else:
-                time.sleep(0.005)
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-        self._note(run, center.pull(), report)
-        return center.pull().params
+                result.exchanges.setdefault(worker, []).append(report)
+                result.seconds = time.perf_counter() - began
+            # Reports wait while the center is tested, which is ahead of them then.
+            if report.version >= due:
+                snapshot = server.center.pull()
+                due = snapshot.version + 2 * self.args.workers
+                self._test(result, snapshot)
+            show(result)
 
-    def _work(self, method: Method, center: agn_optax.Center, rank: int) -> None:
-        """One worker: its share of the data, its own optimizer, and the center."""
+        # No worker begins before all are there; after that, nobody waits for anybody.
+        workers = range(self.args.workers)
+        with service.serve(rule, self.first, barrier=len(workers)) as server:
+            ended = run(
+                [self._program(method, server.address, rank) for rank in workers],
+                output=hear,
+            )
+            for program in ended:
+                if program.returncode and not program.stopped:
+                    raise SystemExit(
+                        f"{method.name}: worker {program.name!r} has failed with exit "
+                        f"status {program.returncode}; what it said is above"
+                    )
+            snapshot = server.center.pull()
+        self._test(result, snapshot)
+        result.center = snapshot.params
+        show(result)
+
+    def _program(self, method: Method, address: str, rank: int) -> Program:
+        """A worker process."""
         args = self.args
-        worker = agn_optax.Worker(
-            center, method.inner(), period=args.period, name=f"worker-{rank}"
+        # Rounds, not steps, are what workers share: a round is not cut in pieces.
+        exchanges = math.ceil(self.steps / args.period)
+        dies = method.kills and rank == 0
+        job = Job(
+            method=method.name,
+            center=address,
+            worker=self.workers[rank],
+            rank=rank,
+            data=str(self.data_file),
+            classes=self.network.classes,
+            batch=args.batch,
+            period=args.period,
+            exchanges=exchanges,
+            slowdown=SLOWDOWN if self.workers[rank] == "slow" else 1,
+            dies_at=exchanges // 2 if dies else None,
+            seed=args.seed,
         )
-        local_step = make_local_step(self.network, worker.tx)
-        images, labels = (jnp.asarray(x[rank :: args.workers]) for x in self.data.train)
-        params, state = worker.start()
-        for batch in batches(len(labels), args.batch, args.steps, args.seed + rank):
-            params, state = local_step(params, state, images, labels, batch)
-            params, state = worker.exchange(params, state)
-        worker.flush(params, state)
+        return Program(
+            job.worker,
+            [sys.executable, "-B", str(WORKER), json.dumps(dataclasses.asdict(job))],
+            environment={
+                # What one has compiled, the next life and the next method need not.
+                "JAX_COMPILATION_CACHE_DIR": str(self.scratch / "compiled"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                # They share the cores of this machine, or its GPU.
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}",
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+            restarts=1 if dies else 0,
+        )
 
-    def _train_alone(
-        self, method: Method, run: Run, report: Callable[[Run, int], None]
-    ) -> PyTree:
+    def _test(self, result: Run, snapshot: agn_optax.Snapshot) -> None:
+        """A point of the curves: every exchange stands for a round of one worker."""
+        samples = snapshot.version * self.args.period * self.args.batch
+        # A message and a center travel at each exchange.
+        sent = 2 * snapshot.version * self.parameter_bytes
+        self._append(result, samples, sent, snapshot.params)
+
+    def _append(self, result: Run, samples: int, sent: int, params: PyTree) -> None:
+        result.samples.append(samples)
+        result.megabytes.append(sent / 1e6)
+        result.accuracy.append(float(self.correct(params)))
+
+    def _train_alone(self, result: Run, show: Callable[[Run], None]) -> None:
         args = self.args
-        tx = method.inner()
+        tx = result.method.inner()
         local_step = make_local_step(self.network, tx)
         images, labels = (jnp.asarray(x) for x in self.data.train)
         params = jax.tree.map(jnp.copy, self.first)
         state = tx.init(params)
-        steps = args.workers * args.steps
-        for step, batch in enumerate(
-            batches(len(labels), args.batch, steps, args.seed), start=1
-        ):
+        rows = batches(len(labels), args.batch, args.seed)
+        # Compiled before the clock starts, as in the workers.
+        local_step(*jax.tree.map(jnp.copy, (params, state)), images, labels, next(rows))
+        began = time.perf_counter()
+        for step, batch in zip(range(1, self.steps + 1), rows, strict=False):
             params, state = local_step(params, state, images, labels, batch)
-            if step % (4 * args.period) == 0 or step == steps:
-                self._append(run, step * args.batch, 0, params, report)
-        return params
-
-    def _note(
-        self,
-        run: Run,
-        snapshot: agn_optax.Snapshot,
-        report: Callable[[Run, int], None],
-    ) -> None:
-        """A point of the curves: every exchange stands for a period of one worker."""
-        args = self.args
-        run.exchanges = snapshot.version
-        samples = snapshot.version * args.period * args.batch
-        # A message and a center travel at each exchange.
-        sent = 2 * snapshot.version * self.parameter_bytes
-        samples = min(samples, args.workers * args.steps * args.batch)
-        self._append(run, samples, sent, snapshot.params, report)
-
-    def _append(
-        self,
-        run: Run,
-        samples: int,
-        sent: int,
-        params: PyTree,
-        report: Callable[[Run, int], None],
-    ) -> None:
-        run.samples.append(samples)
-        run.megabytes.append(sent / 1e6)
-        run.accuracy.append(float(self.correct(params)))
-        report(run, samples)
-
-    @staticmethod
-    def _guarded(
-        target: Callable[..., None], failures: list[BaseException]
-    ) -> Callable[..., None]:
-        """``target`` for a thread: what it raises is kept for the main one."""
-
-        def guarded(*args: Any) -> None:
-            try:
-                target(*args)
-            except BaseException as error:
-                failures.append(error)
-
-        return guarded
+            if step % (4 * args.period) == 0 or step == self.steps:
+                self._append(result, step * args.batch, 0, params)
+                show(result)
+        result.seconds = time.perf_counter() - began
+        result.center = params
 
 
-def save_and_read_back(run: Run, folder: pathlib.Path) -> PyTree:
+def save_and_read_back(result: Run, folder: pathlib.Path) -> PyTree:
     """The center as an Orbax checkpoint, and what comes back from it."""
-    folder = folder.resolve() / run.method.name.replace(" ", "-").lower()
+    folder = folder.resolve() / re.sub(r"\W+", "-", result.method.name).lower()
     shutil.rmtree(folder, ignore_errors=True)
-    ocp.save(folder, run.center)
+    ocp.save(folder, result.center)
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        run.center,
+        result.center,
     )
     return ocp.load(folder, abstract)
 
 
-def table_of(runs: list[Run], trainer: Trainer, folder: pathlib.Path) -> Table:
+def table_of(results: list[Run], trainer: Trainer, folder: pathlib.Path) -> Table:
     """The result of every run, its accuracy measured on the checkpoint read back."""
     table = Table(title=f"{trainer.data.name}: {trainer.args.workers} workers")
     table.add_column("method")
-    for column in ("test accuracy", "exchanges", "MB exchanged", "seconds"):
+    for column in (
+        "test\naccuracy",
+        f"exchanges\n{' / '.join(trainer.workers)}",
+        "staleness\nmean / max",
+        "MB\nexchanged",
+        "seconds",
+    ):
         table.add_column(column, justify="right")
-    for run in runs:
-        accuracy = float(trainer.correct(save_and_read_back(run, folder)))
+    for result in results:
+        accuracy = float(trainer.correct(save_and_read_back(result, folder)))
+        made = [str(len(result.exchanges.get(name, []))) for name in trainer.workers]
+        staleness = result.staleness
         table.add_row(
-            run.method.name,
+            result.method.name,
             f"{accuracy:.2%}",
-            f"{run.exchanges}",
-            f"{run.megabytes[-1]:.1f}",
-            f"{run.seconds:.1f}",
+            " / ".join(made) if staleness else "-",
+            f"{np.mean(staleness):.2f} / {max(staleness)}" if staleness else "-",
+            f"{result.megabytes[-1]:.1f}",
+            f"{result.seconds:.1f}",
         )
     return table
 
 
-def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
-    """Accuracy of the center against samples seen and against bytes exchanged."""
-    figure, (by_samples, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for run in runs:
-        style = {"label": run.method.name, "color": run.method.color}
-        by_samples.plot(run.samples, run.accuracy, **style)
-        if run.exchanges:
-            by_bytes.plot(run.megabytes, run.accuracy, **style)
+def plot(results: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
+    """Accuracy against samples and bytes, and the staleness of the messages."""
+    args = trainer.args
+    figure, (by_samples, by_bytes, stale) = plt.subplots(1, 3, figsize=(16, 4.4))
+    for result in results:
+        style = {"label": result.method.name, "color": result.method.color}
+        by_samples.plot(result.samples, result.accuracy, **style)
+        if result.exchanges:
+            by_bytes.plot(result.megabytes, result.accuracy, **style)
         else:
-            by_bytes.axhline(run.accuracy[-1], linestyle="--", **style)
+            by_bytes.axhline(result.accuracy[-1], linestyle="--", **style)
     by_samples.set(xlabel="training samples, all workers", ylabel="test accuracy")
-    by_bytes.set(xlabel="MB exchanged with the center")
-    by_samples.set_ylim(max(0.0, min(run.accuracy[-1] for run in runs) - 0.35), 1.0)
+    by_bytes.set(xlabel="MB exchanged with the center", ylabel="test accuracy")
     for axes in (by_samples, by_bytes):
+        worst = min(result.accuracy[-1] for result in results)
+        axes.set_ylim(max(0.0, worst - 0.35), 1.0)
+
+    # Of the last one with a center: that in which a worker is killed.
+    for result in [each for each in results if each.exchanges][-1:]:
+        per_exchange = args.period * args.batch
+        for name, reports in sorted(result.exchanges.items()):
+            stale.scatter(
+                [report.version * per_exchange for report in reports],
+                [report.staleness for report in reports],
+                label=name,
+                color="black" if name == "slow" else None,
+                alpha=0.5,
+                s=14,
+            )
+        if result.death_and_return:
+            killed, back = (x * per_exchange for x in result.death_and_return)
+            for axes in (by_samples, stale):
+                axes.axvline(killed, label="killed", linestyle=":", color="black")
+                axes.axvline(back, label="back", linestyle="-.", color="black")
+        stale.set(
+            title=f"{result.method.name}: the messages",
+            xlabel="training samples, all workers",
+            ylabel="staleness",
+        )
+    for axes in (by_samples, by_bytes, stale):
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper right" if axes is stale else "lower right")
     figure.suptitle(
-        f"{trainer.data.name}: the center of {trainer.args.workers} asynchronous "
-        f"workers, period {trainer.args.period}"
+        f"{trainer.data.name}: the center of {args.workers} asynchronous workers, one "
+        f"{SLOWDOWN} times slower; period {args.period}"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -335,11 +344,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--mnist", metavar="FOLDER", help="train on the idx files in FOLDER instead")
-    add("--workers", type=int, default=4, help="asynchronous workers (default 4)")
+    add("--workers", type=int, default=2, help="worker processes (default 2)")
     add("--period", type=int, default=10, help="local steps per exchange (default 10)")
-    add("--steps", type=int, default=1000, help="local steps per worker (default 1000)")
+    add(
+        "--steps",
+        type=int,
+        default=2000,
+        help="local steps per worker, on average (default 2000)",
+    )
     add("--batch", type=int, default=32, help="samples per gradient (default 32)")
     add("--seed", type=int, default=0)
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     add("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
     args = parser.parse_args(arguments)
     for name in ("workers", "period", "steps", "batch"):
@@ -352,34 +367,54 @@ def main(arguments: list[str] | None = None) -> list[Run]:
     """Trains by every method, prints the table and writes plot and checkpoints."""
     args = parse(arguments)
     data = datasets.mnist(args.mnist) if args.mnist else datasets.digits()
-    trainer = Trainer(data, args)
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console()
-    total = args.workers * args.steps * args.batch
     progress = Progress(
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        TextColumn("{task.completed:>7.0f}/{task.total:.0f} samples"),
-        TextColumn("center {task.fields[accuracy]:>6}"),
+        TextColumn("{task.description:>19}"),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[accuracy]:>6}"),
+        TextColumn("{task.fields[workers]:<26}"),
         TimeElapsedColumn(),
         console=console,
     )
-    runs = []
-    with progress:
-        for method in METHODS:
-            bar = progress.add_task(method.name, total=total, accuracy="")
+    console.print(
+        "Live: test accuracy of the center; exchanges of each worker, and in brackets "
+        "the staleness of its last message."
+    )
+    results = []
+    with tempfile.TemporaryDirectory(prefix="agn-optax-") as scratch:
+        trainer = Trainer(data, args, pathlib.Path(scratch), console)
+        with progress:
+            for method in (METHODS[name] for name in args.methods):
+                bar = progress.add_task(
+                    method.name,
+                    total=trainer.steps * args.batch,
+                    accuracy="",
+                    workers="",
+                )
 
-            def report(run: Run, samples: int, bar: Any = bar) -> None:
-                accuracy = f"{run.accuracy[-1]:.1%}"
-                progress.update(bar, completed=samples, accuracy=accuracy)
+                def show(result: Run, bar: Any = bar) -> None:
+                    workers = "  ".join(
+                        f"{name} {len(reports)} ({reports[-1].staleness})"
+                        for name, reports in sorted(result.exchanges.items())
+                    )
+                    progress.update(
+                        bar,
+                        completed=result.samples[-1],
+                        accuracy=f"{result.accuracy[-1]:.1%}",
+                        workers=workers,
+                    )
 
-            runs.append(trainer.train(method, report))
-    console.print(table_of(runs, trainer, args.output / "checkpoints"))
-    plot(runs, trainer, args.output / "digits.png")
+                results.append(trainer.train(method, show))
+    console.print(table_of(results, trainer, args.output / "checkpoints"))
+    plot(results, trainer, args.output / "digits.png")
     console.print(f"plot: {args.output / 'digits.png'}")
     console.print(f"centers, as Orbax checkpoints: {args.output / 'checkpoints'}")
-    return runs
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -87,6 +87,7 @@ class ShardedCenter:
         self.rule = centers[0].rule
         self.centers = tuple(centers)
         self._like = like
+        self._closed = False
         self._threads = concurrent.futures.ThreadPoolExecutor(
             4 * len(centers), "agn-optax-shard"
         )
@@ -114,7 +115,8 @@ class ShardedCenter:
 
     def leave(self, worker: str) -> None:
         """A worker goes: see `Center.leave`."""
-        self._all(lambda center, _: center.leave(worker), self.centers)
+        if not self._closed:  # by which it has left
+            self._all(lambda center, _: center.leave(worker), self.centers)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives every shard its part of the parameters: see `Center.initialize`."""
@@ -167,6 +169,7 @@ class ShardedCenter:
 
     def close(self) -> None:
         """Closes the connections to all shards."""
+        self._closed = True
         for center in self.centers:
             if hasattr(center, "close"):
                 center.close()
@@ -189,6 +192,10 @@ class ShardedCenter:
 
     def _all(self, call: Callable[[Center, Any], Any], each: Any) -> list[Any]:
         """``call(center, x)`` of every shard at once; raises when all have ended."""
+        if self._closed:
+            raise errors.CenterClosedError(
+                "the connections to the shards of this center are closed"
+            )
         futures = [
             self._threads.submit(call, center, x)
             for center, x in zip(self.centers, each, strict=True)

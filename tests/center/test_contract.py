@@ -1,5 +1,6 @@
 """What every center promises: embedded, served, in shards, and as a site of a tree."""
 
+import contextlib
 import functools
 import threading
 
@@ -12,7 +13,7 @@ import pytest
 from support import RULES, assert_identical, feeds, run_worker, tree
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors, rules, service
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -221,3 +222,14 @@ def test_overlap_keeps_the_progress_made_meanwhile(kind):
         for leaf in jax.tree.leaves((params, center.pull().params)):
             np.testing.assert_array_equal(leaf, -11.0)
         worker.leave()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_connection_ends_with_its_block(shards):
+    rule = rules.downpour()
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(service.serve(rule)) for _ in range(shards)]
+        with service.connect([server.address for server in servers], rule) as center:
+            center.initialize({"w": jnp.ones((4, 2))}, worker="")
+        with pytest.raises(errors.CenterClosedError):
+            center.pull()
