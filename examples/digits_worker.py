@@ -167,21 +167,20 @@ def work(job: Job) -> None:
 
         # In a later life too: the center is all that a worker needs to go on.
         params, state = worker.start()
-        version = worker.save(params, state).anchor_version  # that it has adopted
-        tell(Report(life, version))
+        tell(Report(life, worker.version))
         for batch in rows:
             begin = time.perf_counter()
             params, state = local_step(params, state, images, labels, batch)
             jax.block_until_ready(params)
             time.sleep((job.slowdown - 1) * (time.perf_counter() - begin))
-            if life == 0 and job.dies_at is not None and version >= job.dies_at:
+            dies = life == 0 and job.dies_at is not None
+            if dies and worker.version >= job.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)  # without a word to anybody
             exchanges = worker.exchanges
             params, state = worker.exchange(params, state)
             if worker.exchanges > exchanges:
-                version = worker.save(params, state).anchor_version
-                tell(Report(life, version, worker.staleness))
-                if version >= job.exchanges:
+                tell(Report(life, worker.version, worker.staleness))
+                if worker.version >= job.exchanges:
                     return
 
 

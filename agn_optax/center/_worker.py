@@ -95,6 +95,7 @@ class Worker:
         the center before the message, the worker's own last one counts.
       norm: of the last message sent, as a scalar; None before the first.
       dropped: messages that the center did not apply (too stale, or too late).
+      version: of the center that it adopted last; None before the start.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
@@ -282,6 +283,11 @@ class Worker:
         params, state = self._start(placed, params)
         self._begin(params, state, snapshot._replace(params=placed), length)
         return params, state
+
+    @property
+    def version(self) -> Any:
+        """Of the center that this worker adopted last; None before the start."""
+        return None if self._anchor is None else self._anchor.version
 
     @property
     def due(self) -> bool:
