@@ -102,6 +102,8 @@ class LocalCenter:
         )
         self._contributions: dict[str, tuple[PyTree, Any]] = {}  # and norm, by worker
         self._answers: dict[str, Answer] = {}
+        # Sequence and contribution of an exchange whose end its thread did not see.
+        self._interrupted: dict[str, tuple[int, PyTree]] = {}
         self._observers: list[Callable[[PyTree], None]] = []
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
@@ -213,8 +215,9 @@ class LocalCenter:
         Names are not checked: a worker takes the name from an earlier one, for in one
         process nobody can tell whether that still runs.
         """
-        self.enter(worker, "", params, replace=True)
         with self._changed:
+            self._ledger.leave(worker, "")  # with a message that still waits
+            self.enter(worker, "", params, replace=True)
             if not self._changed.wait_for(lambda: self._ledger.is_open, timeout):
                 self.leave(worker)
                 there = len(self._ledger.present())
@@ -237,7 +240,8 @@ class LocalCenter:
     ) -> Snapshot:
         """Applies what a worker contributes: see `Center.exchange`."""
         del steps
-        contribution, norm = self._examine(contribution)
+        given = contribution
+        contribution, norm = self._examine(given)
         with self._changed:
             member = self._ledger.members.get(worker)
             if member is None or member.gone:
@@ -247,14 +251,23 @@ class LocalCenter:
                 raise errors.WorkerStateError(
                     f"worker {worker!r} has an exchange that waits; it can have one"
                 )
-            sequence = member.sequence + 1
-            life = member.incarnation
-            self._submit(contribution, norm, anchor_version, worker, life, sequence)
+            life, sequence = member.incarnation, member.sequence
+            interrupted = self._interrupted.pop(worker, None)
             try:
+                if interrupted is None or interrupted[1] is not given:
+                    interrupted = None
+                # One that was applied before it was interrupted is only answered.
+                if interrupted is None or interrupted[0] != sequence:
+                    sequence += 1
+                    self._submit(
+                        contribution, norm, anchor_version, worker, life, sequence
+                    )
                 answer = self._collect(worker, life, sequence, None, self._check_open)
-            finally:  # an interrupted worker takes its message back
+            except BaseException:
+                self._interrupted[worker] = (sequence, given)
                 self._ledger.pending.pop(worker, None)
                 self._contributions.pop(worker, None)
+                raise
             assert answer is not None
             answer.version.escaped = True
             self._forget(worker)
@@ -474,6 +487,7 @@ class LocalCenter:
                 "was given up, or replaced by another one of that name"
             )
         current = self._initialized().current
+        current.escaped = True  # nobody says when it has been read
         return Answer(sequence, current, member.staleness or 0, None, member.applied)
 
     def _settle(self) -> None:
@@ -495,10 +509,11 @@ class LocalCenter:
                 [contribution for contribution, _ in waiting], batch.weights, staleness
             )
             adopted = before if self.rule.adopts == "before" else after
+        self._ledger.settle(batch)
+        if batch.applies:
             for observer in self._observers:
                 for contribution, _ in waiting:
                     observer(contribution)
-        self._ledger.settle(batch)
         for entry, staleness, (_, norm) in zip(
             batch.entries, batch.staleness, waiting, strict=True
         ):

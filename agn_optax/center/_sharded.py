@@ -7,10 +7,11 @@ paths and dimensions mean there what they mean in the whole.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
+from agn_optax.center._background import in_background
 from agn_optax.center._protocol import Center, Snapshot
 from agn_optax.rules import _check, _elementwise
 
@@ -88,11 +90,8 @@ class ShardedCenter:
         self.centers = tuple(centers)
         self._like = like
         self._closed = False
-        self._threads = concurrent.futures.ThreadPoolExecutor(
-            4 * len(centers), "agn-optax-shard"
-        )
-        # Answers of an exchange that has not reached every shard yet, by worker.
-        self._answers: dict[str, dict[int, Snapshot]] = {}
+        # An exchange that has not been answered by every shard yet, by worker.
+        self._answers: dict[str, dict[int, Future[Snapshot]]] = {}
         self._checked: Any = None  # the kind of tree that the rule was checked with
         self._model: PyTree = None  # the center, abstract, once it is known
 
@@ -152,20 +151,33 @@ class ShardedCenter:
             )
         self._check_model(contribution, "contribution")
         parts = self._cut(contribution)
+        if not _is_finite(contribution):  # one shard would refuse it, another take it
+            raise errors.MessageRefusedError(
+                "the message is not finite; the center stays as it was. Start again "
+                "from the center, with a smaller learning rate or with clipping"
+            )
         answers = self._answers.setdefault(worker, {})
-
-        def exchange(center: Center, shard: int) -> None:
-            if shard not in answers:
-                answers[shard] = center.exchange(
+        for shard, center in enumerate(self.centers):
+            # Repeated where it failed; one that was interrupted may be on its way yet.
+            if shard not in answers or _failed(answers[shard]):
+                exchange = functools.partial(
+                    center.exchange,
                     parts[shard],
                     anchor_version=versions[shard],
                     worker=worker,
                     steps=steps,
                 )
-
-        self._all(exchange, range(len(self.centers)))
-        del self._answers[worker]
-        return self._join([answers[shard] for shard in range(len(self.centers))])
+                answers[shard] = in_background(exchange, f"{worker} shard {shard}")
+        wait(answers.values())
+        try:
+            snapshots = [answers[shard].result() for shard in sorted(answers)]
+        except errors.CenterUnreachableError:
+            raise
+        except errors.AgnOptaxError:  # which is not sent again
+            self._answers.pop(worker, None)
+            raise
+        self._answers.pop(worker, None)
+        return self._join(snapshots)
 
     def close(self) -> None:
         """Closes the connections to all shards."""
@@ -173,7 +185,6 @@ class ShardedCenter:
         for center in self.centers:
             if hasattr(center, "close"):
                 center.close()
-        self._threads.shutdown(wait=False)
 
     def __enter__(self) -> ShardedCenter:
         return self
@@ -197,10 +208,10 @@ class ShardedCenter:
                 "the connections to the shards of this center are closed"
             )
         futures = [
-            self._threads.submit(call, center, x)
+            in_background(functools.partial(call, center, x), "agn-optax shard")
             for center, x in zip(self.centers, each, strict=True)
         ]
-        concurrent.futures.wait(futures)
+        wait(futures)
         return [future.result() for future in futures]
 
     def _cut(self, tree: PyTree) -> list[PyTree]:
@@ -253,3 +264,13 @@ class ShardedCenter:
         if self._like is None:
             return tree
         return jax.tree.unflatten(jax.tree.structure(self._like), jax.tree.leaves(tree))
+
+
+def _failed(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is not None
+
+
+@jax.jit
+def _is_finite(tree: PyTree) -> jax.Array:
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, finite, jnp.array(True))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from agn_optax.center._worker import Worker
 from agn_optax.rules import _check, _trees
 
 PyTree = Any
+T = TypeVar("T")
 _log = logging.getLogger("agn_optax")
 _POLL = 0.5  # seconds; how soon it sees that somebody else initialized the parent
 
@@ -97,6 +99,8 @@ class Uplink:
             self.worker.leave()
         except BaseException as error:
             self.error = error
+            with contextlib.suppress(Exception):  # the other sites do not wait for us
+                self.worker.leave()
             _log.error("this center goes on without its parent: %s", error)
         finally:
             self.ready.set()
@@ -108,26 +112,40 @@ class Uplink:
         """Both centers have parameters, and the site has joined; False: stopped."""
         while not self._stopped.is_set():
             try:
-                self._center.initialize_from(self._parent.pull().params)
+                self._center.initialize_from(self._insist(self._parent.pull).params)
                 break
             except errors.NotInitializedError:
                 pass
             if self._center.wait_until_initialized(_POLL):
                 # If another site is quicker, this one adopts what that gave.
                 with contextlib.suppress(errors.AlreadyInitializedError):
-                    params = self._center.pull().params
-                    self._parent.initialize(params, worker=self.worker.name)
+                    self._insist(self._initialize_parent)
                 break
         else:
             return False
-        adopted, state = self.worker.start(self._center.pull().params)
-        with self._center.atomically():
-            # Its workers may have begun already, from other parameters even.
-            if not _alike(self._center.pull().params, adopted):
-                self._center.shift(adopted, self._center.pull().params)
-            self._state = state
+        with self._center.atomically():  # its workers may have begun already
+            first = self._center.pull().params
+            self._state = self.worker.tx.init(first)
             self._center.observe(self._observe)
+        adopted, state = self._insist(lambda: self.worker.start(first))
+        with self._center.atomically():
+            if not _alike(first, adopted):
+                self._center.shift(adopted, first)
+            self._state = self._state._replace(anchor=state.anchor)
         return True
+
+    def _initialize_parent(self) -> None:
+        params = self._center.pull().params
+        self._parent.initialize(params, worker=self.worker.name)
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns, as soon as the parent can be reached."""
+        while True:
+            try:
+                return call()
+            except errors.CenterUnreachableError:
+                if self._stopped.wait(_POLL):
+                    raise
 
     def _observe(self, contribution: PyTree) -> None:
         """An exchange at the site; called under the lock of its center."""
@@ -144,13 +162,7 @@ class Uplink:
             )
             self._steps = 0
         params = _trees.copy(sent)
-        while True:
-            try:
-                adopted, after = self.worker.exchange(params, state)
-                break
-            except errors.CenterUnreachableError as error:
-                if self._stopped.wait(_POLL):
-                    raise error
+        adopted, after = self._insist(lambda: self.worker.exchange(params, state))
         with self._center.atomically():
             self._center.shift(adopted, sent)
             self._state = self._state._replace(anchor=after.anchor)

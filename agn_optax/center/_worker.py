@@ -303,7 +303,9 @@ class Worker:
 
         On the other steps it returns what it was given, at the cost of one comparison.
         An exchange donates ``params`` and ``state``: go on with what is returned. If it
-        raises, nothing has changed, and the next call tries again.
+        raises, nothing has changed, and the next call tries again; where a center was
+        unreachable, with the same message, and local steps made since the first attempt
+        give way to the center.
 
         Args:
           params: the parameters after the local step.
@@ -314,7 +316,11 @@ class Worker:
 
         Raises:
           WorkerStateError: the worker was not started, or parameters or state have been
-            donated to something else.
+            donated to something else; or the center has been started anew, or has given
+            this worker's name to another one.
+          MessageRefusedError: the message is not finite.
+          CenterUnreachableError: the center is lost, and ``patience`` 0 or ``give_up``
+            over.
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
@@ -374,10 +380,10 @@ class Worker:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
         anchor = self._require_start()
-        if self._in_flight:
+        if self._message is not None:  # the center may have applied it
             raise errors.WorkerStateError(
-                f"worker {self.name!r} has an exchange in flight, which cannot be "
-                "saved: flush() before"
+                f"worker {self.name!r} has an exchange that has not ended, which "
+                "cannot be saved: flush() before"
             )
         return WorkerState(
             params,
@@ -442,8 +448,8 @@ class Worker:
         if message.answer is None:
             try:
                 message.answer = self._send(message)
-            except errors.CenterUnreachableError:
-                if self._patience == 0:
+            except errors.CenterUnreachableError as error:
+                if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
                 message.contribution = _trees.copy(message.contribution)
                 return self._depart(params, state, message, length)
@@ -477,10 +483,13 @@ class Worker:
         message.sent, state = self._depart_program(params, state)
         self._local_steps = 0
         self._round_length = length
+        self._take_off(message)
+        return params, state
+
+    def _take_off(self, message: _Message) -> None:
         threading.Thread(
             target=self._fly, args=(message,), name=f"{self.name} exchange", daemon=True
         ).start()
-        return params, state
 
     def _fly(self, message: _Message) -> None:
         """On a thread of its own: sends until there is an answer, or no hope."""
@@ -490,6 +499,8 @@ class Worker:
                 try:
                     message.answer = self._send(message)
                     return
+                except errors.CenterClosedError:
+                    raise
                 except errors.CenterUnreachableError:
                     lost = lost or time.monotonic()
                     if time.monotonic() - lost >= self._give_up:
@@ -516,10 +527,15 @@ class Worker:
         assert message is not None
         self._check_loop(params, state)
         message.done.wait()
-        if message.error is not None:
-            # What was sent is lost, or somebody else's; local steps may go on.
-            self._message = None
-            raise message.error
+        if (error := message.error) is not None:
+            if isinstance(error, errors.CenterUnreachableError):
+                # It may have been applied, so no other message may take its place.
+                message.error = None
+                message.done.clear()
+                self._take_off(message)
+            else:  # What was sent is lost, or somebody else's; local steps may go on.
+                self._message = None
+            raise error
         assert message.answer is not None
         answer = self._place(message.answer, params)
         params, state = self._land_program(params, state, message.sent, answer.params)

@@ -32,6 +32,11 @@ CLIENT_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+def client_options(address: str) -> list[tuple[str, Any]]:
+    """Of a channel; no proxy of the environment is on the way to this machine."""
+    return [*CLIENT_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(address)))]
+
+
 def check(address: Any) -> str:
     """``address`` if it is "host:port", "[ipv6]:port" or "unix:path".
 

@@ -158,6 +158,7 @@ class _Session:
     sequence: int = 0  # of the last exchange whose answer is here
     center: str = ""  # the life of the center that this worker has joined
     call: Any = None
+    like: PyTree = None  # the worker's containers
     left: bool = False
 
 
@@ -196,6 +197,7 @@ class RemoteCenter:
         self._dtype = ""
         self._channel: Any = None
         self._closed = False
+        self._heard = -math.inf  # when something came; monotonic seconds
         try:
             self._run(self._describe())
         except BaseException:
@@ -215,7 +217,7 @@ class RemoteCenter:
         old = self._sessions.pop(worker, None)
         if old is not None:  # which this process has given up
             self._run(self._leave(old))
-        session = _Session(worker)
+        session = _Session(worker, like=self._like)
         self._sessions[worker] = session
         try:
             self._run(self._join(session, timeout))
@@ -295,7 +297,7 @@ class RemoteCenter:
         )
         session.sequence += 1
         return Snapshot(
-            self._tree(assembler),
+            self._tree(assembler, session.like),
             snapshot.version,
             snapshot.staleness,
             np.float32(snapshot.norm) if snapshot.HasField("norm") else None,
@@ -333,9 +335,9 @@ class RemoteCenter:
 
     def _pull(self, wait: float) -> Snapshot:
         snapshot, assembler = self._run(self._retry(lambda: self._pull_once(wait)))
-        return Snapshot(self._tree(assembler), snapshot.version)
+        return Snapshot(self._tree(assembler, self._like), snapshot.version)
 
-    def _tree(self, assembler: _wire.Assembler) -> PyTree:
+    def _tree(self, assembler: _wire.Assembler, like: PyTree) -> PyTree:
         schema = self._schema
         assert schema is not None
         leaves = jax.device_put(assembler.arrays())
@@ -345,7 +347,7 @@ class RemoteCenter:
                     f"{leaf.path} of the center is {leaf.dtype}, which needs "
                     "jax.config.update('jax_enable_x64', True) here"
                 )
-        tree = _trees.build(schema, leaves, self._like)
+        tree = _trees.build(schema, leaves, like)
         # What travelled narrow is as wide as the center again, its values rounded.
         return tree if assembler.schema == schema else _trees.cast(tree, schema)
 
@@ -408,6 +410,7 @@ class RemoteCenter:
         attempts = 0
         while True:
             attempts += 1
+            began = time.monotonic()
             try:
                 result = await attempt()
             except errors.CenterUnreachableError as error:
@@ -420,6 +423,9 @@ class RemoteCenter:
                     self.unreachable_since = None
                 return result
             now = time.monotonic()
+            if self._heard > began:  # it was there meanwhile, and waited perhaps
+                begin, attempts = self._heard, 1
+                end = begin + self._timeout
             if self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
                 _log.warning(
@@ -444,12 +450,11 @@ class RemoteCenter:
                 f"the connection to the center at {self.address} is closed"
             )
         if self._channel is None:
+            options = _address.client_options(self.address)
             self._channel = (
-                grpc.aio.insecure_channel(self.address, _address.CLIENT_OPTIONS)
+                grpc.aio.insecure_channel(self.address, options)
                 if self._credentials is None
-                else grpc.aio.secure_channel(
-                    self.address, self._credentials, _address.CLIENT_OPTIONS
-                )
+                else grpc.aio.secure_channel(self.address, self._credentials, options)
             )
         return self._channel
 
@@ -515,6 +520,7 @@ class RemoteCenter:
         frame = await call.read()
         if frame is grpc.aio.EOF:
             raise await self._why_it_ended(call)
+        self._heard = time.monotonic()
         watch.reschedule(asyncio.get_running_loop().time() + self._timeout)
         return frame
 
@@ -577,10 +583,8 @@ class RemoteCenter:
 
     async def _open(self, session: _Session) -> None:
         """A call in which a worker lives; the old one, if any, has broken."""
-        if session.left:  # by another thread, while this one tried to reach the center
-            raise errors.WorkerStateError(
-                f"worker {session.worker!r} has left the center at {self.address}"
-            )
+        if session.left:
+            raise _has_left(session.worker)
         if session.call is not None:
             session.call.cancel()
         session.call = call = self._open_channel().stream_stream(
@@ -627,7 +631,7 @@ class RemoteCenter:
         if session.call is None or session.call.done():
             await self._open(session)
         call = session.call
-        async with self._watched(call) as watch:
+        async with self._living(session), self._watched(call) as watch:
             for frame in _frames.split(schema, arrays, pb.Frame(message=message)):
                 await self._write(call, frame, watch)
             answer = await self._receive(call, watch)
@@ -636,6 +640,16 @@ class RemoteCenter:
             with contextlib.suppress(*_ENDED):
                 await call.write(acknowledge.SerializeToString())
             return answer
+
+    @contextlib.asynccontextmanager
+    async def _living(self, session: _Session) -> AsyncIterator[None]:
+        """Around an exchange, which ends with its worker and not with the center."""
+        try:
+            yield
+        except errors.CenterUnreachableError:
+            if session.left:
+                raise _has_left(session.worker) from None
+            raise
 
     async def _leave(self, session: _Session) -> None:
         session.left = True
@@ -657,6 +671,12 @@ class RemoteCenter:
         finally:
             self._closed = True
             await self._channel.close()
+
+
+def _has_left(worker: str) -> errors.WorkerStateError:
+    return errors.WorkerStateError(
+        f"worker {worker!r} has left the center; start() joins again"
+    )
 
 
 def _not_initialized(address: str) -> errors.NotInitializedError:

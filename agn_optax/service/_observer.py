@@ -47,9 +47,11 @@ class Observer:
         _address.check_plaintext(address, credentials, insecure)
         self._timeout = timeout
         self._channel = (
-            grpc.insecure_channel(address, _address.CLIENT_OPTIONS)
+            grpc.insecure_channel(address, _address.client_options(address))
             if credentials is None
-            else grpc.secure_channel(address, credentials, _address.CLIENT_OPTIONS)
+            else grpc.secure_channel(
+                address, credentials, _address.client_options(address)
+            )
         )
 
     def status(self) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import socket
 import threading
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
 from agn_optax.center import Center, LocalCenter
+from agn_optax.center._background import in_background
 from agn_optax.center._ledger import Mode
 from agn_optax.center._uplink import Uplink
 from agn_optax.rules import Rule, _check
@@ -42,7 +46,6 @@ class Server:
         self._stopped = threading.Event()
         self._health: Any = None
         self._grpc: Any = None
-        self._threads: Any = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time."""
@@ -66,28 +69,14 @@ class Server:
             if self.uplink is not None:
                 self.uplink.stop(grace)
             self._grpc.stop(grace=0.5).wait()
-            self._threads.shutdown(wait=False)  # which gRPC leaves to us
-            _running.discard(self)
             self._stopped.set()
+            atexit.unregister(self.stop)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-
-_running: set[Server] = set()
-
-
-def _stop_all() -> None:
-    for server in list(_running):
-        server.stop()
-
-
-# At its end Python waits for the threads of a pool, and theirs are calls that last as
-# long as the workers do. It calls this before, but what `atexit` registers only after.
-threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 def serve(
@@ -164,7 +153,8 @@ def serve(
     servicer = Servicer(center, kept, upwards)
     server = start(servicer, address, credentials, max_workers)
     if parent is not None:
-        name = name or f"center at {server.address}"
+        if name is None:  # sites on other hosts may listen at the same address
+            name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
         try:
             server.uplink = Uplink(center, parent, period=parent_period, name=name)
         except BaseException:
@@ -183,9 +173,8 @@ def start(
     # A worker's life is one call, and one thread; its pull at the start is another, and
     # whoever watches needs a few.
     threads = 2 * max_workers + 16
-    pool = ThreadPoolExecutor(threads, "agn-optax-center")
     server = grpc.server(
-        pool,
+        _Threads(),
         options=[
             *_address.OPTIONS,
             ("grpc.so_reuseport", 0),  # a second server on this port is an error
@@ -217,12 +206,21 @@ def start(
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
     made = Server(servicer.center, servicer, address)
-    made._health, made._grpc, made._threads = checks, server, pool
+    made._health, made._grpc = checks, server
     server.start()
-    _running.add(made)
+    atexit.register(made.stop, grace=5.0)
     for name in ("", _address.SERVICE):
         checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     return made
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for every call, for which the end of the process does not wait."""
+
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return in_background(
+            functools.partial(call, *args, **kwargs), "agn-optax center"
+        )
 
 
 def _check_free(address: str) -> None:

@@ -148,6 +148,7 @@ class Servicer:
 
     def pull(self, request: pb.PullRequest, context: Any) -> Iterator[bytes]:
         """One version of the center."""
+        _check_wire_dtype(request.wire_dtype)
         end = time.monotonic() + request.wait
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
@@ -165,6 +166,7 @@ class Servicer:
         _check_protocol(join.protocol)
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
+        _check_wire_dtype(join.wire_dtype)
         life, stream = (join.worker, join.incarnation), object()
 
         def gone() -> None:
@@ -341,6 +343,14 @@ def _check_protocol(protocol: int) -> None:
         raise errors.ProtocolError(
             f"this center speaks version {PROTOCOL} of the protocol, got {protocol}; "
             "run the same release of agn_optax on both sides"
+        )
+
+
+def _check_wire_dtype(dtype: str) -> None:
+    _wire.Schema([]).cast(dtype)
+    if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+        raise errors.InvalidArgumentError(
+            f"wire_dtype {dtype} needs JAX_ENABLE_X64=1 in this center's environment"
         )
 
 

@@ -47,7 +47,8 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     kind = getattr(errors, named, None) if named in errors.__all__ else None
     if kind is not None:
         return kind(error.details())
-    if is_transient(error):
+    crowded = "oncurrent RPC limit" in (error.details() or "")
+    if is_transient(error) or crowded:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )

@@ -174,3 +174,50 @@ def test_a_version_that_is_no_int(version):
     with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
         center.exchange(tree(), anchor_version=version, worker="w")
     assert center.version == 0
+
+
+@pytest.mark.parametrize("after", ["submit", "collect"])
+def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
+    center = agn_optax.LocalCenter(rules.downpour(), {"a": jnp.ones(2)})
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+    params, state = worker.start()
+    real = getattr(center, f"_{after}")
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(center, f"_{after}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.exchange({"a": params["a"] - 1}, state)
+    monkeypatch.undo()
+    assert center.version == 1
+    params, state = worker.exchange(params, state)
+    assert center.version == worker.exchanges == 1
+    assert_identical(params, {"a": jnp.zeros(2)})
+    worker.exchange({"a": params["a"] - 1}, state)
+    assert_identical(center.pull().params, {"a": -jnp.ones(2)})
+
+
+def test_an_interrupted_wait_takes_its_message_back(monkeypatch):
+    center = agn_optax.LocalCenter(
+        rules.downpour(), {"a": jnp.ones(2)}, mode=agn_optax.center.Synchronous()
+    )
+    anna, bert = (
+        agn_optax.Worker(center, optax.sgd(1.0), period=1, name=name)
+        for name in ("anna", "bert")
+    )
+    params, state = anna.start()
+    bert.start()
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(center._changed, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        anna.exchange(params, state)
+    monkeypatch.undo()
+    assert center.version == 0
+    bert.leave()
+    anna.exchange(params, state)
+    assert center.version == anna.exchanges == 1

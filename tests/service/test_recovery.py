@@ -1,0 +1,170 @@
+"""What goes wrong at bad moments: nothing is lost, nothing counts twice."""
+
+import threading
+import time
+
+import grpc
+import jax.numpy as jnp
+import network
+import optax
+import pytest
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import Synchronous
+from agn_optax.service import center_pb2 as pb
+
+RULE = rules.downpour()
+ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
+ONES = {"w": jnp.ones(2), "v": jnp.ones(2)}
+
+
+def step(worker, params, state):
+    updates, state = worker.tx.update(ONES, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def start(center, **settings):
+    worker = agn_optax.Worker(center, optax.sgd(1.0), name="w", **settings)
+    return worker, worker.start()
+
+
+def test_many_workers_of_one_process_share_a_center_in_shards():
+    count = 6
+    servers = [service.serve(RULE, mode=Synchronous(), barrier=count) for _ in "ab"]
+    with service.connect([s.address for s in servers], RULE) as center:
+        center.initialize(ZEROS, worker="")
+
+        def work(rank):
+            worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name=f"{rank}")
+            loop = worker.start()
+            worker.exchange(*step(worker, *loop))
+            worker.leave()
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), daemon=True)
+            for rank in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert center.pull().version == (1, 1)
+    for server in servers:
+        server.stop()
+
+
+def test_a_message_that_is_not_finite_reaches_no_shard():
+    servers = [service.serve(RULE) for _ in "ab"]
+    with service.connect([s.address for s in servers], RULE) as center:
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        params, state = worker.start(ZEROS, chief=True)
+        with pytest.raises(errors.MessageRefusedError):
+            worker.exchange({**params, "v": jnp.full(2, jnp.nan)}, state)
+        assert center.pull().version == (0, 0)
+        params, _ = worker.exchange(*step(worker, params, state))
+        assert params["w"][0] == params["v"][0] == -1
+    for server in servers:
+        server.stop()
+
+
+def test_who_has_left_does_not_come_back_with_a_message_in_flight():
+    with (
+        service.serve(RULE, ZEROS, lease=0.5) as server,
+        network.Network(server.address) as net,
+        service.connect(net.address, RULE, timeout=10) as center,
+    ):
+        worker, loop = start(center, period=1, overlap=True)
+        loop = worker.exchange(*step(worker, *loop))
+        net.cut()
+        worker.exchange(*step(worker, *loop))
+        worker.leave()
+        net.mend()
+        time.sleep(3)
+        assert not server.center.members()[1]
+        assert server.center.version == 1
+        worker.start()
+
+
+def test_after_giving_up_nothing_is_lost():
+    with (
+        service.serve(RULE, ZEROS) as server,
+        network.Network(server.address) as net,
+        service.connect(net.address, RULE, timeout=1) as center,
+    ):
+        worker, loop = start(center, period=1, give_up=0.5)
+        net.answering.clear()
+        loop = worker.exchange(*step(worker, *loop))  # applied, its answer is lost
+        loop = step(worker, *loop)
+        with pytest.raises(errors.CenterUnreachableError):
+            worker.exchange(*loop)
+        with pytest.raises(errors.WorkerStateError, match="has not ended"):
+            worker.save(*loop)
+        net.cut()
+        net.mend()
+        for _ in range(2):
+            loop = worker.exchange(*step(worker, *loop))
+        worker.flush(*loop)
+        assert center.pull().params["w"][0] == -4
+
+
+def test_the_time_to_come_back_begins_with_the_last_sign_of_life():
+    with (
+        service.serve(RULE, ZEROS, mode=Synchronous()) as server,
+        network.Network(server.address) as net,
+        service.connect(net.address, RULE, timeout=3) as center,
+        service.connect(server.address, RULE) as other,
+    ):
+        other.join("other")
+        worker, loop = start(center, period=1, patience=0)
+
+        def hiccup():
+            time.sleep(4)
+            net.cut()
+            net.mend()
+            time.sleep(1)
+            other.exchange(ONES, anchor_version=0, worker="other")
+
+        thread = threading.Thread(target=hiccup)
+        thread.start()
+        worker.exchange(*step(worker, *loop))
+        thread.join()
+        assert worker.exchanges == 1
+
+
+def test_what_a_site_does_while_it_joins_its_parent_is_kept():
+    class Slow(agn_optax.LocalCenter):
+        def join(self, *args, **settings):
+            assert met.wait(20)
+            super().join(*args, **settings)
+
+    met = threading.Event()
+    parent = Slow(RULE)
+    with (
+        service.serve(RULE, parent=parent, parent_period=100) as site,
+        service.connect(site.address, RULE) as center,
+    ):
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        loop = worker.start(ZEROS, chief=True)
+        while not parent.is_initialized:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        worker.exchange(*step(worker, *loop))
+        met.set()
+        assert site.uplink.ready.wait(20)
+        assert center.pull().params["w"][0] == -1
+    assert parent.pull().params["w"][0] == -1
+
+
+def test_a_wire_dtype_that_the_center_cannot_send():
+    with (
+        service.serve(RULE, ZEROS) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        call = channel.unary_stream(
+            "/agn_optax.center.v1.Center/Pull",
+            request_serializer=pb.PullRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.RpcError, match="JAX_ENABLE_X64"):
+            list(call(pb.PullRequest(wire_dtype="float64")))
