@@ -392,11 +392,6 @@ class LocalCenter:
             }
             return version, members, set(self._ledger.pending)
 
-    def sequence(self, worker: str, incarnation: str) -> int:
-        """Of the last exchange that a worker had settled in this life."""
-        with self._changed:
-            return self._ledger.member(worker, incarnation).sequence
-
     @contextmanager
     def reading(self) -> Iterator[Version]:
         """The current version, which stays what it is meanwhile."""

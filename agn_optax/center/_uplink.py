@@ -160,6 +160,8 @@ class Uplink:
             self._state = _trees.copy(state)._replace(
                 record=self._parent.rule.record.init(sent)
             )
+            # The next call of exchange is the last of so many local steps.
+            self.worker._local_steps = self._steps - 1
             self._steps = 0
         params = _trees.copy(sent)
         adopted, after = self._insist(lambda: self.worker.exchange(params, state))

@@ -55,7 +55,7 @@ class Server:
         """Drains the service and ends it.
 
         Exchanges that are being applied and answered finish; all others are told that
-        the center is going down, and may be repeated at its successor.
+        the center is going down, and their workers go on trying to reach it.
 
         Args:
           grace: seconds that running exchanges may take.

@@ -16,6 +16,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._version import __version__
+from agn_optax.center._background import in_background
 from agn_optax.center._local import Answer, LocalCenter
 from agn_optax.service import _frames, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
@@ -183,14 +184,13 @@ class Servicer:
             self._streams[join.worker] = stream
         with self._lock:
             traffic = self._traffic.setdefault(join.worker, _Traffic())
-        if not context.add_callback(gone):
+        # gRPC's own thread calls it, on which nothing may be applied.
+        if not context.add_callback(lambda: in_background(gone, "agn-optax gone")):
             gone()
             return
         while not self.center.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        sequence = self.center.sequence(*life)
-        joined = pb.Joined(center=self._name, sequence=sequence)
-        yield pb.Frame(joined=joined).SerializeToString()
+        yield pb.Frame(joined=pb.Joined(center=self._name)).SerializeToString()
         for frame in frames:
             control, offset, chunk = _frames.parse(frame)
             if control.HasField("acknowledge"):

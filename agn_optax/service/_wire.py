@@ -19,7 +19,7 @@ import numpy as np
 
 from agn_optax import errors
 
-CHUNK_SIZE = 1 << 20  # bytes; measured best over loopback (docs/design.md)
+CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes; what XLA's CPU backend takes without a copy
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 

@@ -105,12 +105,10 @@ class Join(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("center", "sequence")
+    __slots__ = ("center",)
     CENTER_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     center: str
-    sequence: int
-    def __init__(self, center: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("sequence", "anchor_version", "schema_hash", "wire_dtype", "steps")

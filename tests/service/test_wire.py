@@ -167,7 +167,7 @@ CONTROLS = [
     pb.Frame(acknowledge=0),
     pb.Frame(acknowledge=2**63),
     pb.Frame(start=pb.Start(schema=pb.Schema(leaves=[pb.Leaf(path="a")] * 3))),
-    pb.Frame(joined=pb.Joined(sequence=3)),
+    pb.Frame(joined=pb.Joined(center="a")),
     pb.Frame(snapshot=pb.Snapshot(version=1, norm=0.0)),
     pb.Frame(waiting=pb.Waiting()),
 ]
