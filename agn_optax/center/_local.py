@@ -252,12 +252,10 @@ class LocalCenter:
                     f"worker {worker!r} has an exchange that waits; it can have one"
                 )
             life, sequence = member.incarnation, member.sequence
-            interrupted = self._interrupted.pop(worker, None)
+            begun, interrupted = self._interrupted.pop(worker, (0, None))
             try:
-                if interrupted is None or interrupted[1] is not given:
-                    interrupted = None
                 # One that was applied before it was interrupted is only answered.
-                if interrupted is None or interrupted[0] != sequence:
+                if begun != sequence or interrupted is not given:
                     sequence += 1
                     self._submit(
                         contribution, norm, anchor_version, worker, life, sequence

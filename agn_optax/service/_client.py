@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
-import logging
+import functools
 import math
-import random
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Sequence,
-)
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -35,26 +25,12 @@ from agn_optax.center import Snapshot
 from agn_optax.center._sharded import ShardedCenter
 from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
-from agn_optax.service import (
-    _address,
-    _fingerprint,
-    _frames,
-    _status,
-    _trees,
-    _wire,
-)
+from agn_optax.service import _address, _fingerprint, _frames, _trees, _wire
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import ENDED, Connection, Frames
 from agn_optax.service._observer import as_dict
 
 PyTree = Any
-T = TypeVar("T")
-
-_log = logging.getLogger("agn_optax")
-
-# What grpc.aio raises at a call that has ended.
-_ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
-# Seconds that a call tries to reach a center that is known not to answer.
-_SOON = 2.0
 
 
 def connect(
@@ -172,7 +148,6 @@ class RemoteCenter:
     Attributes:
       rule: the rule.
       address: where the center is.
-      unreachable_since: seconds since the epoch; None while the center answers.
     """
 
     def __init__(
@@ -187,23 +162,24 @@ class RemoteCenter:
     ) -> None:
         self.rule = rule
         self.address = address
-        self.unreachable_since: float | None = None
-        self._timeout = timeout
+        self._connection = Connection(address, timeout, credentials)
+        self._run, self._retry = self._connection.run, self._connection.retry
         self._wire_dtype = wire_dtype
         self._like = like
-        self._credentials = credentials
         self._sessions: dict[str, _Session] = {}
         self._schema: _wire.Schema | None = None
         self._dtype = ""
-        self._channel: Any = None
-        self._closed = False
-        self._heard = -math.inf  # when something came; monotonic seconds
         try:
             self._run(self._describe())
         except BaseException:
             self.close()
             raise
         _open_centers.add(self)
+
+    @property
+    def unreachable_since(self) -> float | None:
+        """Seconds since the epoch; None while the center answers."""
+        return self._connection.unreachable_since
 
     # The protocol `Center`.
 
@@ -309,7 +285,8 @@ class RemoteCenter:
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints."""
         request = pb.StatusRequest()
-        return as_dict(self._run(self._retry(lambda: self._unary("Status", request))))
+        ask = functools.partial(self._connection.unary, "Status", request)
+        return as_dict(self._run(self._retry(ask)))
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""
@@ -317,13 +294,12 @@ class RemoteCenter:
 
     def close(self) -> None:
         """Leaves with all workers of this connection, and closes it."""
-        if self._closed:
+        if self._connection.closed:
             return
-        self._closed = True
         _open_centers.discard(self)
-        if self._channel is not None:
-            with contextlib.suppress(Exception):
-                self._run(self._close(), timeout=2.0)
+        with contextlib.suppress(Exception):
+            self._run(self._close(), timeout=2.0)
+        self._connection.closed = True
 
     def __enter__(self) -> RemoteCenter:
         return self
@@ -385,98 +361,11 @@ class RemoteCenter:
         if difference:
             raise errors.TreeMismatchError(f"{what} of another model: {difference}")
 
-    def _run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, _loop())
-        try:
-            return future.result(timeout)
-        except concurrent.futures.CancelledError:
-            raise errors.CenterClosedError(
-                f"the connection to the center at {self.address} is closed"
-            ) from None
-        except BaseException:
-            future.cancel()  # Ctrl-C: nothing goes on behind the caller's back
-            raise
-
     # On the loop's thread.
-
-    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What ``attempt`` returns, in as many attempts as the time allows.
-
-        While the center is known to be unreachable, a call says so soon.
-        """
-        begin = time.monotonic()
-        known = self.unreachable_since is not None
-        end = begin + min(self._timeout, _SOON if known else math.inf)
-        attempts = 0
-        while True:
-            attempts += 1
-            began = time.monotonic()
-            try:
-                result = await attempt()
-            except errors.CenterUnreachableError as error:
-                if self._closed:
-                    raise
-                reason = str(error)
-            else:
-                if self.unreachable_since is not None:
-                    _log.warning("the center at %s answers again", self.address)
-                    self.unreachable_since = None
-                return result
-            now = time.monotonic()
-            if self._heard > began:  # it was there meanwhile, and waited perhaps
-                begin, attempts = self._heard, 1
-                end = begin + self._timeout
-            if self.unreachable_since is None:
-                self.unreachable_since = time.time() - (now - begin)
-                _log.warning(
-                    "the center at %s does not answer (%s); trying for %.0f s",
-                    self.address,
-                    reason,
-                    end - begin,
-                )
-            pause = min(2.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
-            if now + pause > end:
-                since = time.strftime("%X", time.localtime(self.unreachable_since))
-                silent = time.time() - self.unreachable_since
-                raise errors.CenterUnreachableError(
-                    f"the center at {self.address} does not answer since {since} "
-                    f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
-                )
-            await asyncio.sleep(pause)
-
-    def _open_channel(self) -> Any:
-        if self._closed:
-            raise errors.CenterClosedError(
-                f"the connection to the center at {self.address} is closed"
-            )
-        if self._channel is None:
-            options = _address.client_options(self.address)
-            self._channel = (
-                grpc.aio.insecure_channel(self.address, options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(self.address, self._credentials, options)
-            )
-        return self._channel
-
-    async def _unary(self, name: str, request: Any) -> Any:
-        replies: dict[str, Any] = {
-            "Describe": pb.Description,
-            "Leave": pb.LeaveReply,
-            "Status": pb.StatusReply,
-        }
-        call = self._open_channel().unary_unary(
-            f"/{_address.SERVICE}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=replies[name].FromString,
-        )
-        try:
-            return await call(request, timeout=self._timeout)
-        except grpc.aio.AioRpcError as error:
-            raise _status.exception_of(error, self.address) from None
 
     async def _describe(self) -> pb.Description:
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        said = await self._retry(lambda: self._unary("Describe", request))
+        said = await self._retry(lambda: self._connection.unary("Describe", request))
         if said.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
                 f"the center at {self.address} speaks version {said.protocol} of the "
@@ -488,51 +377,9 @@ class RemoteCenter:
             self._schema = _trees.from_proto(said.schema)
         return said
 
-    @contextlib.asynccontextmanager
-    async def _watched(self, call: Any) -> AsyncIterator[asyncio.Timeout]:
-        """Around the frames of a call, which is cancelled if anything goes wrong."""
-        try:
-            async with asyncio.timeout(self._timeout) as watch:
-                yield watch
-        except TimeoutError:
-            call.cancel()
-            raise errors.CenterUnreachableError(
-                f"nothing came for {self._timeout:.0f} s"
-            ) from None
-        except _ENDED:
-            # Whatever went wrong, the call's status says why.
-            raise await self._why_it_ended(call) from None
-        except BaseException:
-            call.cancel()
-            raise
-
-    async def _why_it_ended(self, call: Any) -> errors.AgnOptaxError:
-        call.cancel()  # does nothing to a call that has ended
-        error = grpc.aio.AioRpcError(
-            await call.code(),
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            await call.details(),
-        )
-        return _status.exception_of(error, self.address)
-
-    async def _read(self, call: Any, watch: asyncio.Timeout) -> bytes:
-        frame = await call.read()
-        if frame is grpc.aio.EOF:
-            raise await self._why_it_ended(call)
-        self._heard = time.monotonic()
-        watch.reschedule(asyncio.get_running_loop().time() + self._timeout)
-        return frame
-
-    async def _write(self, call: Any, frame: bytes, watch: asyncio.Timeout) -> None:
-        await call.write(frame)
-        watch.reschedule(asyncio.get_running_loop().time() + self._timeout)
-
-    async def _receive(
-        self, call: Any, watch: asyncio.Timeout
-    ) -> tuple[pb.Snapshot, _wire.Assembler]:
+    async def _receive(self, frames: Frames) -> tuple[pb.Snapshot, _wire.Assembler]:
         while True:
-            said, offset, chunk = _frames.parse(await self._read(call, watch))
+            said, offset, chunk = _frames.parse(await frames.read())
             if said.HasField("snapshot"):
                 break
             if not said.HasField("waiting"):
@@ -548,35 +395,35 @@ class RemoteCenter:
         assembler = _wire.Assembler(schema)
         assembler.feed(offset, chunk)
         while not assembler.complete:
-            _frames.feed(assembler, await self._read(call, watch), "an answer")
+            _frames.feed(assembler, await frames.read(), "an answer")
         return said.snapshot, assembler
 
     async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, _wire.Assembler]:
         request = pb.PullRequest(wire_dtype=self._wire_dtype, wait=wait)
-        call = self._open_channel().unary_stream(
+        call = self._connection.channel().unary_stream(
             f"/{_address.SERVICE}/Pull",
             request_serializer=pb.PullRequest.SerializeToString,
         )(request)
-        async with self._watched(call) as watch:
-            return await self._receive(call, watch)
+        async with self._connection.frames(call) as frames:
+            return await self._receive(frames)
 
     async def _initialize(
         self, schema: _wire.Schema, arrays: list[np.ndarray], worker: str
     ) -> None:
-        call = self._open_channel().stream_unary(
+        call = self._connection.channel().stream_unary(
             f"/{_address.SERVICE}/Initialize",
             response_deserializer=pb.Initialized.FromString,
         )()
         start = pb.Start(
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
-        async with self._watched(call) as watch:
+        async with self._connection.frames(call) as frames:
             first = pb.Frame(start=start).SerializeToString()
             # A center that has parameters ends the call before it has come to its end.
-            with contextlib.suppress(*_ENDED):
-                await self._write(call, first, watch)
+            with contextlib.suppress(*ENDED):
+                await frames.write(first)
                 for offset, pieces in schema.chunks(arrays):
-                    await self._write(call, _wire.encode(b"", offset, pieces), watch)
+                    await frames.write(_wire.encode(b"", offset, pieces))
                 await call.done_writing()
             await call
         await self._describe()
@@ -587,7 +434,7 @@ class RemoteCenter:
             raise _has_left(session.worker)
         if session.call is not None:
             session.call.cancel()
-        session.call = call = self._open_channel().stream_stream(
+        session.call = call = self._connection.channel().stream_stream(
             f"/{_address.SERVICE}/Exchange"
         )()
         join = pb.Join(
@@ -596,10 +443,10 @@ class RemoteCenter:
             incarnation=session.incarnation,
             wire_dtype=self._wire_dtype,
         )
-        async with self._watched(call) as watch:
-            await self._write(call, pb.Frame(join=join).SerializeToString(), watch)
+        async with self._connection.frames(call) as frames:
+            await frames.write(pb.Frame(join=join).SerializeToString())
             while True:
-                said = _frames.parse(await self._read(call, watch))[0]
+                said = _frames.parse(await frames.read())[0]
                 if not said.HasField("waiting"):
                     break
         if session.center not in ("", said.joined.center):
@@ -631,13 +478,13 @@ class RemoteCenter:
         if session.call is None or session.call.done():
             await self._open(session)
         call = session.call
-        async with self._living(session), self._watched(call) as watch:
+        async with self._living(session), self._connection.frames(call) as frames:
             for frame in _frames.split(schema, arrays, pb.Frame(message=message)):
-                await self._write(call, frame, watch)
-            answer = await self._receive(call, watch)
+                await frames.write(frame)
+            answer = await self._receive(frames)
             acknowledge = pb.Frame(acknowledge=message.sequence)
             # The answer is here; whether this arrives matters to nobody but the center.
-            with contextlib.suppress(*_ENDED):
+            with contextlib.suppress(*ENDED):
                 await call.write(acknowledge.SerializeToString())
             return answer
 
@@ -658,19 +505,17 @@ class RemoteCenter:
         )
         with contextlib.suppress(errors.AgnOptaxError, TimeoutError):
             async with asyncio.timeout(1.0):
-                await self._unary("Leave", request)
+                await self._connection.unary("Leave", request)
         if session.call is not None:
             session.call.cancel()
 
     async def _close(self) -> None:
         sessions = list(self._sessions.values())
         self._sessions.clear()
-        self._closed = False  # for these last words
         try:
             await asyncio.gather(*(self._leave(session) for session in sessions))
         finally:
-            self._closed = True
-            await self._channel.close()
+            await self._connection.close()
 
 
 def _has_left(worker: str) -> errors.WorkerStateError:
@@ -686,24 +531,10 @@ def _not_initialized(address: str) -> errors.NotInitializedError:
     )
 
 
-# grpc.aio's objects belong to one thread: that of this loop, which all centers share.
-_lock = threading.Lock()
-_running: asyncio.AbstractEventLoop | None = None
 _open_centers: weakref.WeakSet[RemoteCenter] = weakref.WeakSet()
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    global _running
-    with _lock:
-        if _running is None:
-            _running = asyncio.new_event_loop()
-            threading.Thread(
-                target=_running.run_forever, name="agn-optax-client", daemon=True
-            ).start()
-            atexit.register(_close_all)
-        return _running
-
-
+@atexit.register
 def _close_all() -> None:
     """At the end of the process, its workers leave."""
     for center in list(_open_centers):

@@ -19,7 +19,7 @@ import talking
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _client
+from agn_optax.service import _client, _connection
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6
@@ -28,26 +28,26 @@ LIMIT = 60  # seconds that nothing here takes
 
 
 def on_the_loop(work):
-    return asyncio.run_coroutine_threadsafe(work, _client._loop()).result(LIMIT)
+    return asyncio.run_coroutine_threadsafe(work, _connection._loop()).result(LIMIT)
 
 
 def crash(center):
     """Ends a connection as the death of its process would: nobody leaves."""
-    center._closed = True
+    center._connection.closed = True
     _client._open_centers.discard(center)
-    on_the_loop(center._channel.close())
+    on_the_loop(center._connection._channel.close())
 
 
 def lose_an_answer(center, *, after, dies):
     """The next exchange loses its connection, before or after its answer came."""
     receive = center._receive
 
-    async def lost(call, watch):
+    async def lost(frames):
         center._receive = receive
         if after:
-            await receive(call, watch)
-        center._closed = dies  # then it is not tried again
-        call.cancel()
+            await receive(frames)
+        center._connection.closed = dies  # then it is not tried again
+        frames._call.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
     center._receive = lost
@@ -370,7 +370,7 @@ def test_a_worker_that_left_does_not_come_back_by_itself():
         sent = in_background(send, center, "anna", 0)
         assert repeats.wait(LIMIT)
         center.leave("anna")
-        _client._loop().call_soon_threadsafe(may_go_on.set)
+        _connection._loop().call_soon_threadsafe(may_go_on.set)
         with pytest.raises(errors.WorkerStateError, match=r"'anna' has left"):
             sent()
         assert not members(server)
@@ -449,7 +449,7 @@ def test_a_server_that_stops_leaves_no_threads():
 
 def client_threads():
     """Which all clients share, and gRPC's own."""
-    _client._loop()
+    _connection._loop()
     named = ("agn-optax-client", "Thread-")
     return {t for t in threading.enumerate() if t.name.startswith(named)}
 

@@ -392,12 +392,12 @@ def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
         for _ in range(2):
             params, state = a_step(worker, params, state)
         net.cut()
-        center._timeout = 0.2
+        center._connection.timeout = 0.2
         for _ in range(2 + 5):  # its message cannot be sent, and it has patience
             params, state = a_step(worker, params, state)
         assert worker.exchanges == server.center.version == 1
         assert center.unreachable_since is not None
-        center._timeout = 10.0
+        center._connection.timeout = 10.0
         mending = threading.Timer(0.3, net.mend)
         mending.start()
         params, state = a_step(worker, params, state)  # waits
@@ -417,11 +417,11 @@ def test_without_patience_a_lost_center_is_an_error(serve, connect):
         worker = a_worker(center, patience=0)
         params, state = worker.start()
         net.cut()
-        center._timeout = 0.2
+        center._connection.timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match="not answer since"):
             worker.exchange(params, state)
         net.mend()
-        center._timeout = 10.0
+        center._connection.timeout = 10.0
         worker.exchange(params, state)
         assert server.center.version == worker.exchanges == 1
 
@@ -483,7 +483,7 @@ def test_draining(serve, connect):
             waiting.append(error)
 
     anna._patience = 0
-    anna.center._timeout = 1.0
+    anna.center._connection.timeout = 1.0
     thread = threading.Thread(target=exchange)
     thread.start()
     while not any(row["waits"] for row in center.status()["workers"]):
@@ -649,12 +649,12 @@ def test_what_reached_one_shard_only_is_completed_when_repeated(serve, connect):
         worker = a_worker(center, patience=0)
         params, state = worker.start(ONES, chief=True)
         net.cut()
-        center.centers[1]._timeout = 0.2
+        center.centers[1]._connection.timeout = 0.2
         with pytest.raises(errors.CenterUnreachableError, match=net.address):
             worker.exchange(jax.tree.map(lambda x: x - 1, params), state)
         assert [s.center.version for s in servers] == [1, 0]
         net.mend()
-        center.centers[1]._timeout = 10.0
+        center.centers[1]._connection.timeout = 10.0
         params, state = worker.exchange(params, state)
         assert [s.center.version for s in servers] == [1, 1]
         for leaf in jax.tree.leaves((params, center.pull().params)):

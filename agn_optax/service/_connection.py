@@ -1,0 +1,255 @@
+"""A connection to a center: calls that are tried again, and frames that keep coming.
+
+grpc.aio's objects belong to one thread. It is that of a loop which all connections of
+the process share; callers on other threads hand it coroutines with `Connection.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from agn_optax import errors
+from agn_optax.service import _address, _status
+from agn_optax.service import center_pb2 as pb
+
+T = TypeVar("T")
+
+_log = logging.getLogger("agn_optax")
+
+# What grpc.aio raises at a call that has ended.
+ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+# Seconds that a call tries to reach a center that is known not to answer.
+_SOON = 2.0
+# Of the calls without streams.
+_REPLIES: dict[str, Any] = {
+    "Describe": pb.Description,
+    "Leave": pb.LeaveReply,
+    "Status": pb.StatusReply,
+}
+
+
+class Connection:
+    """To one address.
+
+    Args:
+      address: of the center.
+      timeout: seconds without a sign of life after which a call gives up.
+      credentials: of TLS; None for plain text.
+
+    Attributes:
+      unreachable_since: seconds since the epoch; None while the center answers.
+      closed: whether it takes no more calls.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.address = address
+        self.timeout = timeout
+        self.unreachable_since: float | None = None
+        self.closed = False
+        self._credentials = credentials
+        self._channel: Any = None
+        self._heard = -math.inf  # when something came; monotonic seconds
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """What ``work`` returns, run on the loop's thread and waited for here."""
+        future = asyncio.run_coroutine_threadsafe(work, _loop())
+        try:
+            return future.result(timeout)
+        except concurrent.futures.CancelledError:
+            raise self._is_closed() from None
+        except BaseException:
+            future.cancel()  # Ctrl-C: nothing goes on behind the caller's back
+            raise
+
+    # On the loop's thread.
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """What ``attempt`` returns, in as many attempts as the time allows.
+
+        While the center is known to be unreachable, a call says so soon.
+
+        Raises:
+          CenterUnreachableError: nobody answers; says since when.
+        """
+        begin = time.monotonic()
+        known = self.unreachable_since is not None
+        end = begin + min(self.timeout, _SOON if known else math.inf)
+        attempts = 0
+        while True:
+            attempts += 1
+            began = time.monotonic()
+            try:
+                result = await attempt()
+            except errors.CenterUnreachableError as error:
+                if self.closed:
+                    raise
+                reason = str(error)
+            else:
+                if self.unreachable_since is not None:
+                    _log.warning("the center at %s answers again", self.address)
+                    self.unreachable_since = None
+                return result
+            now = time.monotonic()
+            if self._heard > began:  # it was there meanwhile, and waited perhaps
+                begin, attempts = self._heard, 1
+                end = begin + self.timeout
+            if self.unreachable_since is None:
+                self.unreachable_since = time.time() - (now - begin)
+                _log.warning(
+                    "the center at %s does not answer (%s); trying for %.0f s",
+                    self.address,
+                    reason,
+                    end - begin,
+                )
+            pause = min(2.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            if now + pause > end:
+                since = time.strftime("%X", time.localtime(self.unreachable_since))
+                silent = time.time() - self.unreachable_since
+                raise errors.CenterUnreachableError(
+                    f"the center at {self.address} does not answer since {since} "
+                    f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
+                )
+            await asyncio.sleep(pause)
+
+    def channel(self) -> Any:
+        """The gRPC channel, opened when it is needed first.
+
+        Raises:
+          CenterClosedError: the connection is closed.
+        """
+        if self.closed:
+            raise self._is_closed()
+        if self._channel is None:
+            options = _address.client_options(self.address)
+            self._channel = (
+                grpc.aio.insecure_channel(self.address, options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(self.address, self._credentials, options)
+            )
+        return self._channel
+
+    async def unary(self, name: str, request: Any) -> Any:
+        """The reply to a call without streams."""
+        call = self.channel().unary_unary(
+            f"/{_address.SERVICE}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=_REPLIES[name].FromString,
+        )
+        try:
+            return await call(request, timeout=self.timeout)
+        except grpc.aio.AioRpcError as error:
+            raise _status.exception_of(error, self.address) from None
+
+    @contextlib.asynccontextmanager
+    async def frames(self, call: Any) -> AsyncIterator[Frames]:
+        """The frames of a call, which is cancelled if anything goes wrong.
+
+        Raises:
+          CenterUnreachableError: none came, or could be sent, for too long.
+          AgnOptaxError: the center ended the call, with this.
+        """
+        try:
+            async with asyncio.timeout(self.timeout) as watch:
+                yield Frames(self, call, watch)
+        except TimeoutError:
+            call.cancel()
+            raise errors.CenterUnreachableError(
+                f"nothing came for {self.timeout:.0f} s"
+            ) from None
+        except ENDED:
+            # Whatever went wrong, the call's status says why.
+            raise await self.why_it_ended(call) from None
+        except BaseException:
+            call.cancel()
+            raise
+
+    async def why_it_ended(self, call: Any) -> errors.AgnOptaxError:
+        """The exception that a call ended with."""
+        call.cancel()  # does nothing to a call that has ended
+        error = grpc.aio.AioRpcError(
+            await call.code(),
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            await call.details(),
+        )
+        return _status.exception_of(error, self.address)
+
+    def heard(self) -> None:
+        """Something came."""
+        self._heard = time.monotonic()
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        self.closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _is_closed(self) -> errors.CenterClosedError:
+        return errors.CenterClosedError(
+            f"the connection to the center at {self.address} is closed"
+        )
+
+
+class Frames:
+    """What goes over a call, each way; every frame is a sign of life."""
+
+    def __init__(
+        self, connection: Connection, call: Any, watch: asyncio.Timeout
+    ) -> None:
+        self._connection = connection
+        self._call = call
+        self._watch = watch
+
+    async def read(self) -> bytes:
+        """The next frame.
+
+        Raises:
+          AgnOptaxError: there is none; says why.
+        """
+        frame = await self._call.read()
+        if frame is grpc.aio.EOF:
+            raise await self._connection.why_it_ended(self._call)
+        self._connection.heard()
+        self._live()
+        return frame
+
+    async def write(self, frame: bytes) -> None:
+        """Sends a frame, or waits until it can be sent."""
+        await self._call.write(frame)
+        self._live()
+
+    def _live(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._watch.reschedule(now + self._connection.timeout)
+
+
+_lock = threading.Lock()
+_running: asyncio.AbstractEventLoop | None = None
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    global _running
+    with _lock:
+        if _running is None:
+            _running = asyncio.new_event_loop()
+            threading.Thread(
+                target=_running.run_forever, name="agn-optax client", daemon=True
+            ).start()
+        return _running
