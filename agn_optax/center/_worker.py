@@ -83,7 +83,7 @@ class Worker:
         from a center that knows of it.
       patience: local steps that the worker makes without an answer, when exchanges
         overlap or the center is lost, before it waits; None for one round. With 0 a
-        lost center is an error of `exchange` at once.
+        lost center is an error of `exchange`, as soon as it counts as lost.
       give_up: seconds that it then waits for a lost center, before it raises.
 
     Attributes:

@@ -67,9 +67,10 @@ def check_plaintext(address: str, credentials: Any, insecure: bool) -> None:
     """
     if credentials is None and not insecure and not is_local(address):
         raise errors.InvalidArgumentError(
-            f"{address} is not on this machine, and without credentials everything "
-            "would travel in plain text, for anybody to read and to change: give "
-            "credentials=, or insecure=True in a network that you trust"
+            f"{address} is not for this machine only, and without credentials "
+            "everything would travel in plain text, for anybody to read and to change: "
+            "give credentials= (--tls-...), or insecure=True (--insecure) in a network "
+            "that you trust"
         )
 
 

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import time
 import uuid
@@ -27,10 +28,11 @@ from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
 from agn_optax.service import _address, _fingerprint, _frames, _trees, _wire
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._connection import ENDED, Connection, Frames
+from agn_optax.service._connection import ENDED, SOON, Connection, Frames
 from agn_optax.service._observer import as_dict
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 def connect(
@@ -50,7 +52,8 @@ def connect(
         of them, in a list or separated by commas, are a center in shards: leaves are
         assigned to the servers by their sizes, and large ones are cut.
       rule: the rule that the center runs.
-      timeout: seconds without a sign of life after which a call gives up.
+      timeout: seconds without a sign of life after which a call gives up. An exchange
+        that finds nobody says so after two seconds; its worker then goes on without.
       wire_dtype: floating dtype in which messages and centers travel, such as
         ``"bfloat16"``; None for that of the center, which stays as it is either way.
       like: a tree with the containers in which `pull` is to return the parameters, for
@@ -225,6 +228,7 @@ class RemoteCenter:
             try:
                 return self._pull(left)
             except errors.NotInitializedError:
+                _log.warning("no chief has started at the center at %s", self.address)
                 if time.monotonic() >= end:
                     raise errors.NotInitializedError(
                         f"no chief has initialized the center at {self.address} within "
@@ -269,7 +273,9 @@ class RemoteCenter:
             steps=steps,
         )
         snapshot, assembler = self._run(
-            self._retry(lambda: self._exchange(session, message, schema, arrays))
+            self._retry(
+                lambda: self._exchange(session, message, schema, arrays), within=SOON
+            )
         )
         session.sequence += 1
         return Snapshot(
@@ -359,7 +365,10 @@ class RemoteCenter:
             )
         )
         if difference:
-            raise errors.TreeMismatchError(f"{what} of another model: {difference}")
+            raise errors.TreeMismatchError(
+                f"{what} of another model: {difference}. (Of a center in shards, every "
+                "worker must have all addresses, in one order)"
+            )
 
     # On the loop's thread.
 
@@ -437,6 +446,7 @@ class RemoteCenter:
         session.call = call = self._connection.channel().stream_stream(
             f"/{_address.SERVICE}/Exchange"
         )()
+        waits = False
         join = pb.Join(
             protocol=_address.PROTOCOL,
             worker=session.worker,
@@ -449,6 +459,14 @@ class RemoteCenter:
                 said = _frames.parse(await frames.read())[0]
                 if not said.HasField("waiting"):
                     break
+                if not waits:
+                    waits = True
+                    _log.warning(
+                        "worker %r waits at the center at %s until there are as many "
+                        "as its barrier wants",
+                        session.worker,
+                        self.address,
+                    )
         if session.center not in ("", said.joined.center):
             raise errors.WorkerStateError(
                 f"the center at {self.address} is not the one that worker "

@@ -30,8 +30,9 @@ _log = logging.getLogger("agn_optax")
 
 # What grpc.aio raises at a call that has ended.
 ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
-# Seconds that a call tries to reach a center that is known not to answer.
-_SOON = 2.0
+# Seconds that a call tries to reach a center that is known not to answer, or that it
+# can do without for a while.
+SOON = 2.0
 # Of the calls without streams.
 _REPLIES: dict[str, Any] = {
     "Describe": pb.Description,
@@ -80,17 +81,23 @@ class Connection:
 
     # On the loop's thread.
 
-    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def retry(
+        self, attempt: Callable[[], Awaitable[T]], within: float = math.inf
+    ) -> T:
         """What ``attempt`` returns, in as many attempts as the time allows.
 
-        While the center is known to be unreachable, a call says so soon.
+        Args:
+          attempt: makes a call.
+          within: seconds, if the center must be found sooner than the timeout has it.
+            While it is known to be unreachable, a call says so soon anyway.
 
         Raises:
           CenterUnreachableError: nobody answers; says since when.
         """
         begin = time.monotonic()
-        known = self.unreachable_since is not None
-        end = begin + min(self.timeout, _SOON if known else math.inf)
+        if self.unreachable_since is not None:
+            within = SOON
+        end = begin + min(self.timeout, within)
         attempts = 0
         while True:
             attempts += 1
@@ -109,7 +116,7 @@ class Connection:
             now = time.monotonic()
             if self._heard > began:  # it was there meanwhile, and waited perhaps
                 begin, attempts = self._heard, 1
-                end = begin + self.timeout
+                end = begin + min(self.timeout, within)
             if self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
                 _log.warning(

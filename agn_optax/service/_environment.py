@@ -67,7 +67,8 @@ def _text(name: str, default: str = "") -> str:
     if not value:
         raise errors.InvalidArgumentError(
             f"{name} is not in the environment: start this program with `agn-optax "
-            "launch --workers N program.py`, which sets it, or set it yourself"
+            "launch --workers N program.py`, which sets it, or set AGN_OPTAX_CENTER, "
+            "AGN_OPTAX_WORKER, AGN_OPTAX_RANK and AGN_OPTAX_WORKERS yourself"
         )
     return value
 

@@ -7,7 +7,7 @@ import functools
 import socket
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import grpc
@@ -46,6 +46,7 @@ class Server:
         self._stopped = threading.Event()
         self._health: Any = None
         self._grpc: Any = None
+        self._threads: Any = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time."""
@@ -69,6 +70,7 @@ class Server:
             if self.uplink is not None:
                 self.uplink.stop(grace)
             self._grpc.stop(grace=0.5).wait()
+            self._threads.wait(timeout=5.0)
             self._stopped.set()
             atexit.unregister(self.stop)
 
@@ -173,8 +175,9 @@ def start(
     # A worker's life is one call, and one thread; its pull at the start is another, and
     # whoever watches needs a few.
     threads = 2 * max_workers + 16
+    pool = _Threads()
     server = grpc.server(
-        _Threads(),
+        pool,
         options=[
             *_address.OPTIONS,
             ("grpc.so_reuseport", 0),  # a second server on this port is an error
@@ -200,13 +203,15 @@ def start(
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
+        reason = str(error).partition("; set GRPC_VERBOSITY")[0]
         raise errors.InvalidArgumentError(
-            f"cannot listen at {address}: {error}"
+            f"cannot listen at {address}: {reason}. Perhaps another process does; port "
+            "0 takes one that is free"
         ) from None
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
     made = Server(servicer.center, servicer, address)
-    made._health, made._grpc = checks, server
+    made._health, made._grpc, made._threads = checks, server, pool
     server.start()
     atexit.register(made.stop, grace=5.0)
     for name in ("", _address.SERVICE):
@@ -217,10 +222,20 @@ def start(
 class _Threads(ThreadPoolExecutor):
     """A thread for every call, for which the end of the process does not wait."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: set[Future[Any]] = set()
+
+    def wait(self, timeout: float) -> None:
+        """Until all calls have ended: in a process that ends, a thread is cut off."""
+        wait(set(self._running), timeout)
+
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return in_background(
-            functools.partial(call, *args, **kwargs), "agn-optax center"
-        )
+        bound = functools.partial(call, *args, **kwargs)
+        future = in_background(bound, "agn-optax center")
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
 
 def _check_free(address: str) -> None:
