@@ -116,7 +116,8 @@ class Connection:
             now = time.monotonic()
             if self._heard > began:  # it was there meanwhile, and waited perhaps
                 begin, attempts = self._heard, 1
-                end = begin + min(self.timeout, within)
+                end = max(begin + self.timeout, now + SOON)
+                end = min(end, now + within)
             if self.unreachable_since is None:
                 self.unreachable_since = time.time() - (now - begin)
                 _log.warning(

@@ -109,21 +109,22 @@ def test_after_giving_up_nothing_is_lost():
         assert center.pull().params["w"][0] == -4
 
 
-def test_the_time_to_come_back_begins_with_the_last_sign_of_life():
+def test_the_time_to_come_back_begins_with_the_last_sign_of_life(monkeypatch):
+    monkeypatch.setattr("agn_optax.service._servicer.WAITING_INTERVAL", 0.2)
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
         network.Network(server.address) as net,
-        service.connect(net.address, RULE, timeout=3) as center,
+        service.connect(net.address, RULE, timeout=10) as center,
         service.connect(server.address, RULE) as other,
     ):
         other.join("other")
         worker, loop = start(center, period=1, patience=0)
+        center._connection.timeout = 1.0
 
         def hiccup():
-            time.sleep(4)
+            time.sleep(1.5)  # longer than it has without a sign of life
             net.cut()
             net.mend()
-            time.sleep(1)
             other.exchange(ONES, anchor_version=0, worker="other")
 
         thread = threading.Thread(target=hiccup)
