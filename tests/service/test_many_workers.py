@@ -450,7 +450,7 @@ def test_a_server_that_stops_leaves_no_threads():
 def client_threads():
     """Which all clients share, and gRPC's own."""
     _connection._loop()
-    named = ("agn-optax-client", "Thread-")
+    named = ("agn-optax client", "Thread-")
     return {t for t in threading.enumerate() if t.name.startswith(named)}
 
 
