@@ -260,7 +260,7 @@ class LocalCenter:
                     self._submit(
                         contribution, norm, anchor_version, worker, life, sequence
                     )
-                answer = self._collect(worker, life, sequence, None, self._check_open)
+                answer = self._collect(worker, life, sequence, None)
             except BaseException:
                 self._interrupted[worker] = (sequence, given)
                 self._ledger.pending.pop(worker, None)
@@ -363,9 +363,7 @@ class LocalCenter:
     ) -> Answer | None:
         """The answer to an exchange that was handed in; None if it still waits."""
         with self._changed:
-            return self._collect(
-                worker, incarnation, sequence, timeout, self._check_open
-            )
+            return self._collect(worker, incarnation, sequence, timeout)
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has its answer, which need not be kept."""
@@ -445,7 +443,6 @@ class LocalCenter:
         incarnation: str,
         sequence: int,
         timeout: float | None,
-        check: Callable[[], None] | None,
     ) -> Answer | None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -457,8 +454,7 @@ class LocalCenter:
                 return answer
             if worker not in self._contributions:
                 return self._late_answer(worker, incarnation, sequence)
-            if check is not None:
-                check()
+            self._check_open()
             now = time.monotonic()
             if now >= end:
                 return None

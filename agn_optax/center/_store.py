@@ -139,15 +139,13 @@ class Store:
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
-        params = _shifted(self.current.params, self.place(adopted), self.place(sent))
+        params = _with_progress(
+            self.place(adopted), self.current.params, self.place(sent)
+        )
         self.current = Version(params, self.current.number + 1)
 
 
-@jax.jit
-def _shifted(center: PyTree, adopted: PyTree, sent: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda c, a, s: (a + (c - s)).astype(c.dtype), center, adopted, sent
-    )
+_with_progress = jax.jit(_exchange.with_progress)
 
 
 class _Programs(NamedTuple):
@@ -162,21 +160,15 @@ class _Programs(NamedTuple):
 def _programs(rule: Rule) -> _Programs:
     """What the stores of one rule compile, shared by them."""
 
-    def message(contribution: PyTree, center: PyTree) -> PyTree:
-        made = rule.message(contribution, center) if rule.message else contribution
-        return optax.tree.cast_like(made, center)
-
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        made = contribution
-        if rule.message is not None:
-            made = rule.message(contribution, center)
-        squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), made)
+        message = _exchange.message_of(rule, contribution, center)
+        squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), message)
         return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
 
     def weigh(contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
-        return jax.tree.map(
-            lambda m: m * scale.astype(m.dtype), message(contribution, center)
-        )
+        message = _exchange.message_of(rule, contribution, center)
+        message = optax.tree.cast_like(message, center)
+        return jax.tree.map(lambda m: m * scale.astype(m.dtype), message)
 
     def add(total: PyTree, contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
         return jax.tree.map(jnp.add, total, weigh(contribution, center, scale))

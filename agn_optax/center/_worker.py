@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
+from agn_optax.center._background import in_background
 from agn_optax.center._protocol import Center, Snapshot
 from agn_optax.rules import _check, _exchange, _period, _trees
 from agn_optax.rules._exchange import LocalState
@@ -487,9 +488,7 @@ class Worker:
         return params, state
 
     def _take_off(self, message: _Message) -> None:
-        threading.Thread(
-            target=self._fly, args=(message,), name=f"{self.name} exchange", daemon=True
-        ).start()
+        in_background(functools.partial(self._fly, message), f"{self.name} exchange")
 
     def _fly(self, message: _Message) -> None:
         """On a thread of its own: sends until there is an answer, or no hope."""

@@ -128,9 +128,7 @@ def move_center(
       combine: makes one message, cut as ``center``, of those of all workers of a mesh.
       extra_args: for the center optimizer.
     """
-    message = contribution
-    if rule.message is not None:
-        message = rule.message(contribution, center if live is None else live)
+    message = message_of(rule, contribution, center if live is None else live)
     message = optax.tree.cast_like(message, center)
     if combine is not None:
         message = combine(message)
@@ -139,6 +137,11 @@ def move_center(
         message, center_state, center, **extra_args
     )
     return optax.apply_updates(center, updates), center_state
+
+
+def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
+    """The message that a contribution is to ``center``, as it is now."""
+    return rule.message(contribution, center) if rule.message else contribution
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
@@ -154,11 +157,14 @@ def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTr
     ``sent`` are the parameters as they were when the message left; the local progress
     made since then is kept, and goes into the next message.
     """
+    return with_progress(adopt(rule, sent, center), params, sent)
 
-    def progress(adopted: jax.Array, x: jax.Array, s: jax.Array) -> jax.Array:
-        return (adopted + (x - s)).astype(adopted.dtype)
 
-    return jax.tree.map(progress, adopt(rule, sent, center), params, sent)
+def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
+    """``adopted`` in place of ``sent``, and all that came since: up to ``now``."""
+    return jax.tree.map(
+        lambda a, x, s: (a + (x - s)).astype(x.dtype), adopted, now, sent
+    )
 
 
 def begin_round(
