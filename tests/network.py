@@ -1,26 +1,44 @@
-"""A network that can break: a TCP proxy between a worker and its center."""
+"""A network that can break: TCP proxies between workers and their center."""
 
 import contextlib
 import socket
 import threading
 
+TRANSPORTS = ["grpc", "socket"]
+
 
 class Network:
-    """Forwards connections to ``address``; may be cut, and may swallow answers."""
+    """Forwards connections to a server; may be cut, and may swallow answers.
 
-    def __init__(self, address):
-        host, _, port = address.rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    With "socket" for ``transport`` exchanges go through it on direct connections.
+    """
+
+    def __init__(self, server, transport="grpc"):
         self._lock = threading.Lock()
         self._pairs = []
-        self._ends = [self._listener]
+        self._listeners, self._threads, self._ends = [], [], []
         self._open = True
         self.answering = threading.Event()
         self.answering.set()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        host, _, port = server.address.rpartition(":")
+        self.address = f"127.0.0.1:{self._forward_to(host, int(port))}"
+        known = server._servicer
+        if transport == "grpc":
+            known.direct = None
+        else:
+            port = self._forward_to(host, known.direct.port)
+            known.direct = type(known.direct)(key=known.direct.key, port=port)
+
+    def _forward_to(self, *target):
+        """Listens, and returns the port."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._listeners.append(listener)
+        self._ends.append(listener)
+        self._threads.append(
+            threading.Thread(target=self._accept, args=(listener, target))
+        )
+        self._threads[-1].start()
+        return listener.getsockname()[1]
 
     def cut(self):
         """Breaks all connections and takes no new ones."""
@@ -40,7 +58,8 @@ class Network:
     def close(self):
         self.cut()
         self.answering.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(20)
             assert not thread.is_alive()
@@ -53,17 +72,17 @@ class Network:
     def __exit__(self, *exception):
         self.close()
 
-    def _accept(self):
+    def _accept(self, listener, target):
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             with self._lock:
                 if not self._open:
                     client.close()
                     continue
-                server = socket.create_connection(self._target)
+                server = socket.create_connection(target)
                 self._pairs.append((client, server))
                 self._ends += [client, server]
             for pair in ((client, server, None), (server, client, self.answering)):

@@ -365,6 +365,11 @@ class LocalCenter:
         with self._changed:
             return self._collect(worker, incarnation, sequence, timeout)
 
+    def wait_until_moved(self) -> None:
+        """Until the device has made the current version, and read all messages."""
+        with self.reading() as version:
+            jax.block_until_ready(version.params)
+
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has its answer, which need not be kept."""
         with self._changed:

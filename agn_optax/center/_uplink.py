@@ -152,6 +152,8 @@ class Uplink:
         self._steps += 1
         if self._keeps_record:
             _, self._state = self._record(contribution, self._state, contribution)
+            # The contribution may be overwritten when its exchange is answered.
+            jax.block_until_ready(self._state)
 
     def _exchange(self) -> None:
         with self._center.atomically():

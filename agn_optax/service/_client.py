@@ -26,12 +26,15 @@ from agn_optax.center import Snapshot
 from agn_optax.center._sharded import ShardedCenter
 from agn_optax.rules import Rule, _check
 from agn_optax.rules._rule import check_rule
-from agn_optax.service import _address, _fingerprint, _frames, _trees, _wire
+from agn_optax.service import _address, _fingerprint, _memory, _trees, _wire
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._connection import ENDED, SOON, Connection, Frames
+from agn_optax.service._connection import SOON, Connection
+from agn_optax.service._frames import Parcel
+from agn_optax.service._links import GrpcLink, Link, open_direct
 from agn_optax.service._observer import as_dict
 
 PyTree = Any
+TRANSPORTS = ("auto", "memory", "socket", "grpc")
 _log = logging.getLogger("agn_optax")
 
 
@@ -44,6 +47,7 @@ def connect(
     like: PyTree = None,
     credentials: grpc.ChannelCredentials | None = None,
     insecure: bool = False,
+    transport: str = "auto",
 ) -> RemoteCenter | ShardedCenter:
     """The center at an address, to be used as a `LocalCenter` is.
 
@@ -61,6 +65,10 @@ def connect(
         parameters to `start` need not say so.
       credentials: of TLS; None for plain text, which must stay on this machine.
       insecure: allows plain text beyond this machine.
+      transport: how exchanges travel. ``"auto"`` takes the fastest that works: memory
+        shared with a center on this machine, a socket of their own beside gRPC, or gRPC
+        itself, which is the only one with ``credentials``. ``"memory"``, ``"socket"``
+        and ``"grpc"`` insist.
 
     Returns:
       The center.
@@ -102,10 +110,19 @@ def connect(
         )
     for each in addresses:
         _address.check_plaintext(each, credentials, insecure)
+    if transport not in TRANSPORTS:
+        raise errors.InvalidArgumentError(
+            f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}"
+        )
+    if credentials is not None and transport not in ("auto", "grpc"):
+        raise errors.InvalidArgumentError(
+            f"transport {transport!r} is plain text, and cannot go with credentials"
+        )
     settings: dict[str, Any] = {
         "timeout": timeout,
         "wire_dtype": _wire_dtype(wire_dtype),
         "credentials": credentials,
+        "transport": "grpc" if credentials is not None else transport,
     }
     if len(addresses) == 1:
         return RemoteCenter(addresses[0], rule, like=like, **settings)
@@ -136,7 +153,7 @@ class _Session:
     incarnation: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     sequence: int = 0  # of the last exchange whose answer is here
     center: str = ""  # the life of the center that this worker has joined
-    call: Any = None
+    link: Link | None = None
     like: PyTree = None  # the worker's containers
     left: bool = False
 
@@ -162,6 +179,7 @@ class RemoteCenter:
         wire_dtype: str,
         like: PyTree = None,
         credentials: grpc.ChannelCredentials | None = None,
+        transport: str = "auto",
     ) -> None:
         self.rule = rule
         self.address = address
@@ -172,6 +190,13 @@ class RemoteCenter:
         self._sessions: dict[str, _Session] = {}
         self._schema: _wire.Schema | None = None
         self._dtype = ""
+        self._transport = transport
+        self._direct: pb.Direct | None = None
+        # Ways that did not work while gRPC did: they are not tried again.
+        self._closed_ways: set[bool] = set()
+        self._buffers = _memory.Buffers()
+        # The kind of contribution that was found to belong here, and its wire dtype.
+        self._known: dict[Any, str] = {}
         try:
             self._run(self._describe())
         except BaseException:
@@ -255,9 +280,7 @@ class RemoteCenter:
         if worker not in self._sessions:
             self.join(worker)
         session = self._sessions[worker]
-        self._check_model(contribution, worker, "contribution", any_float=True)
-        dtype = self._message_dtype(contribution)
-        schema = self._schema.cast(dtype)
+        schema = self._schema.cast(dtype := self._checked(contribution, worker))
         arrays = _trees.host_arrays(_trees.cast(contribution, schema))
         is_int = isinstance(anchor_version, int | np.integer) and anchor_version >= 0
         if not is_int:
@@ -272,14 +295,14 @@ class RemoteCenter:
             wire_dtype=dtype,
             steps=steps,
         )
-        snapshot, assembler = self._run(
+        snapshot, arrays = self._run(
             self._retry(
                 lambda: self._exchange(session, message, schema, arrays), within=SOON
             )
         )
         session.sequence += 1
         return Snapshot(
-            self._tree(assembler, session.like),
+            self._tree(_trees.to_device(arrays), session.like),
             snapshot.version,
             snapshot.staleness,
             np.float32(snapshot.norm) if snapshot.HasField("norm") else None,
@@ -316,30 +339,38 @@ class RemoteCenter:
     # On the caller's thread.
 
     def _pull(self, wait: float) -> Snapshot:
-        snapshot, assembler = self._run(self._retry(lambda: self._pull_once(wait)))
-        return Snapshot(self._tree(assembler, self._like), snapshot.version)
+        snapshot, arrays = self._run(self._retry(lambda: self._pull_once(wait)))
+        # No program is compiled for what happens once.
+        leaves = jax.device_put(arrays)
+        return Snapshot(self._tree(leaves, self._like), snapshot.version)
 
-    def _tree(self, assembler: _wire.Assembler, like: PyTree) -> PyTree:
+    def _tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
+        """What came, in the containers of ``like``."""
         schema = self._schema
         assert schema is not None
-        leaves = jax.device_put(assembler.arrays())
-        for leaf, made in zip(assembler.schema.leaves, leaves, strict=True):
-            if made.dtype.name != leaf.dtype:
+        for dtype in schema.cast(self._wire_dtype).dtypes:
+            if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
                 raise errors.TreeMismatchError(
-                    f"{leaf.path} of the center is {leaf.dtype}, which needs "
+                    f"the center at {self.address} sends {dtype}, which needs "
                     "jax.config.update('jax_enable_x64', True) here"
                 )
         tree = _trees.build(schema, leaves, like)
         # What travelled narrow is as wide as the center again, its values rounded.
-        return tree if assembler.schema == schema else _trees.cast(tree, schema)
+        return _trees.cast(tree, schema) if self._wire_dtype else tree
 
-    def _message_dtype(self, contribution: PyTree) -> str:
-        if self._wire_dtype:
-            return self._wire_dtype
-        # Narrower than the center without a loss, where the contribution is.
-        own = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(contribution)}
-        narrow = own.pop() if len(own) == 1 else ""
-        return narrow if narrow in ("bfloat16", "float16") else ""
+    def _checked(self, contribution: PyTree, worker: str) -> str:
+        """The dtype in which a contribution travels, which belongs to this center."""
+        leaves, treedef = jax.tree.flatten(contribution)
+        kind = (treedef, *[(jnp.shape(x), jnp.result_type(x)) for x in leaves])
+        if kind not in self._known:
+            self._check_model(contribution, worker, "contribution", any_float=True)
+            # Narrower than the center without a loss, where the contribution is.
+            own = {jnp.result_type(leaf).name for leaf in leaves}
+            narrow = own.pop() if len(own) == 1 else ""
+            if narrow not in ("bfloat16", "float16"):
+                narrow = ""
+            self._known = {kind: self._wire_dtype or narrow}
+        return self._known[kind]
 
     def _check_model(
         self,
@@ -382,13 +413,16 @@ class RemoteCenter:
             )
         _fingerprint.compare(said.rule, self.rule, self.address)
         self._dtype = said.dtype
+        self._direct = said.direct if said.HasField("direct") else None
         if said.HasField("schema"):
-            self._schema = _trees.from_proto(said.schema)
+            schema = _trees.from_proto(said.schema)
+            if self._schema is None or schema.hash != self._schema.hash:
+                self._schema, self._known = schema, {}
         return said
 
-    async def _receive(self, frames: Frames) -> tuple[pb.Snapshot, _wire.Assembler]:
+    async def _receive(self, link: Link) -> tuple[pb.Snapshot, list[np.ndarray]]:
         while True:
-            said, offset, chunk = _frames.parse(await frames.read())
+            said = await link.control()
             if said.HasField("snapshot"):
                 break
             if not said.HasField("waiting"):
@@ -401,20 +435,21 @@ class RemoteCenter:
             raise errors.TreeMismatchError(
                 f"the center at {self.address} holds another tree than it did before"
             )
-        assembler = _wire.Assembler(schema)
-        assembler.feed(offset, chunk)
-        while not assembler.complete:
-            _frames.feed(assembler, await frames.read(), "an answer")
-        return said.snapshot, assembler
+        buffer = await link.buffer(schema, "an answer")
+        return said.snapshot, schema.views(buffer)
 
-    async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, _wire.Assembler]:
+    def _grpc_link(self, call: Any) -> GrpcLink:
+        return GrpcLink(call, self.address, self._buffers)
+
+    async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         request = pb.PullRequest(wire_dtype=self._wire_dtype, wait=wait)
         call = self._connection.channel().unary_stream(
             f"/{_address.SERVICE}/Pull",
             request_serializer=pb.PullRequest.SerializeToString,
         )(request)
-        async with self._connection.frames(call) as frames:
-            return await self._receive(frames)
+        link = self._grpc_link(call)
+        async with self._connection.watching(link):
+            return await self._receive(link)
 
     async def _initialize(
         self, schema: _wire.Schema, arrays: list[np.ndarray], worker: str
@@ -426,13 +461,11 @@ class RemoteCenter:
         start = pb.Start(
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
-        async with self._connection.frames(call) as frames:
-            first = pb.Frame(start=start).SerializeToString()
+        link = self._grpc_link(call)
+        async with self._connection.watching(link):
             # A center that has parameters ends the call before it has come to its end.
-            with contextlib.suppress(*ENDED):
-                await frames.write(first)
-                for offset, pieces in schema.chunks(arrays):
-                    await frames.write(_wire.encode(b"", offset, pieces))
+            with contextlib.suppress(*link.ended):
+                await link.send(Parcel(pb.Frame(start=start), schema, arrays))
                 await call.done_writing()
             await call
         await self._describe()
@@ -441,11 +474,9 @@ class RemoteCenter:
         """A call in which a worker lives; the old one, if any, has broken."""
         if session.left:
             raise _has_left(session.worker)
-        if session.call is not None:
-            session.call.cancel()
-        session.call = call = self._connection.channel().stream_stream(
-            f"/{_address.SERVICE}/Exchange"
-        )()
+        if session.link is not None:
+            session.link.cancel()
+        session.link = link = await self._link()
         waits = False
         join = pb.Join(
             protocol=_address.PROTOCOL,
@@ -453,12 +484,9 @@ class RemoteCenter:
             incarnation=session.incarnation,
             wire_dtype=self._wire_dtype,
         )
-        async with self._connection.frames(call) as frames:
-            await frames.write(pb.Frame(join=join).SerializeToString())
-            while True:
-                said = _frames.parse(await frames.read())[0]
-                if not said.HasField("waiting"):
-                    break
+        async with self._connection.watching(link):
+            await link.send(Parcel(pb.Frame(join=join)))
+            while (said := await link.control()).HasField("waiting"):
                 if not waits:
                     waits = True
                     _log.warning(
@@ -474,6 +502,33 @@ class RemoteCenter:
                 "what was exchanged. Adopt what it has with start()"
             )
         session.center = said.joined.center
+
+    async def _link(self) -> Link:
+        """The fastest way to the center that the transport allows."""
+        ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
+        channel = self._connection.channel()
+        failed: dict[bool, OSError] = {}
+        for shares in ways[self._transport]:
+            if shares in self._closed_ways:
+                continue
+            try:
+                if self._direct is None:
+                    raise OSError("the center takes no direct connections")
+                return await open_direct(
+                    self._direct, self.address, self._buffers, shares=shares
+                )
+            except OSError as error:
+                failed[shares] = error
+        if self._transport in ("memory", "socket"):
+            raise errors.CenterUnreachableError(
+                f"no direct connection to the center at {self.address}: "
+                f"{'; '.join(str(error) for error in failed.values())}"
+            )
+        link = self._grpc_link(channel.stream_stream(f"/{_address.SERVICE}/Exchange")())
+        if failed and not self._connection.unreachable_since:
+            _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
+            self._closed_ways |= failed.keys()
+        return link
 
     async def _join(self, session: _Session, timeout: float | None) -> None:
         try:
@@ -492,18 +547,19 @@ class RemoteCenter:
         message: pb.Message,
         schema: _wire.Schema,
         arrays: list[np.ndarray],
-    ) -> tuple[pb.Snapshot, _wire.Assembler]:
-        if session.call is None or session.call.done():
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        if session.link is None or session.link.done():
             await self._open(session)
-        call = session.call
-        async with self._living(session), self._connection.frames(call) as frames:
-            for frame in _frames.split(schema, arrays, pb.Frame(message=message)):
-                await frames.write(frame)
-            answer = await self._receive(frames)
-            acknowledge = pb.Frame(acknowledge=message.sequence)
+        link = session.link
+        assert link is not None and self._schema is not None  # noqa: PT018
+        parcel = Parcel(pb.Frame(message=message), schema, arrays)
+        async with self._living(session), self._connection.watching(link):
+            link.expect(self._schema.cast(self._wire_dtype))
+            await link.send(parcel)
+            answer = await self._receive(link)
             # The answer is here; whether this arrives matters to nobody but the center.
-            with contextlib.suppress(*ENDED):
-                await call.write(acknowledge.SerializeToString())
+            with contextlib.suppress(*link.ended):
+                await link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
             return answer
 
     @contextlib.asynccontextmanager
@@ -524,8 +580,8 @@ class RemoteCenter:
         with contextlib.suppress(errors.AgnOptaxError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._connection.unary("Leave", request)
-        if session.call is not None:
-            session.call.cancel()
+        if session.link is not None:
+            session.link.cancel()
 
     async def _close(self) -> None:
         sessions = list(self._sessions.values())

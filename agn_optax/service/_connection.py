@@ -1,4 +1,4 @@
-"""A connection to a center: calls that are tried again, and frames that keep coming.
+"""A connection to a center: calls that are tried again, as long as there is hope.
 
 grpc.aio's objects belong to one thread. It is that of a loop which all connections of
 the process share; callers on other threads hand it coroutines with `Connection.run`.
@@ -23,13 +23,12 @@ import grpc.aio
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._links import Link
 
 T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
 
-# What grpc.aio raises at a call that has ended.
-ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 # Seconds that a call tries to reach a center that is known not to answer, or that it
 # can do without for a while.
 SOON = 2.0
@@ -166,42 +165,37 @@ class Connection:
             raise _status.exception_of(error, self.address) from None
 
     @contextlib.asynccontextmanager
-    async def frames(self, call: Any) -> AsyncIterator[Frames]:
-        """The frames of a call, which is cancelled if anything goes wrong.
+    async def watching(self, link: Link) -> AsyncIterator[None]:
+        """Around a use of a link, which is cancelled if anything goes wrong.
 
         Raises:
-          CenterUnreachableError: none came, or could be sent, for too long.
+          CenterUnreachableError: nothing came, or could be sent, for too long.
           AgnOptaxError: the center ended the call, with this.
         """
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.timeout) as watch:
-                yield Frames(self, call, watch)
+
+                def sent() -> None:
+                    watch.reschedule(loop.time() + self.timeout)
+
+                def heard() -> None:
+                    self._heard = time.monotonic()
+                    sent()
+
+                link.sent, link.heard = sent, heard
+                yield
         except TimeoutError:
-            call.cancel()
+            link.cancel()
             raise errors.CenterUnreachableError(
                 f"nothing came for {self.timeout:.0f} s"
             ) from None
-        except ENDED:
-            # Whatever went wrong, the call's status says why.
-            raise await self.why_it_ended(call) from None
+        except link.ended:
+            # Whatever went wrong, the call knows why.
+            raise await link.why_it_ended() from None
         except BaseException:
-            call.cancel()
+            link.cancel()
             raise
-
-    async def why_it_ended(self, call: Any) -> errors.AgnOptaxError:
-        """The exception that a call ended with."""
-        call.cancel()  # does nothing to a call that has ended
-        error = grpc.aio.AioRpcError(
-            await call.code(),
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            await call.details(),
-        )
-        return _status.exception_of(error, self.address)
-
-    def heard(self) -> None:
-        """Something came."""
-        self._heard = time.monotonic()
 
     async def close(self) -> None:
         """Ends all calls."""
@@ -213,39 +207,6 @@ class Connection:
         return errors.CenterClosedError(
             f"the connection to the center at {self.address} is closed"
         )
-
-
-class Frames:
-    """What goes over a call, each way; every frame is a sign of life."""
-
-    def __init__(
-        self, connection: Connection, call: Any, watch: asyncio.Timeout
-    ) -> None:
-        self._connection = connection
-        self._call = call
-        self._watch = watch
-
-    async def read(self) -> bytes:
-        """The next frame.
-
-        Raises:
-          AgnOptaxError: there is none; says why.
-        """
-        frame = await self._call.read()
-        if frame is grpc.aio.EOF:
-            raise await self._connection.why_it_ended(self._call)
-        self._connection.heard()
-        self._live()
-        return frame
-
-    async def write(self, frame: bytes) -> None:
-        """Sends a frame, or waits until it can be sent."""
-        await self._call.write(frame)
-        self._live()
-
-    def _live(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._watch.reschedule(now + self._connection.timeout)
 
 
 _lock = threading.Lock()

@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
-from agn_optax.service import _wire
+from agn_optax.service import _memory, _wire
 from agn_optax.service import center_pb2 as pb
+
+
+class Parcel(NamedTuple):
+    """What one side says at a time: a control part, and the arrays that follow it."""
+
+    control: pb.Frame
+    schema: _wire.Schema | None = None  # None: no arrays follow
+    arrays: Sequence[np.ndarray] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return 0 if self.schema is None else self.schema.size
+
+
+class Reader:
+    """What comes over a gRPC call, on the side of the service.
+
+    Args:
+      frames: of the call.
+      buffers: to receive in.
+    """
+
+    # Whether arrays that came lie where their sender may write again.
+    lends = False
+
+    def __init__(self, frames: Iterator[bytes], buffers: _memory.Buffers) -> None:
+        self._frames = frames
+        self._buffers = buffers
+        self._offset = 0
+        self._chunk: memoryview | bytes = b""
+
+    def control(self) -> pb.Frame | None:
+        """The next control part; None at the end of the call."""
+        frame = next(self._frames, None)
+        if frame is None:
+            return None
+        control, self._offset, self._chunk = parse(frame)
+        return control
+
+    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+        """The buffer that follows it."""
+        assembler = _wire.Assembler(schema, self._buffers.take(schema.size))
+        assembler.feed(self._offset, self._chunk)
+        while not assembler.complete:
+            feed(assembler, next(self._frames, b""), what)
+        return assembler.buffer
 
 
 def parse(frame: bytes) -> tuple[pb.Frame, int, memoryview]:
@@ -19,21 +67,29 @@ def parse(frame: bytes) -> tuple[pb.Frame, int, memoryview]:
       ProtocolError: not a frame.
     """
     control, offset, chunk = _wire.decode(frame)
+    return parse_control(control), offset, chunk
+
+
+def parse_control(control: bytes) -> pb.Frame:
+    """A control part as it came.
+
+    Raises:
+      ProtocolError: it is none.
+    """
     try:
-        return pb.Frame.FromString(control), offset, chunk
+        return pb.Frame.FromString(control)
     except DecodeError as error:
         raise errors.ProtocolError(f"not a frame of this protocol: {error}") from None
 
 
-def split(
-    schema: _wire.Schema, arrays: Sequence[np.ndarray], control: pb.Frame
-) -> Iterator[bytes]:
-    """The frames in which arrays travel; the first one has the control part."""
-    head = control.SerializeToString()
-    for offset, pieces in schema.chunks(arrays):
-        yield _wire.encode(head, offset, pieces)
-        head = b""
-    if head:  # a tree without elements
+def split(parcel: Parcel) -> Iterator[bytes]:
+    """The frames in which a parcel travels; the first one has the control part."""
+    head = parcel.control.SerializeToString()
+    if parcel.schema is not None:
+        for offset, pieces in parcel.schema.chunks(parcel.arrays):
+            yield _wire.encode(head, offset, pieces)
+            head = b""
+    if head:  # no arrays, or without elements
         yield head
 
 

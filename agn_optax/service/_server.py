@@ -23,6 +23,7 @@ from agn_optax.center._ledger import Mode
 from agn_optax.center._uplink import Uplink
 from agn_optax.rules import Rule, _check
 from agn_optax.service import _address
+from agn_optax.service._listener import Listener
 from agn_optax.service._servicer import Servicer
 
 PyTree = Any
@@ -47,6 +48,7 @@ class Server:
         self._health: Any = None
         self._grpc: Any = None
         self._threads: Any = None
+        self._listener: Listener | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time."""
@@ -69,6 +71,8 @@ class Server:
             self._servicer.wait_until_idle(grace)
             if self.uplink is not None:
                 self.uplink.stop(grace)
+            if self._listener is not None:
+                self._listener.close(timeout=5.0)
             self._grpc.stop(grace=0.5).wait()
             self._threads.wait(timeout=5.0)
             self._stopped.set()
@@ -94,6 +98,7 @@ def serve(
     lease: float = 10.0,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
+    direct: bool = True,
     parent: Center | None = None,
     parent_period: int = 10,
     name: str | None = None,
@@ -114,6 +119,9 @@ def serve(
       lease: seconds after which a worker that lost its connection is given up.
       credentials: of TLS; None for plain text, which must stay on this machine.
       insecure: allows plain text beyond this machine.
+      direct: also takes connections for exchanges beside gRPC, for speed: on another
+        port of the same host that is free, and from this machine over a Unix socket and
+        shared memory. They are plain text, so there are none with ``credentials``.
       parent: a center that this one is a worker of, such as `connect` returns: the
         workers of a site share this center, and the sites share the parent, whose rule
         says how. Without ``params``, the parent's are taken.
@@ -153,7 +161,7 @@ def serve(
     kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center, kept, upwards)
-    server = start(servicer, address, credentials, max_workers)
+    server = start(servicer, address, credentials, max_workers, direct=direct)
     if parent is not None:
         if name is None:  # sites on other hosts may listen at the same address
             name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
@@ -170,6 +178,8 @@ def start(
     address: str,
     credentials: grpc.ServerCredentials | None,
     max_workers: int,
+    *,
+    direct: bool,
 ) -> Server:
     """A server that answers with ``servicer``."""
     # A worker's life is one call, and one thread; its pull at the start is another, and
@@ -212,6 +222,9 @@ def start(
         address = f"{address.rpartition(':')[0]}:{port}"
     made = Server(servicer.center, servicer, address)
     made._health, made._grpc, made._threads = checks, server, pool
+    if direct and credentials is None:
+        made._listener = Listener(servicer, address)
+        servicer.direct = made._listener.direct
     server.start()
     atexit.register(made.stop, grace=5.0)
     for name in ("", _address.SERVICE):

@@ -18,7 +18,7 @@ from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.center._background import in_background
 from agn_optax.center._local import Answer, LocalCenter
-from agn_optax.service import _frames, _status, _trees, _wire
+from agn_optax.service import _frames, _memory, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
     MAX_FRAME,
@@ -27,9 +27,10 @@ from agn_optax.service._address import (
     WAITING_INTERVAL,
 )
 from agn_optax.service._fingerprint import fingerprint
+from agn_optax.service._frames import Parcel
 
 PyTree = Any
-_WAITING = pb.Frame(waiting=pb.Waiting()).SerializeToString()
+_WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 
 
 @dataclasses.dataclass
@@ -65,6 +66,9 @@ class Servicer:
         self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _wire.Schema | None = None
+        self.buffers = _memory.Buffers()
+        # What workers must know to connect without gRPC; None if they cannot.
+        self.direct: pb.Direct | None = None
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a gRPC server calls."""
@@ -85,7 +89,11 @@ class Servicer:
                     _reporting_stream(self.pull), pb.PullRequest.FromString
                 ),
                 "Exchange": grpc.stream_stream_rpc_method_handler(
-                    _reporting_stream(self.exchange)
+                    _reporting_stream(
+                        lambda frames, context: self.exchange(
+                            _frames.Reader(frames, self.buffers), context
+                        )
+                    )
                 ),
                 "Leave": unary(
                     _reporting(self.leave),
@@ -123,11 +131,13 @@ class Servicer:
             mode=repr(self.center.mode),
             dtype=self._dtype,
             barrier=self.center.barrier,
+            direct=self.direct,
         )
 
     def initialize(self, frames: Iterator[bytes], context: Any) -> pb.Initialized:
         """The chief's parameters."""
-        start = _frames.parse(_first(frames))[0].start
+        reader = _frames.Reader(frames, self.buffers)
+        start = _first(reader).start
         _check_protocol(start.protocol)
         schema = _trees.from_proto(start.schema)
         own = self.schema()
@@ -140,14 +150,12 @@ class Servicer:
                 raise errors.TreeMismatchError(f"another model: {other}")
         else:
             _check_representable(schema)
-            assembler = _wire.Assembler(schema)
-            while not assembler.complete:
-                _frames.feed(assembler, next(frames, b""), "the parameters")
-            params = _trees.build(schema, assembler.arrays())
+            buffer = reader.buffer(schema, "the parameters")
+            params = _trees.build(schema, schema.views(buffer))
         snapshot = self.center.initialize(params, worker=start.worker)
         return pb.Initialized(version=snapshot.version)
 
-    def pull(self, request: pb.PullRequest, context: Any) -> Iterator[bytes]:
+    def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
         """One version of the center."""
         _check_wire_dtype(request.wire_dtype)
         end = time.monotonic() + request.wait
@@ -159,11 +167,17 @@ class Servicer:
         snapshot = pb.Snapshot(
             version=version.number, schema_hash=schema.hash, applied=True
         )
-        yield from _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
+        yield Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
 
-    def exchange(self, frames: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """The life of a worker, or a part of it between two connections."""
-        join = _frames.parse(_first(frames))[0].join
+    def exchange(self, reader: _frames.Reader | Any, context: Any) -> Iterator[Parcel]:
+        """The life of a worker, or a part of it between two connections.
+
+        Args:
+          reader: of what the worker says, over gRPC or a direct connection.
+          context: knows whether the worker is there: ``is_active()``, and
+            ``add_callback(gone)``, which returns whether it will be called.
+        """
+        join = _first(reader).join
         _check_protocol(join.protocol)
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
@@ -190,19 +204,14 @@ class Servicer:
             return
         while not self.center.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        yield pb.Frame(joined=pb.Joined(center=self._name)).SerializeToString()
-        for frame in frames:
-            control, offset, chunk = _frames.parse(frame)
+        yield Parcel(pb.Frame(joined=pb.Joined(center=self._name)))
+        while (control := reader.control()) is not None:
             if control.HasField("acknowledge"):
                 self.center.acknowledge(*life, control.acknowledge)
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another frame")
-            contribution = self._begin(control.message)
-            contribution.feed(offset, chunk)
-            while not contribution.complete:
-                _frames.feed(contribution, next(frames, b""), "a message")
-            yield from self._exchange(join, control.message, contribution, traffic)
+            yield from self._exchange(join, control.message, reader, traffic)
 
     def leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
         """A worker goes for good."""
@@ -253,8 +262,8 @@ class Servicer:
                 self._schema = _trees.schema_of(version.params)
         return self._schema
 
-    def _begin(self, message: pb.Message) -> _wire.Assembler:
-        """For the contribution that a message announces."""
+    def _schema_of(self, message: pb.Message) -> _wire.Schema:
+        """Of the contribution that a message announces."""
         schema = self.schema()
         if schema is None:
             raise errors.NotInitializedError(
@@ -267,16 +276,18 @@ class Servicer:
                 "the message is of another tree than the center's; the worker must "
                 "describe the center again"
             )
-        return _wire.Assembler(schema)
+        return schema
 
     def _exchange(
         self,
         join: pb.Join,
         message: pb.Message,
-        contribution: _wire.Assembler,
+        reader: _frames.Reader | Any,
         traffic: _Traffic,
-    ) -> Iterator[bytes]:
-        traffic.received += contribution.schema.size
+    ) -> Iterator[Parcel]:
+        schema = self._schema_of(message)
+        buffer = reader.buffer(schema, "a message")
+        traffic.received += schema.size
         traffic.period = message.steps
         who = (join.worker, join.incarnation, message.sequence)
         with self._lock:
@@ -285,18 +296,20 @@ class Servicer:
             with self.center.reading() as version:
                 like = version.params
             self.center.submit(
-                _trees.build(contribution.schema, contribution.arrays(), like),
+                _trees.build(schema, schema.views(buffer), like),
                 anchor_version=message.anchor_version,
                 worker=join.worker,
                 incarnation=join.incarnation,
                 sequence=message.sequence,
             )
-            del contribution, like
+            del buffer, like
             while (answer := self._collect(who)) is None:
                 yield _WAITING
-            for sent in self._answer(answer, join.wire_dtype):
-                traffic.sent += len(sent)
-                yield sent
+            if reader.lends:  # the worker writes its next message over this one
+                self.center.wait_until_moved()
+            parcel = self._answer(answer, join.wire_dtype)
+            traffic.sent += parcel.nbytes
+            yield parcel
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
         finally:
@@ -307,7 +320,7 @@ class Servicer:
     def _collect(self, who: tuple[str, str, int]) -> Answer | None:
         return self.center.collect(*who, timeout=WAITING_INTERVAL)
 
-    def _answer(self, answer: Answer, wire_dtype: str) -> Iterator[bytes]:
+    def _answer(self, answer: Answer, wire_dtype: str) -> Parcel:
         schema, arrays = self._arrays(answer.version.params, wire_dtype)
         snapshot = pb.Snapshot(
             version=answer.version.number,
@@ -317,7 +330,7 @@ class Servicer:
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        yield from _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
+        return Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
 
     def _arrays(
         self, params: PyTree, wire_dtype: str
@@ -331,11 +344,11 @@ class Servicer:
         return schema, _trees.host_arrays(params)
 
 
-def _first(frames: Iterator[bytes]) -> bytes:
-    frame = next(frames, None)
-    if frame is None:
+def _first(reader: _frames.Reader | Any) -> pb.Frame:
+    control = reader.control()
+    if control is None:
         raise errors.ProtocolError("a call ended before its first frame")
-    return frame
+    return control
 
 
 def _check_protocol(protocol: int) -> None:
@@ -370,7 +383,7 @@ def _errors_to(context: Any) -> Iterator[None]:
     except errors.AgnOptaxError as error:
         _status.abort(context, error)
     except MemoryError:
-        _status.abort(context, errors.CenterFullError("no memory for such a tree"))
+        _status.abort(context, _status.no_memory())
 
 
 def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,10 +397,14 @@ def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reporting_stream(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a call that answers frame by frame."""
+    """The same for a call that answers parcel by parcel."""
 
     def reporting(request: Any, context: Any) -> Iterator[bytes]:
         with _errors_to(context):
-            yield from call(request, context)
+            for parcel in call(request, context):
+                frames = _frames.split(parcel)
+                del parcel  # a version of the center, which may move in place then
+                yield from frames
+                del frames
 
     return reporting

@@ -1,4 +1,4 @@
-"""Exceptions of the library as gRPC statuses, and back."""
+"""Exceptions of the library as they travel, and back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import grpc
 
 from agn_optax import errors
+from agn_optax.service import center_pb2 as pb
 
 _KIND = "agn-optax-error"  # key of the trailing metadata that names the exception
 
@@ -25,6 +26,7 @@ _TRANSIENT = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL,  # what grpc.aio makes of a connection that just broke
 }
 
 
@@ -44,9 +46,8 @@ def is_transient(error: Any) -> bool:
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     """The exception that a failed call stands for."""
     named = dict(error.trailing_metadata() or ()).get(_KIND)
-    kind = getattr(errors, named, None) if named in errors.__all__ else None
-    if kind is not None:
-        return kind(error.details())
+    if named in errors.__all__:
+        return _named(named, error.details())
     crowded = "oncurrent RPC limit" in (error.details() or "")
     if is_transient(error) or crowded:
         return errors.CenterUnreachableError(
@@ -59,3 +60,26 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     return errors.CenterError(
         f"the center at {address} failed: {error.code().name}: {error.details()}"
     )
+
+
+def refused(error: errors.AgnOptaxError | MemoryError) -> pb.Refused:
+    """The end of a direct connection, with an exception that the worker will see."""
+    if isinstance(error, MemoryError):
+        error = no_memory()
+    return pb.Refused(kind=type(error).__name__, details=str(error)[:4000])
+
+
+def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
+    """The exception that a center has sent."""
+    if said.kind in errors.__all__:
+        return _named(said.kind, said.details)
+    return errors.CenterError(f"{said.kind}: {said.details}")
+
+
+def no_memory() -> errors.AgnOptaxError:
+    """What a center without memory says."""
+    return errors.CenterFullError("no memory for such a tree")
+
+
+def _named(kind: str, details: str) -> errors.AgnOptaxError:
+    return getattr(errors, kind)(details)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from agn_optax.service._wire import Leaf, Schema
 
 PyTree = Any
 
+_SMALL = 64 << 10  # bytes; copying more takes longer than handing it over
+
 
 def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
     """The schema of a tree, its leaves as ``dtype`` (None: as they are).
@@ -25,16 +27,25 @@ def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
     Containers of other types than dict, list and tuple count as dicts of their
     children's names: that is what those build who do not know the types.
     """
-    plain = _plain(tree)
-    leaves = [
-        Leaf(
-            keystr(path),
-            jnp.dtype(dtype or jnp.result_type(leaf)).name,
-            tuple(jnp.shape(leaf)),
-        )
-        for path, leaf in tree_flatten_with_path(plain)[0]
-    ]
-    return Schema(leaves, json.dumps(_structure(plain)))
+    leaves, treedef = jax.tree.flatten(tree)
+    plan = plan_of(treedef)
+    return Schema(
+        [
+            Leaf(
+                path,
+                jnp.dtype(dtype or jnp.result_type(leaves[place])).name,
+                tuple(jnp.shape(leaves[place])),
+            )
+            for path, place in zip(plan.paths, plan.places, strict=True)
+        ],
+        plan.structure,
+    )
+
+
+def wire_leaves(tree: PyTree) -> list[Any]:
+    """The leaves of a tree, in the order of its schema."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return [leaves[place] for place in plan_of(treedef).places]
 
 
 def host_arrays(tree: PyTree) -> list[np.ndarray]:
@@ -44,7 +55,7 @@ def host_arrays(tree: PyTree) -> list[np.ndarray]:
     """
     return [
         np.asarray(leaf, None if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
-        for leaf in jax.tree.leaves(_plain(tree))
+        for leaf in wire_leaves(tree)
     ]
 
 
@@ -57,15 +68,45 @@ def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
     Raises:
       ProtocolError: the structure of the schema is not one, or not that of its leaves.
     """
-    if like is not None:
-        old, treedef = jax.tree.flatten(like)
-        places = _plain(jax.tree.unflatten(treedef, range(len(old))))
-        if _fits(places, schema):
-            by_place = dict(zip(jax.tree.leaves(places), leaves, strict=True))
-            return jax.tree.unflatten(treedef, [by_place[i] for i in sorted(by_place)])
+    treedef = jax.tree.structure(like)
+    plan = plan_of(treedef)
+    if like is None or plan.paths != schema.paths:
+        treedef = _treedef(schema.structure, schema.paths)
+        plan = plan_of(treedef)
+    placed = [None] * len(plan.places)
+    for place, leaf in zip(plan.places, leaves, strict=True):
+        placed[place] = leaf
+    return jax.tree.unflatten(treedef, placed)
+
+
+class Plan(NamedTuple):
+    """How the leaves of a kind of tree lie on the wire."""
+
+    paths: tuple[str, ...]
+    places: tuple[int, ...]  # of the wire's leaves, among those of the tree
+    structure: str  # the containers, as JSON
+
+
+@functools.lru_cache(maxsize=128)
+def plan_of(treedef: Any) -> Plan:
+    """The plan of all trees of one structure."""
+    plain = _plain(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
+    leaves = tree_flatten_with_path(plain)[0]
+    return Plan(
+        tuple(keystr(path) for path, _ in leaves),
+        tuple(place for _, place in leaves),
+        json.dumps(_structure(plain)),
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
+    """The containers that a schema describes, whose leaves have these paths."""
     try:
-        tree = _rebuild(json.loads(schema.structure), iter(leaves))
-        fits = _fits(tree, schema)
+        tree = _rebuild(json.loads(structure), iter(range(len(paths))))
+        treedef = jax.tree.structure(tree)
+        if plan_of(treedef).paths == paths:
+            return treedef
     except (
         AttributeError,
         KeyError,
@@ -74,15 +115,8 @@ def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
         TypeError,
         ValueError,
     ):
-        fits = False
-    if not fits:
-        raise errors.ProtocolError("the structure of a tree is not that of its leaves")
-    return tree
-
-
-def _fits(tree: PyTree, schema: Schema) -> bool:
-    paths = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
-    return paths == [leaf.path for leaf in schema.leaves]
+        pass
+    raise errors.ProtocolError("the structure of a tree is not that of its leaves")
 
 
 def _plain(tree: PyTree) -> PyTree:
@@ -119,6 +153,8 @@ def _structure(plain: PyTree) -> Any:
 def _name(key: Any) -> str | int:
     for attribute in ("key", "name", "idx"):
         value = getattr(key, attribute, None)
+        if isinstance(value, bool):  # equal to a number, and trees with it are
+            return int(value)
         if isinstance(value, str | int):
             return value
     return str(key)
@@ -162,7 +198,7 @@ def from_proto(schema: pb.Schema) -> Schema:
 
 def cast(tree: PyTree, schema: Schema) -> PyTree:
     """``tree`` in the dtypes of ``schema``; itself if it has them."""
-    leaves = jax.tree.leaves(_plain(tree))
+    leaves = wire_leaves(tree)
     dtypes = tuple(leaf.dtype for leaf in schema.leaves)
     if all(jnp.result_type(x).name == d for x, d in zip(leaves, dtypes, strict=True)):
         return tree
@@ -172,3 +208,23 @@ def cast(tree: PyTree, schema: Schema) -> PyTree:
 @functools.partial(jax.jit, static_argnums=1)
 def _cast(leaves: list[Any], dtypes: tuple[str, ...]) -> list[jax.Array]:
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+
+
+def to_device(arrays: Sequence[np.ndarray]) -> list[jax.Array]:
+    """Arrays of JAX that may lie where ``arrays`` do; nobody may change those then.
+
+    Small ones are copied, all by one program: handing each over takes longer.
+    """
+    small = [i for i, array in enumerate(arrays) if array.nbytes < _SMALL]
+    large = [i for i, array in enumerate(arrays) if array.nbytes >= _SMALL]
+    made: list[Any] = [None] * len(arrays)
+    copied = _copied([arrays[i] for i in small]) if small else []
+    placed = jax.device_put([arrays[i] for i in large]) if large else []
+    for i, array in zip(small + large, [*copied, *placed], strict=True):
+        made[i] = array
+    return made
+
+
+@jax.jit
+def _copied(arrays: list[Any]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]

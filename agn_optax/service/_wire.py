@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
 import numpy as np
@@ -21,6 +21,7 @@ from agn_optax import errors
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes; what XLA's CPU backend takes without a copy
+_GAP = bytes(_ALIGNMENT)
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -82,6 +83,13 @@ class Schema:
             raise errors.ProtocolError(f"no buffer has {end} bytes")
         self.offsets = tuple(offsets)
         self.size = end  # bytes of the buffer
+        self.paths = tuple(leaf.path for leaf in self.leaves)
+        self.dtypes = frozenset(leaf.dtype for leaf in self.leaves)
+        self._views = [
+            (leaf.shape, np.dtype(leaf.dtype), offset)
+            for leaf, offset in zip(self.leaves, offsets, strict=True)
+        ]
+        self._casts: dict[str, Schema] = {"": self}
 
     @functools.cached_property
     def hash(self) -> bytes:
@@ -95,19 +103,19 @@ class Schema:
         Raises:
           ProtocolError: not a floating dtype that travels.
         """
-        if not dtype:
-            return self
-        if dtype not in _FLOATS:
-            raise errors.ProtocolError(
-                f"wire_dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}"
+        if dtype not in self._casts:
+            if dtype not in _FLOATS:
+                raise errors.ProtocolError(
+                    f"wire_dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}"
+                )
+            self._casts[dtype] = Schema(
+                [
+                    leaf._replace(dtype=dtype) if leaf.dtype in _FLOATS else leaf
+                    for leaf in self.leaves
+                ],
+                self.structure,
             )
-        return Schema(
-            [
-                leaf._replace(dtype=dtype) if leaf.dtype in _FLOATS else leaf
-                for leaf in self.leaves
-            ],
-            self.structure,
-        )
+        return self._casts[dtype]
 
     def difference(self, other: Schema, own: str, others: str) -> str | None:
         """What differs first, in words, or None."""
@@ -125,23 +133,21 @@ class Schema:
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
         """The leaves as arrays that lie in a buffer."""
         return [
-            buffer[offset : offset + leaf.nbytes]
-            .view(np.dtype(leaf.dtype))
-            .reshape(leaf.shape)
-            for leaf, offset in zip(self.leaves, self.offsets, strict=True)
+            np.ndarray(shape, dtype, buffer, offset)
+            for shape, dtype, offset in self._views
         ]
 
     def chunks(
         self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE
-    ) -> Iterator[tuple[int, list[memoryview | bytes]]]:
+    ) -> Iterator[tuple[int, list[memoryview]]]:
         """The buffer in chunks: ``(offset, pieces)``, where pieces lie in ``arrays``.
 
         Raises:
           ValueError: the arrays are not those of this schema.
         """
-        pieces: list[memoryview | bytes] = []
+        pieces: list[memoryview] = []
         begin = filled = 0  # of the chunk; bytes in it
-        for piece in self._pieces(arrays):
+        for piece in self.pieces(arrays):
             while len(piece) > size - filled:
                 cut = size - filled
                 pieces.append(piece[:cut])
@@ -154,16 +160,37 @@ class Schema:
         if filled:
             yield begin, pieces
 
-    def _pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview | bytes]:
+    def pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview]:
+        """The buffer in pieces that lie in ``arrays``, and gaps.
+
+        Raises:
+          ValueError: the arrays are not those of this schema.
+        """
         end = 0
-        for leaf, offset, array in zip(self.leaves, self.offsets, arrays, strict=True):
-            if array.dtype != np.dtype(leaf.dtype) or array.shape != leaf.shape:
-                raise ValueError(f"{leaf} expected, got {array.dtype}{array.shape}")
+        for array, (shape, dtype, offset) in zip(arrays, self._views, strict=True):
+            self._check(array, shape, dtype)
             if offset > end:
-                yield bytes(offset - end)
+                yield memoryview(_GAP)[: offset - end]
             flat = np.ascontiguousarray(array).reshape(-1)
             yield flat.view(np.uint8).data
-            end = offset + leaf.nbytes
+            end = offset + array.nbytes
+
+    def write(self, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
+        """Copies ``arrays`` to their places in a buffer; gaps stay as they are.
+
+        Raises:
+          ValueError: the arrays are not those of this schema.
+        """
+        views = self.views(buffer)
+        for array, view in zip(arrays, views, strict=True):
+            self._check(array, view.shape, view.dtype)
+            view[...] = array
+
+    def _check(self, array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> None:
+        if array.dtype != dtype or array.shape != shape:
+            raise ValueError(
+                f"{dtype}{list(shape)} expected, got {array.dtype}{list(array.shape)}"
+            )
 
 
 def allocate(size: int) -> np.ndarray:
@@ -178,12 +205,13 @@ class Assembler:
 
     Args:
       schema: of what comes.
+      buffer: to be filled, as large as the schema says; None allocates one.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, buffer: np.ndarray | None = None) -> None:
         self.schema = schema
-        self._buffer = allocate(schema.size)
-        self._bytes = self._buffer.data
+        self.buffer = allocate(schema.size) if buffer is None else buffer
+        self._bytes = self.buffer.data
         self.received = 0  # bytes
 
     @property
@@ -212,7 +240,7 @@ class Assembler:
     def arrays(self) -> list[np.ndarray]:
         """The leaves, once complete."""
         assert self.complete
-        return self.schema.views(self._buffer)
+        return self.schema.views(self.buffer)
 
 
 def encode(

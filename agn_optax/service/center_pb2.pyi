@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Frame(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "offset", "chunk")
+    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "answer_segment", "segment", "offset", "chunk")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,10 @@ class Frame(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     join: Join
@@ -24,9 +28,39 @@ class Frame(_message.Message):
     joined: Joined
     snapshot: Snapshot
     waiting: Waiting
+    refused: Refused
+    attach: Segment
+    answer_segment: int
+    segment: int
     offset: int
     chunk: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., offset: _Optional[int] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class Direct(_message.Message):
+    __slots__ = ("key", "port", "socket")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    port: int
+    socket: str
+    def __init__(self, key: _Optional[bytes] = ..., port: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("number", "size")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    size: int
+    def __init__(self, number: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("kind", "details")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    details: str
+    def __init__(self, kind: _Optional[str] = ..., details: _Optional[str] = ...) -> None: ...
 
 class Leaf(_message.Message):
     __slots__ = ("path", "dtype", "shape")
@@ -63,7 +97,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "direct")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +111,7 @@ class Description(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -90,7 +125,8 @@ class Description(_message.Message):
     mode: str
     dtype: str
     barrier: int
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ...) -> None: ...
+    direct: Direct
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "wire_dtype")

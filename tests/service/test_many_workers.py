@@ -19,7 +19,7 @@ import talking
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _client, _connection
+from agn_optax.service import _client, _connection, _frames, _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6
@@ -35,19 +35,26 @@ def crash(center):
     """Ends a connection as the death of its process would: nobody leaves."""
     center._connection.closed = True
     _client._open_centers.discard(center)
-    on_the_loop(center._connection._channel.close())
+    on_the_loop(broken(center))
+
+
+async def broken(center):
+    for session in center._sessions.values():
+        if session.link is not None:
+            session.link.cancel()
+    await center._connection._channel.close()
 
 
 def lose_an_answer(center, *, after, dies):
     """The next exchange loses its connection, before or after its answer came."""
     receive = center._receive
 
-    async def lost(frames):
+    async def lost(link):
         center._receive = receive
         if after:
-            await receive(frames)
+            await receive(link)
         center._connection.closed = dies  # then it is not tried again
-        frames._call.cancel()
+        link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
     center._receive = lost
@@ -317,7 +324,8 @@ class Call:
 
 def joining(worker="anna"):
     join = service.center_pb2.Join(protocol=1, worker=worker, incarnation="life")
-    yield service.center_pb2.Frame(join=join).SerializeToString()
+    frame = service.center_pb2.Frame(join=join).SerializeToString()
+    return _frames.Reader(iter([frame]), _memory.Buffers())
 
 
 def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
@@ -339,8 +347,8 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
         next(second)
         ending.join(LIMIT)
         assert members(server)["anna"].connected
-        new.end()
-        assert not members(server)["anna"].connected
+        new.end()  # told to the center on a thread
+        wait_for(server, lambda: not members(server)["anna"].connected)
 
 
 def test_a_call_that_ended_before_it_began_disconnects_nobody():

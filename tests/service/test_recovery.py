@@ -69,10 +69,11 @@ def test_a_message_that_is_not_finite_reaches_no_shard():
         server.stop()
 
 
-def test_who_has_left_does_not_come_back_with_a_message_in_flight():
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
     with (
         service.serve(RULE, ZEROS, lease=0.5) as server,
-        network.Network(server.address) as net,
+        network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=10) as center,
     ):
         worker, loop = start(center, period=1, overlap=True)
@@ -87,10 +88,11 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight():
         worker.start()
 
 
-def test_after_giving_up_nothing_is_lost():
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_after_giving_up_nothing_is_lost(transport):
     with (
         service.serve(RULE, ZEROS) as server,
-        network.Network(server.address) as net,
+        network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=1) as center,
     ):
         worker, loop = start(center, period=1, give_up=0.5)
@@ -109,11 +111,14 @@ def test_after_giving_up_nothing_is_lost():
         assert center.pull().params["w"][0] == -4
 
 
-def test_the_time_to_come_back_begins_with_the_last_sign_of_life(monkeypatch):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_the_time_to_come_back_begins_with_the_last_sign_of_life(
+    monkeypatch, transport
+):
     monkeypatch.setattr("agn_optax.service._servicer.WAITING_INTERVAL", 0.2)
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
-        network.Network(server.address) as net,
+        network.Network(server, transport) as net,
         service.connect(net.address, RULE, timeout=10) as center,
         service.connect(server.address, RULE) as other,
     ):

@@ -356,10 +356,11 @@ def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
 # What it survives.
 
 
-def test_an_answer_that_got_lost_is_given_again(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_an_answer_that_got_lost_is_given_again(serve, connect, transport):
     """The message was applied; what is repeated is not applied again."""
     server = serve()
-    with network.Network(server.address) as net:
+    with network.Network(server, transport) as net:
         center = connect(net.address)
         worker = a_worker(center)
         params, state = a_step(worker, *worker.start())
@@ -383,9 +384,10 @@ def test_an_answer_that_got_lost_is_given_again(serve, connect):
         np.testing.assert_array_equal(server.center.pull().params["w"], 1.0 - 3)
 
 
-def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect, transport):
     server = serve()
-    with network.Network(server.address) as net:
+    with network.Network(server, transport) as net:
         center = connect(net.address)
         worker = a_worker(center, period=2, patience=6)
         params, state = worker.start()
@@ -410,9 +412,10 @@ def test_a_worker_that_loses_its_center_goes_on_and_returns(serve, connect):
         assert center.unreachable_since is None
 
 
-def test_without_patience_a_lost_center_is_an_error(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_without_patience_a_lost_center_is_an_error(serve, connect, transport):
     server = serve()
-    with network.Network(server.address) as net:
+    with network.Network(server, transport) as net:
         center = connect(net.address)
         worker = a_worker(center, patience=0)
         params, state = worker.start()
@@ -426,9 +429,12 @@ def test_without_patience_a_lost_center_is_an_error(serve, connect):
         assert server.center.version == worker.exchanges == 1
 
 
-def test_a_worker_does_not_wait_for_an_answer_when_it_overlaps(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_a_worker_does_not_wait_for_an_answer_when_it_overlaps(
+    serve, connect, transport
+):
     server = serve()
-    with network.Network(server.address) as net:
+    with network.Network(server, transport) as net:
         worker = a_worker(connect(net.address), period=2, overlap=True, patience=5)
         params, state = worker.start()
         for _ in range(2):
@@ -538,9 +544,10 @@ def test_rounds(serve, connect):
         np.testing.assert_array_equal(params["w"], 1.0 - 3 * 2.0)
 
 
-def test_a_round_does_not_wait_for_the_dead(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_a_round_does_not_wait_for_the_dead(serve, connect, transport):
     server = serve(mode=Synchronous(), lease=0.3)
-    net = network.Network(server.address)
+    net = network.Network(server, transport)
     with net:
         anna = a_worker(connect(server.address), "anna")
         bert = a_worker(connect(net.address), "bert")
@@ -641,10 +648,13 @@ def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
         center.pull()
 
 
-def test_what_reached_one_shard_only_is_completed_when_repeated(serve, connect):
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_what_reached_one_shard_only_is_completed_when_repeated(
+    serve, connect, transport
+):
     rule = rules.downpour()
     servers = [serve(params=None) for _ in range(2)]
-    with network.Network(servers[1].address) as net:
+    with network.Network(servers[1], transport) as net:
         center = connect([servers[0].address, net.address], rule)
         worker = a_worker(center, patience=0)
         params, state = worker.start(ONES, chief=True)

@@ -1,0 +1,142 @@
+"""Memory that a worker and a center on one machine share, and buffers used again.
+
+A segment has no name: its file descriptor travels over a Unix socket, and it is gone
+when both processes are, however they end. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.service import _wire
+
+try:
+    import fcntl
+
+    # Nobody can take pages away from under the other side, or add the right to.
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    IS_SUPPORTED = hasattr(os, "memfd_create")
+except (ImportError, AttributeError):  # not on Linux
+    IS_SUPPORTED = False
+
+
+def create(size: int) -> tuple[int, np.ndarray]:
+    """A segment of ``size`` bytes: its file descriptor, and its bytes.
+
+    Raises:
+      OSError: the system has none.
+    """
+    descriptor = os.memfd_create("agn_optax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return descriptor, _mapped(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def attach(descriptor: int, size: int) -> np.ndarray:
+    """The bytes of a segment that somebody else has created.
+
+    Raises:
+      ProtocolError: it is none, or smaller.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        there = os.fstat(descriptor).st_size
+        if seals & _SEALS == _SEALS and there >= size > 0:
+            return _mapped(descriptor, size)
+    except OSError as error:
+        raise errors.ProtocolError(f"no segment of memory: {error}") from None
+    raise errors.ProtocolError(
+        f"a sealed segment of {size} bytes was expected, got one of {there}"
+    )
+
+
+def _mapped(descriptor: int, size: int) -> np.ndarray:
+    mapping = mmap.mmap(descriptor, size)
+    with contextlib.suppress(OSError):  # a hint only
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def close(descriptor: int) -> None:
+    """The segment stays as long as somebody has it mapped."""
+    os.close(descriptor)
+
+
+class Buffers:
+    """Buffers that are used again once nobody looks at them any more.
+
+    Touching fresh memory for the first time takes longer than filling it.
+
+    Args:
+      spare: how many are kept for their next use, at most.
+    """
+
+    def __init__(self, spare: int = 1) -> None:
+        self._spare: deque[np.ndarray] = deque(maxlen=spare)
+
+    def take(self, size: int) -> np.ndarray:
+        """An aligned buffer of ``size`` bytes; free when the last view of it is."""
+        raw = None
+        with contextlib.suppress(IndexError):
+            raw = self._spare.pop()
+        if raw is None or raw.size != size:
+            raw = _wire.allocate(size)
+        return lent(raw, self._spare.append)
+
+
+def lent(raw: np.ndarray, back: Callable[[np.ndarray], object]) -> np.ndarray:
+    """An array over the same bytes; ``back(raw)`` when its last view is gone."""
+    # Of a memoryview, or numpy would take `raw` itself for the base of all views.
+    array = np.frombuffer(raw.data, np.uint8)
+    weakref.finalize(array, back, raw).atexit = False
+    return array
+
+
+class Segments:
+    """Segments of one connection, each used again once nobody looks at it any more.
+
+    Args:
+      most: segments at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._made = 0
+        self._free: deque[tuple[int, np.ndarray]] = deque()
+
+    def take(self, size: int) -> tuple[int, int | None, np.ndarray]:
+        """A segment of ``size`` bytes: its number and its bytes.
+
+        Between them its file descriptor, to be sent and closed, if it is a new one.
+
+        Raises:
+          OSError: the system has none.
+        """
+        number, descriptor, raw = 0, None, None
+        with contextlib.suppress(IndexError):
+            number, raw = self._free.popleft()
+        if not number:
+            if self._made == self._most:
+                raise OSError("all segments are in use")
+            self._made += 1
+            number = self._made
+        if raw is None or raw.size != size:
+            descriptor, raw = create(size)
+        back = functools.partial(self._give_back, number)
+        return number, descriptor, lent(raw, back)
+
+    def _give_back(self, number: int, raw: np.ndarray) -> None:
+        self._free.append((number, raw))

@@ -1,0 +1,92 @@
+"""Direct connections: what travels over a plain socket instead of a gRPC call.
+
+A greeting each way; then packets: a head, the control part of a frame, and the whole
+buffer that belongs to it, if it does not lie in shared memory. See center.proto.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+
+from agn_optax import errors
+from agn_optax.service import _address
+from agn_optax.service._frames import Parcel
+
+HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
+GREETING = b"agn_optax direct 1\n"
+KEY_SIZE = 16  # bytes
+# What is smaller goes through the socket faster than through shared memory.
+LEAST_SHARED = 64 << 10  # bytes
+MOST_SEGMENTS = 16  # of one connection
+_MOST_PIECES = 512  # of one call of sendmsg; systems take 1,024
+_BUFFER = 4 << 20  # bytes; more than a copy through the kernel gains from
+_SILENCE = 15  # seconds after which a host that says nothing is gone, as with gRPC
+
+
+def tune(end: socket.socket) -> None:
+    """Settings of a socket, at either end."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    if end.family == getattr(socket, "AF_UNIX", None):
+        return
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 1),
+        ("TCP_USER_TIMEOUT", 1000 * _SILENCE),
+    ):
+        with contextlib.suppress(OSError):
+            if hasattr(socket, name):
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def pieces(parcel: Parcel, shared: bool) -> list[memoryview]:
+    """The bytes of a packet; without the buffer if that is in ``shared`` memory."""
+    control = parcel.control.SerializeToString()
+    if parcel.schema is None or shared:
+        return [memoryview(HEAD.pack(len(control), 0) + control)]
+    head = HEAD.pack(len(control), parcel.nbytes) + control
+    return [memoryview(head), *parcel.schema.pieces(parcel.arrays)]
+
+
+def after(sent: int, of: list[memoryview]) -> list[memoryview]:
+    """What is left of pieces whose first ``sent`` bytes are gone."""
+    for i, piece in enumerate(of):
+        if sent < len(piece):
+            return [piece[sent:], *of[i + 1 :]]
+        sent -= len(piece)
+    return []
+
+
+def batch(of: Sequence[memoryview]) -> Sequence[memoryview]:
+    """As many pieces as go out in one call."""
+    return of[:_MOST_PIECES]
+
+
+def lengths(head: bytes | bytearray | memoryview) -> tuple[int, int]:
+    """Of the control part and the buffer.
+
+    Raises:
+      ProtocolError: the control part is longer than any.
+    """
+    control, buffer = HEAD.unpack(head)
+    if control > _address.MAX_FRAME:
+        raise errors.ProtocolError(f"no control part has {control} bytes")
+    return control, buffer
+
+
+def check_buffer(announced: int, expected: int, what: str) -> None:
+    """The buffer in a packet is as long as its schema says.
+
+    Raises:
+      ProtocolError: it is not.
+    """
+    if announced != expected:
+        raise errors.ProtocolError(
+            f"{what} of {expected} bytes was expected, got one of {announced}"
+        )
