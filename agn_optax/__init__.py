@@ -96,7 +96,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """`agn_optax.service` is imported when it is used: it needs an extra, and time."""
-    if name == "service":
-        return _importlib.import_module("agn_optax.service")
+    """Modules that few need are imported when used; `service` needs an extra."""
+    if name in ("planning", "service"):
+        return _importlib.import_module(f"agn_optax.{name}")
     raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")

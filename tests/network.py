@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 
 TRANSPORTS = ["grpc", "socket"]
 
@@ -10,12 +11,15 @@ TRANSPORTS = ["grpc", "socket"]
 class Network:
     """Forwards connections to a server; may be cut, and may swallow answers.
 
-    With "socket" for ``transport`` exchanges go through it on direct connections.
+    With "socket" for ``transport`` exchanges go through it on direct connections. With
+    ``bandwidth``, in bytes a second, it is slow: all connections share that much in
+    either direction.
     """
 
-    def __init__(self, server, transport="grpc"):
+    def __init__(self, server, transport="grpc", bandwidth=None):
         self._lock = threading.Lock()
         self._pairs = []
+        self._links = [None if bandwidth is None else _Link(bandwidth) for _ in "io"]
         self._listeners, self._threads, self._ends = [], [], []
         self._open = True
         self.answering = threading.Event()
@@ -83,20 +87,47 @@ class Network:
                     client.close()
                     continue
                 server = socket.create_connection(target)
+                for end in (client, server):  # what it adds is what it is told to add
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._pairs.append((client, server))
                 self._ends += [client, server]
-            for pair in ((client, server, None), (server, client, self.answering)):
-                thread = threading.Thread(target=self._forward, args=pair)
+            there, back = self._links
+            for way in (
+                (client, server, there, None),
+                (server, client, back, self.answering),
+            ):
+                thread = threading.Thread(target=self._forward, args=way)
                 thread.start()
                 self._threads.append(thread)
 
     @staticmethod
-    def _forward(source, sink, gate):
+    def _forward(source, sink, link, gate):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                if link is not None:
+                    link.carry(len(data))
                 if gate is not None:
                     gate.wait()
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+class _Link:
+    """One direction of a slow network: a bucket of tokens, empty most of the time."""
+
+    _BURST = 0.01  # seconds of carrying that an idle link has saved up
+
+    def __init__(self, bandwidth):
+        self._bandwidth = bandwidth
+        self._lock = threading.Lock()
+        self._free = 0.0  # when all that it has taken is through
+
+    def carry(self, size):
+        """Returns when so many bytes are through, after those of earlier callers."""
+        with self._lock:
+            earliest = time.monotonic() - self._BURST
+            self._free = max(self._free, earliest) + size / self._bandwidth
+            through = self._free
+        time.sleep(max(0.0, through - time.monotonic()))

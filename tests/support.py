@@ -1,5 +1,6 @@
 """What several test files need: optimizers, trees, gradients and loops."""
 
+import contextlib
 import functools
 import os
 import socket
@@ -115,6 +116,31 @@ def run_worker(worker, params, state, all_feeds):
         params, state = local(params, state, jax.tree.map(lambda f: f[i], all_feeds))  # noqa: B023
         params, state = worker.exchange(params, state)
     return params, state
+
+
+@jax.jit
+def slow(x):
+    """``x``, after a few hundred milliseconds of matrix products."""
+    square = jnp.eye(400) + 0 * x.sum()
+    product = jax.lax.fori_loop(0, 500, lambda _, m: m @ square, square)
+    return x + 0 * product[0, 0]
+
+
+@contextlib.contextmanager
+def nothing_compiles():
+    """Nothing is traced, lowered or compiled within, on any thread."""
+    compiled = []
+
+    def listen(event, seconds, **details):
+        if event.startswith("/jax/core/compile/"):
+            compiled.append((event, details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
 
 
 def assert_close(actual, expected, dtype="float32", tolerance=None):

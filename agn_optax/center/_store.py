@@ -119,7 +119,7 @@ class Store:
         alone = not more and weights[0] == 1.0
         if not alone:
             share = 1 / len(contributions) if self._rule.combine == "mean" else 1.0
-            scales = [np.float32(weight * share) for weight in weights]
+            scales = jax.device_put([np.float32(weight * share) for weight in weights])
             one = self._programs.weigh(one, before.params, scales[0])
             for contribution, scale in zip(more, scales[1:], strict=True):
                 one = self._programs.add(one, contribution, before.params, scale)
@@ -132,7 +132,7 @@ class Store:
             contribution=one,
             center=before.params,
             center_state=self._center_state,
-            staleness=np.int32(staleness),
+            staleness=jax.device_put(np.int32(staleness)),
         )
         self.current = Version(params, before.number + 1)
         return before, self.current

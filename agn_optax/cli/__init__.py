@@ -1,6 +1,6 @@
 """The command ``agn-optax``: centers and launched workers from a shell.
 
-`_app` is the command and its exit codes, `_serve`, `_status`, `_doctor` and
+`_app` is the command and its exit codes, `_serve`, `_status`, `_doctor`, `_plan` and
 `_launch_command` its subcommands. `_options` makes records of options out of command
 lines and files, `_rules`, `_center_options` and `_tls` are such records. `_launch` runs
 programs side by side, and is public as `run`. The command needs the extra

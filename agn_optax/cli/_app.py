@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from agn_optax import errors
 from agn_optax._version import __version__
-from agn_optax.cli import _doctor, _launch_command, _options, _serve, _status
+from agn_optax.cli import _doctor, _launch_command, _options, _plan, _serve, _status
 
 
 class _Group(TyperGroup):
@@ -28,7 +28,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     help="Asynchronous training with a center variable: serve it, watch it, find out "
-    "what is wrong with it, and launch workers around it.",
+    "what is wrong with it, launch workers around it, and plan what it will cost.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # others' exceptions are shown as Python does
@@ -57,6 +57,7 @@ app.command("serve")(_options.spread(_serve.serve))
 app.command("status")(_options.spread(_status.status))
 app.command("watch")(_options.spread(_status.watch))
 app.command("doctor")(_options.spread(_doctor.doctor))
+app.command("plan")(_options.spread(_plan.plan))
 # What follows the program's name is the program's.
 app.command("launch", context_settings={"allow_interspersed_args": False})(
     _options.spread(_launch_command.launch)

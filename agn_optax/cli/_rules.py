@@ -142,6 +142,15 @@ def make(options: RuleOptions) -> Rule:
     return factory(**settings)
 
 
+def inner(name: str) -> optax.GradientTransformation:
+    """An optimizer by its name, for the sizes of its state.
+
+    Raises:
+      InvalidArgumentError: none of ours has that name.
+    """
+    return _optimizer_factory(name, "--inner")(1e-3)
+
+
 def is_given(options: RuleOptions) -> bool:
     """Whether they name a rule."""
     return options.rule is not None or options.rule_from is not None
@@ -149,11 +158,7 @@ def is_given(options: RuleOptions) -> bool:
 
 def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
     name = options.center_optimizer
-    if name not in _OPTIMIZERS:
-        raise errors.InvalidArgumentError(
-            f"--center-optimizer must be one of {', '.join(_OPTIMIZERS)}, got {name!r}"
-        )
-    factory = getattr(optax, name)
+    factory = _optimizer_factory(name, "--center-optimizer")
     own = _settings(options, factory, f"center optimizer {name}")
     for field in _options.given(options):
         if field in _OF_OPTIMIZER and field not in own:
@@ -166,6 +171,14 @@ def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
         if each in settings:
             _check.rate(settings[each], _options.option(each), low=low, high=high)
     return factory(**settings)
+
+
+def _optimizer_factory(name: str | None, what: str) -> Callable[..., Any]:
+    if name not in _OPTIMIZERS:
+        raise errors.InvalidArgumentError(
+            f"{what} must be one of {', '.join(_OPTIMIZERS)}, got {name!r}"
+        )
+    return getattr(optax, name)
 
 
 def _settings(

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import RULES, assert_close, assert_identical, feeds, run_worker, step, tree
+from support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    feeds,
+    run_worker,
+    slow,
+    step,
+    tree,
+)
 
 import agn_optax
 from agn_optax import errors, rules
@@ -105,14 +114,6 @@ def test_between_exchanges_nothing_is_touched():
     assert center.version == 1
 
 
-@jax.jit
-def slow(x):
-    """``x``, after a few hundred milliseconds of matrix products."""
-    square = jnp.eye(400) + 0 * x.sum()
-    product = jax.lax.fori_loop(0, 500, lambda _, m: m @ square, square)
-    return x + 0 * product[0, 0]
-
-
 @pytest.mark.parametrize(
     ("rule", "donate"),
     [*[(rule, (0, 1)) for rule in RULES], ("agn", ()), ("easgd", ())],
@@ -135,23 +136,6 @@ def test_no_call_waits_for_the_device(rule, donate):
     assert center.version == 3
     assert not center.pull().params.is_ready()
     jax.block_until_ready(params)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_compiles_after_the_first_round(rule, caplog):
-    params = tree()
-    center = agn_optax.LocalCenter(RULES[rule](), params)
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
-    local = jax.jit(functools.partial(step, worker.tx))
-    loop = worker.start()
-    target = tree(seed=1)
-    for _ in range(4):
-        loop = worker.exchange(*local(*loop, target))
-    with jax.log_compiles():
-        for _ in range(4):
-            loop = worker.exchange(*local(*loop, target))
-    assert not [r for r in caplog.records if "ompiling" in r.getMessage()]
-    assert center.version == 4
 
 
 @pytest.mark.parametrize("rule", RULES)

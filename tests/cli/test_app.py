@@ -15,7 +15,7 @@ from agn_optax.cli._rules import RuleOptions
 def test_version_and_help():
     assert __version__ in succeeds("--version")
     said = succeeds("--help")
-    for name in ("serve", "status", "watch", "doctor", "launch"):
+    for name in ("serve", "status", "watch", "doctor", "plan", "launch"):
         assert f" {name} " in said
 
 
@@ -26,6 +26,7 @@ def test_version_and_help():
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
         ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),
+        ("plan", ["--parameters", "--step-time", "--bandwidth", "--measure", "--rho"]),
         ("launch", ["PROGRAM.py", "--workers", "--restarts", "--center-optimizer"]),
     ],
 )
@@ -37,7 +38,7 @@ def test_every_command_explains_itself(name, options):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["bake"], ["serve", "--speed=3"], ["serve", "--lease=x"], ["status"], ["watch"]],
+    [["bake"], ["serve", "--speed=3"], ["serve", "--lease=x"], ["status"], ["plan"]],
 )
 def test_wrong_usage(arguments):
     assert "Usage:" in fails(*arguments, code=2)

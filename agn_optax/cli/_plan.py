@@ -1,0 +1,263 @@
+"""``agn-optax plan``: what rare communication will cost, for every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rich.console
+import rich.table
+import rich.text
+import typer
+
+from agn_optax import planning
+from agn_optax.cli import _calibrate, _options, _rules, _table, _units
+from agn_optax.cli._rules import RuleOptions
+from agn_optax.planning import Cluster, Cost, Machine
+
+_MACHINE = "Machine"
+_TIMES = (
+    "rule",
+    "message",
+    "answer",
+    "exchange",
+    "hidden",
+    "period",
+    "busy",
+    "overlap",
+)
+_MEMORY = (
+    "rule",
+    "model and optimizer",
+    "record, anchor",
+    "worker",
+    "overlap",
+    "center",
+)
+
+
+def _of_machine(help_: str, metavar: str, default: str) -> Any:
+    return typer.Option(
+        help=help_, metavar=metavar, show_default=default, rich_help_panel=_MACHINE
+    )
+
+
+def _rate(number: float) -> str:
+    return f"{_table.size(number)}/s"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What an exchange takes beside the links."""
+
+    overhead: Annotated[
+        float | None,
+        _of_machine("Of an exchange of nothing.", "SECONDS", f"{Machine().overhead}"),
+    ] = None
+    endpoint_rate: Annotated[
+        str | None,
+        _of_machine(
+            "Message and answer, through both ends.",
+            "RATE",
+            _rate(Machine().endpoint_rate),
+        ),
+    ] = None
+    apply_rate: Annotated[
+        str | None,
+        _of_machine(
+            "What the center's arithmetic reads and writes.",
+            "RATE",
+            _rate(Machine().apply_rate),
+        ),
+    ] = None
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure",
+            help="Measure these on this machine, with a center in another process.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+
+
+def plan(
+    rule: RuleOptions,
+    machine: MachineOptions,
+    parameters: Annotated[float, typer.Option(help="Of the model; 1.3e9, say.")],
+    step_time: Annotated[float, typer.Option(help="Seconds of a local step.")],
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE",
+            help="Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a "
+            "bit, B a byte).",
+        ),
+    ],
+    workers: Annotated[int, typer.Option(help="How many.")] = 1,
+    period: Annotated[
+        int | None,
+        typer.Option(
+            help="Local steps between exchanges.", show_default="each rule's hidden one"
+        ),
+    ] = None,
+    latency: Annotated[float, typer.Option(help="Seconds of a round trip.")] = 0.0,
+    center_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Of the center's link, for all workers.",
+            show_default="--bandwidth",
+        ),
+    ] = None,
+    inner: Annotated[
+        str, typer.Option(metavar="NAME", help="The workers' optimizer, of optax.")
+    ] = "adam",
+    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "float32",
+    center_dtype: Annotated[
+        str | None, typer.Option(help="Of the center.", show_default="--dtype")
+    ] = None,
+    wire_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of messages and centers on their way.", show_default="the center's"
+        ),
+    ] = None,
+    json: _options.Json = False,
+) -> None:
+    """Say what each rule will cost: bytes, time and memory.
+
+    For every rule: the bytes and seconds of an exchange, the shortest period at which
+    communication hides behind local steps, the part of the time that workers are busy
+    with these, at --period or at that one, where they wait for their answers and where
+    they overlap, and the memory that workers and center keep. Plain data parallelism
+    stands below. With --rule or --rule-from, only that rule is planned.
+
+    Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
+    --workers 8
+    """
+    optimizer = _rules.inner(inner)
+    params = planning.abstract(parameters, dtype)
+    cluster = Cluster(
+        step_time=step_time,
+        bandwidth=_units.rate(bandwidth, "--bandwidth"),
+        workers=workers,
+        latency=latency,
+        center_bandwidth=(
+            None
+            if center_bandwidth is None
+            else _units.rate(center_bandwidth, "--center-bandwidth")
+        ),
+        machine=_machine(machine),
+    )
+    if _options.given(rule):
+        planned = [_rules.make(rule)]
+    else:
+        planned = planning.built_in_rules(optimizer, workers)
+    costs = [
+        planning.plan(
+            each,
+            params,
+            cluster,
+            inner=optimizer,
+            period=period,
+            center_dtype=center_dtype,
+            wire_dtype=wire_dtype,
+        )
+        for each in planned
+    ]
+    costs.append(
+        planning.all_reduce(params, cluster, inner=optimizer, wire_dtype=wire_dtype)
+    )
+    if json:
+        _options.print_json(
+            {
+                "parameters": int(parameters),
+                "dtype": dtype,
+                "inner": inner,
+                **dataclasses.asdict(cluster),
+                "center_bandwidth": cluster.shared,
+                "rules": [_as_dict(cost) for cost in costs],
+            }
+        )
+    else:
+        _table.console().print(_of(costs, cluster))
+
+
+def _machine(options: MachineOptions) -> Machine:
+    if options.measure:
+        _options.refuse(options, "does not go with --measure", but=("measure",))
+        return _calibrate.calibrate()
+    settings = _options.given(options)
+    for each in ("endpoint_rate", "apply_rate"):
+        if each in settings:
+            settings[each] = _units.rate(settings[each], _options.option(each))
+    return Machine(**settings)
+
+
+def _as_dict(cost: Cost) -> dict[str, Any]:
+    worker, center = cost.worker, cost.center
+    return {
+        **cost._asdict(),
+        "worker": {
+            **worker._asdict(),
+            "waiting": worker.waiting,
+            "overlapping": worker.overlapping,
+        },
+        "center": {**center._asdict(), "total": center.total},
+    }
+
+
+def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
+    machine = cluster.machine
+    return rich.console.Group(
+        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at the center",
+        _as_table(_TIMES, [_times(cost) for cost in costs]),
+        f"An exchange of nothing takes {cluster.latency:g} s on its way and "
+        f"{machine.overhead:.2g} s at its ends, which take "
+        f"{_rate(machine.endpoint_rate)}; the center's arithmetic takes "
+        f"{_rate(machine.apply_rate)}.",
+        _as_table(_MEMORY, [_memory(cost) for cost in costs]),
+        "Beside activations and gradients. The center's has a message of every worker.",
+    )
+
+
+def _times(cost: Cost) -> list[str]:
+    hidden = cost.hidden_period
+    return [
+        cost.rule,
+        _table.size(cost.message),
+        _table.size(cost.answer),
+        f"{cost.exchange:.3g} s",
+        "never" if hidden is None else str(hidden),
+        str(cost.period),
+        f"{cost.utilization:.1%}",
+        f"{cost.utilization_overlapping:.1%}",
+    ]
+
+
+def _memory(cost: Cost) -> list[str]:
+    worker, center = cost.worker, cost.center
+    parts = [
+        worker.params + worker.inner_state,
+        worker.record + worker.anchor,
+        worker.waiting,
+        worker.overlapping,
+        center.total,
+    ]
+    return [cost.rule, *(_table.size(part) if part else "-" for part in parts)]
+
+
+def _as_table(columns: Sequence[str], rows: Sequence[list[str]]) -> rich.table.Table:
+    """A row for each rule, and what they are compared with at the end."""
+    table = rich.table.Table()
+    for name in columns:
+        is_rule = name == "rule"
+        table.add_column(name, justify="left" if is_rule else "right", no_wrap=is_rule)
+    *rules, compared = rows
+    for row in rules:
+        table.add_row(*map(rich.text.Text, row))
+    table.add_section()
+    table.add_row(*map(rich.text.Text, compared))
+    return table

@@ -1,0 +1,163 @@
+"""``agn-optax plan``: a table of all rules, or of one's own."""
+
+import contextlib
+import json
+import re
+
+import pytest
+from commands import fails, succeeds
+
+import agn_optax
+from agn_optax import errors, planning, rules
+from agn_optax.cli import _calibrate, _plan, _units
+
+PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
+
+
+def test_a_table_with_every_rule():
+    said = succeeds(*PLAN, "--workers=8")
+    for name in rules.__all__:
+        if name != "Rule":
+            assert f" {name} " in said
+    assert " all_reduce " in said
+    assert "8 workers, 0.8 s a step; 125 MB/s each, 125 MB/s at the center" in said
+    assert "5.2 GB" in said
+
+
+def test_json_says_what_the_library_does():
+    options = ["--workers=8", "--period=200", "--inner=sgd", "--latency=0.1"]
+    rates = ["--center-bandwidth=10Gbit", "--endpoint-rate=2GB", "--apply-rate=3GB"]
+    said = json.loads(succeeds(*PLAN, *options, *rates, "--overhead=0.5", "--json"))
+    machine = planning.Machine(overhead=0.5, endpoint_rate=2e9, apply_rate=3e9)
+    assert said["machine"] == vars(machine)
+    assert said["bandwidth"] == 125e6
+    cluster = planning.Cluster(
+        step_time=0.8,
+        bandwidth=125e6,
+        workers=8,
+        latency=0.1,
+        center_bandwidth=1.25e9,
+        machine=machine,
+    )
+    inner = _plan._rules.inner("sgd")
+    *own, reduced = said["rules"]
+    for row, rule in zip(own, planning.built_in_rules(inner, 8), strict=True):
+        cost = planning.plan(
+            rule, planning.abstract(1.3e9), cluster, inner=inner, period=200
+        )
+        assert row == json.loads(json.dumps(_plan._as_dict(cost)))
+    assert reduced["rule"] == "all_reduce"
+
+
+def test_one_rule_with_settings():
+    options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
+    said = json.loads(succeeds(*PLAN, *options, "--wire-dtype=float16", "--json"))
+    easgd, reduced = said["rules"]
+    assert easgd["worker"]["anchor"] == easgd["message"] == 2_600_000_000
+    assert reduced["hidden_period"] == 1  # one worker has nothing to reduce
+
+
+def test_a_rule_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses, agn_optax\n"
+        "rule = dataclasses.replace(agn_optax.rules.average(), name='mine')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = json.loads(succeeds(*PLAN, "--rule-from=mine:rule", "--json"))
+    assert [row["rule"] for row in said["rules"]] == ["mine", "all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bandwidth=125e6"], "--bandwidth must be a positive rate with its unit"),
+        (["--center-bandwidth=fast"], "--center-bandwidth must be a positive rate"),
+        (["--endpoint-rate=0GB"], "--endpoint-rate must be a positive rate"),
+        (["--inner=adamm"], "--inner must be one of adabelief, .*, got 'adamm'"),
+        (["--workers=0"], "workers must be a positive int, got 0"),
+        (["--period=0"], "period must be a positive int, got 0"),
+        (["--step-time=0"], "step_time must be a number in"),
+        (["--dtype=int8"], "dtype must be a floating dtype, got int8"),
+        (["--rule=ang"], "--rule must be one of"),
+        (["--measure", "--overhead=1"], "--overhead does not go with --measure"),
+    ],
+)
+def test_bad_options(options, message):
+    said = fails(*PLAN, *options, code=2)
+    assert re.search(message, said), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_a_second"),
+    [
+        ("1Gbit", 125e6),
+        ("1gbit/s", 125e6),
+        ("1 Gbps", 125e6),
+        ("100Mb", 12.5e6),
+        ("100mb/s", 12.5e6),
+        ("100MB", 100e6),
+        ("1.2GB/s", 1.2e9),
+        ("1.2 GBps", 1.2e9),
+        ("3e2 kBytes", 3e5),
+        ("800bits", 100),
+        ("1MiB", 1 << 20),
+        ("8Kibit", 1024),
+        ("1TB", 1e12),
+    ],
+)
+def test_rates(text, bytes_a_second):
+    assert _units.rate(text, "it") == pytest.approx(bytes_a_second)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1G", "Gbit", "-1Gbit", "0Mbit", "1.2.3MB", "1e999MB", "5iB"]
+)
+def test_no_rates(text):
+    with pytest.raises(errors.InvalidArgumentError, match="it must be a positive rate"):
+        _units.rate(text, "it")
+
+
+def test_the_constants_of_this_machine(monkeypatch):
+    machine = _calibrate.calibrate((1_000, 4_000_000), repeats=5)
+    assert 0 < machine.overhead < 1
+    assert 1e7 < machine.endpoint_rate < 1e12
+    assert 1e7 < machine.apply_rate < 1e13
+    monkeypatch.setattr(_calibrate, "calibrate", lambda: machine)
+    said = json.loads(succeeds(*PLAN, "--measure", "--json"))
+    assert said["machine"] == vars(machine)
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    monkeypatch.setattr(_calibrate, "_serving", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_connected", contextlib.nullcontext)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_constants_are_those_of_the_line(monkeypatch):
+    """A machine that takes what the model says has the constants of the model."""
+    machine = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
+
+    def seconds(center, size, repeats):
+        arithmetic = 16 * size / machine.apply_rate
+        if isinstance(center, agn_optax.LocalCenter):
+            return 0.0002 + arithmetic  # a call takes time in this process, too
+        return machine.overhead + 8 * size / machine.endpoint_rate + arithmetic
+
+    monkeypatch.setattr(_calibrate, "_seconds", seconds)
+    assert vars(_calibrate.calibrate()) == pytest.approx(vars(machine))
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_times_that_are_no_line(monkeypatch):
+    monkeypatch.setattr(_calibrate, "_seconds", lambda *_: 0.1)
+    with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
+        _calibrate.calibrate((1, 2))
+
+
+def test_a_center_that_does_not_start(monkeypatch):
+    monkeypatch.setattr(_calibrate, "_SERVE", ("-c", "pass"))
+    with pytest.raises(errors.CenterError, match="did not start"):
+        _calibrate.calibrate((1, 2))
