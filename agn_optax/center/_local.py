@@ -341,13 +341,18 @@ class LocalCenter:
         self,
         contribution: PyTree,
         *,
+        flat: np.ndarray | None = None,
         anchor_version: int,
         worker: str,
         incarnation: str,
         sequence: int,
     ) -> None:
-        """Hands in an exchange; `collect` has its answer. Repeated, it does nothing."""
-        contribution, norm = self._examine(contribution)
+        """Hands in an exchange; `collect` has its answer. Repeated, it does nothing.
+
+        ``flat`` has the elements of a contribution that is known to belong to this
+        center in one array, and saves looking at each of its leaves.
+        """
+        contribution, norm = self._examine(contribution, flat)
         with self._changed:
             self._submit(
                 contribution, norm, anchor_version, worker, incarnation, sequence
@@ -405,14 +410,17 @@ class LocalCenter:
             with self._changed:
                 version.readers -= 1
 
-    def _examine(self, contribution: PyTree) -> tuple[PyTree, jax.Array]:
+    def _examine(
+        self, contribution: PyTree, flat: np.ndarray | None = None
+    ) -> tuple[PyTree, jax.Array]:
         """A contribution where the center is, and the norm of its message."""
         with self._changed:
             store = self._initialized()
-            store.check(contribution)
+            if flat is None:
+                store.check(contribution)
             contribution = store.place(contribution)
         with self.reading() as version:
-            norm = store.norm(contribution, version.params)
+            norm = store.norm(contribution, version.params, flat)
             if self._refuse_nonfinite and not math.isfinite(norm):
                 raise errors.MessageRefusedError(
                     f"the message is not finite (its norm is {float(norm)}); the "

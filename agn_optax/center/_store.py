@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax.rules import Rule, _check, _exchange, _trees
@@ -80,6 +81,15 @@ class Store:
         self._center_state = state.center_state
         self._rule = rule
         self._programs = _programs(rule)
+        # In the memory of the CPU that programs use when they are not told otherwise.
+        self._on_host = (
+            all(
+                leaf.sharding
+                == SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+                for leaf in jax.tree.leaves(state.params)
+            )
+            and jax.default_backend() == "cpu"
+        )
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
@@ -94,10 +104,20 @@ class Store:
 
     def place(self, contribution: PyTree) -> PyTree:
         """A contribution where the center is."""
+        leaves = jax.tree.leaves(contribution)
+        if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return contribution  # programs take it as it is, in less time
         return _trees.place_like(contribution, self.current.params)
 
-    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Global norm of the message that a contribution is to ``center``, float32."""
+    def norm(
+        self, contribution: PyTree, center: PyTree, flat: np.ndarray | None = None
+    ) -> jax.Array:
+        """Global norm of the message that a contribution is to ``center``, float32.
+
+        ``flat`` has the elements of the contribution in one array, if they lie so.
+        """
+        if flat is not None and self._on_host and self._rule.message is None:
+            return self._programs.norm(flat, ())
         return self._programs.norm(contribution, center)
 
     def apply(

@@ -297,6 +297,7 @@ class Servicer:
                 like = version.params
             self.center.submit(
                 _trees.build(schema, schema.views(buffer), like),
+                flat=schema.flat(buffer),
                 anchor_version=message.anchor_version,
                 worker=join.worker,
                 incarnation=join.incarnation,

@@ -137,6 +137,12 @@ class Schema:
             for shape, dtype, offset in self._views
         ]
 
+    def flat(self, buffer: np.ndarray) -> np.ndarray | None:
+        """All elements, and zeros in gaps, as one array; None of several dtypes."""
+        if len(self.dtypes) != 1 or not self.size:
+            return None
+        return buffer.view(self._views[0][1])
+
     def chunks(
         self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE
     ) -> Iterator[tuple[int, list[memoryview]]]:
