@@ -120,9 +120,7 @@ def peaks(transport: str, workers: int, args: argparse.Namespace) -> list[Row]:
     """Of the server, and of the worker that took the most."""
     size = 1e6 * args.megabytes
     with contextlib.ExitStack() as stack:
-        server, *clients = (
-            stack.enter_context(Process()) for _ in range(1 + workers)
-        )
+        server, *clients = (stack.enter_context(Process()) for _ in range(1 + workers))
         for process in (server, *clients):
             process.call(warm_up)
         memories = [Memory(process) for process in (server, *clients)]

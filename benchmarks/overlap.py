@@ -46,9 +46,11 @@ class Model:
 
     @property
     def bytes(self) -> int:
+        """Of all layers."""
         return 4 * self.layers * self.width**2
 
     def loss(self, params: PyTree, inputs: jax.Array) -> jax.Array:
+        """Of an autoencoder."""
         hidden = inputs
         for weights in params[: self.trained]:
             hidden = jnp.tanh(hidden @ weights.reshape(self.width, self.width))
@@ -62,7 +64,13 @@ class Span:
     start: float
     end: float
 
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
     def holds(self, other: Span) -> bool:
+        """Whether the other one lies within."""
         return self.start <= other.start and other.end <= self.end
 
 
@@ -109,10 +117,10 @@ def train(
         params, state = jax.block_until_ready(local(params, state))
         trace.steps.append(Span(start, time.monotonic()))
         params, state = worker.exchange(params, state)
-        if len(trace.flights) == 2:  # nothing is compiled any more
-            flight, last = trace.flights[-1], trace.steps[-1]
-            ratio = (flight.end - flight.start) / (last.end - last.start)
-            length = min(1000, 4 + math.ceil(2.5 * ratio))
+        if len(trace.flights) > 1:  # nothing is compiled any more
+            flight = max(flight.seconds for flight in trace.flights[1:])
+            quiet = float(np.median([step.seconds for step in trace.steps]))
+            length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
     worker.flush(params, state)
     center.close()
     trace.flights = trace.flights[2 : 3 + rounds]
@@ -126,16 +134,16 @@ def rounds_of(trace: Trace) -> list[dict[str, float]]:
         whole = Span(flight.start, following.start)
         quiet = Span(flight.end, following.start)
         steps = [step for step in trace.steps if whole.holds(step)]
-        within = [step.end - step.start for step in steps if flight.holds(step)]
+        within = [step.seconds for step in steps if flight.holds(step)]
         # The first one after the answer has the adoption to wait for.
-        outside = [step.end - step.start for step in steps if quiet.holds(step)][1:]
+        outside = [step.seconds for step in steps if quiet.holds(step)][1:]
         if within and outside:
             found.append(
                 {
                     "within": float(np.mean(within)),
                     "outside": float(np.mean(outside)),
-                    "flight": flight.end - flight.start,
-                    "mean": (whole.end - whole.start) / len(steps),
+                    "flight": flight.seconds,
+                    "mean": whole.seconds / len(steps),
                 }
             )
     if not found:
@@ -152,14 +160,12 @@ def main() -> None:
     add("--batch", type=int, default=64, help="of that; larger ones have less")
     add("--rounds", type=int, default=8)
     add("--transports", nargs="+", default=centers.TRANSPORTS)
-    args = parse(parser, megabytes=10, width=250, trained=1, batch=16, rounds=2)
+    args = parse(parser, megabytes=10, width=500, trained=1, batch=64, rounds=3)
     report = Report(args.json)
     layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
     trained = min(args.trained, layers - 1)
     models = {
-        f"{trained} of {layers} layers": Model(
-            layers, args.width, trained, args.batch
-        ),
+        f"{trained} of {layers} layers": Model(layers, args.width, trained, args.batch),
         f"all {layers} layers": Model(
             layers, args.width, layers, max(1, args.batch * trained // layers)
         ),

@@ -60,7 +60,7 @@ def _serve_grpc(size: int, address: str) -> str:
                 received.clear()
 
     server = grpc.server(ThreadPoolExecutor(64))
-    handler = grpc.stream_stream_rpc_method_handler(there_and_back)
+    handler: Any = grpc.stream_stream_rpc_method_handler(there_and_back)
     service, method = METHOD.strip("/").split("/")
     handlers = grpc.method_handlers_generic_handler(service, {method: handler})
     server.add_generic_rpc_handlers((handlers,))
@@ -85,7 +85,8 @@ def grpc_sync(address: str, size: int) -> Run:
     chunks = _chunks(size)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     channel = grpc.insecure_channel(address)
-    answers = channel.stream_stream(METHOD)(iter(requests.get, None))
+    call: Any = channel.stream_stream(METHOD)
+    answers = call(iter(requests.get, None))
 
     def run() -> None:
         for chunk in chunks:
@@ -150,15 +151,15 @@ def _connect(address: Any) -> socket.socket:
     return connection
 
 
-def _send(to: socket.socket, array: np.ndarray) -> None:
-    view = memoryview(array).cast("B")
+def _send(to: socket.socket, array: np.ndarray[Any, Any]) -> None:
+    view = memoryview(array.data).cast("B")
     for i in range(0, len(view), BUFFER):
         to.sendall(view[i : i + BUFFER])
 
 
-def _receive(source: socket.socket, array: np.ndarray) -> None:
+def _receive(source: socket.socket, array: np.ndarray[Any, Any]) -> None:
     """Fills the array; says so by an error where the other end has gone."""
-    view = memoryview(array).cast("B")
+    view = memoryview(array.data).cast("B")
     while view:
         count = source.recv_into(view, min(BUFFER, len(view)))
         if not count:
@@ -197,7 +198,7 @@ class _Adder:
             _send(peer, center)
 
 
-def _floats(size: int, value: float = 0.0) -> np.ndarray:
+def _floats(size: int, value: float = 0.0) -> np.ndarray[Any, Any]:
     return np.full(size // 4, value, np.float32)
 
 
@@ -209,47 +210,42 @@ def shared_memory(process: Process, size: int) -> Iterator[Run]:
     """The copies alone; a byte over a Unix socket says whose turn it is."""
     message, center = _floats(size, 1e-6), _floats(size)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        blocks = [SharedMemory(create=True, size=size) for _ in range(2)]
-        for block in blocks:
+        there, back = (SharedMemory(create=True, size=size) for _ in range(2))
+        for block in (there, back):
             stack.callback(block.unlink)
             stack.callback(block.close)
-        names = [block.name for block in blocks]
         path = str(pathlib.Path(folder, "turns"))
-        address = process.call(_serve_one, path, _SharedAdder(names, size // 4))
-        turns = stack.enter_context(_connect(address))
-        shared_message, shared_center = _views(blocks, size // 4)
+        adder = _SharedAdder(there.name, back.name)
+        turns = stack.enter_context(_connect(process.call(_serve_one, path, adder)))
 
         def run() -> None:
-            np.copyto(shared_message, message)
+            np.copyto(_view(there), message)
             turns.sendall(b"t")
             turns.recv(1)
-            np.copyto(center, shared_center)
+            np.copyto(center, _view(back))
 
-        try:
-            yield run
-        finally:
-            del shared_message, shared_center, run  # a block in use cannot be closed
+        yield run
 
 
-def _views(blocks: list[SharedMemory], count: int) -> list[np.ndarray]:
-    return [np.ndarray(count, np.float32, block.buf) for block in blocks]
+def _view(block: SharedMemory) -> np.ndarray[Any, Any]:
+    """Not to be kept: a block in use cannot be closed."""
+    return np.ndarray(block.size // 4, np.float32, block.buf)
 
 
 class _SharedAdder:
     """The process that adds, as something that travels there."""
 
-    def __init__(self, names: list[str], count: int) -> None:
-        self._names, self._count = names, count
+    def __init__(self, there: str, back: str) -> None:
+        self._names = there, back
 
     def __call__(self, peer: socket.socket) -> None:
-        blocks = [SharedMemory(name) for name in self._names]
-        message, center = _views(blocks, self._count)
-        while peer.recv(1):
-            center += message
-            peer.sendall(b"t")
-        del message, center
-        for block in blocks:
-            block.close()
+        there, back = (SharedMemory(name) for name in self._names)
+        with contextlib.closing(there), contextlib.closing(back):
+            while peer.recv(1):
+                center = _view(back)
+                center += _view(there)
+                del center
+                peer.sendall(b"t")
 
 
 # torch.distributed.rpc, in a Python that has it.

@@ -29,7 +29,9 @@ class Models:
     def __init__(self, process: Process, stack: contextlib.ExitStack) -> None:
         self._process, self._stack = process, stack
 
-    def form(self, name: str, peer: str, size: float, leaves: int, transport: str) -> Form:
+    def form(
+        self, name: str, peer: str, size: float, leaves: int, transport: str
+    ) -> Form:
         """Exchanges of one model; a small one makes several in a run."""
         served = centers.served(self._process, size, leaves)
         address = self._stack.enter_context(served)

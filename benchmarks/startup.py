@@ -1,6 +1,6 @@
 """Time to `import agn_optax`, beside `import optax`, in fresh interpreters in turns.
 
-    python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seconds(module: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time to import.")
     parser.add_argument("--repeats", type=int, default=15)
-    args = parse(parser, repeats=2)
+    args = parse(parser, repeats=1)
     report = Report(args.json)
     forms = [
         Form(module, "optax", functools.partial(seconds, module))

@@ -21,14 +21,14 @@ _center = torch.zeros(0)
 
 def exchange(message: torch.Tensor) -> torch.Tensor:
     """Runs where the center is."""
-    global _center  # noqa: PLW0603 one for the process
+    global _center
     if _center.shape != message.shape:
         _center = torch.zeros_like(message)
     return _center.add_(message)
 
 
 def join(name: str, rank: int, *, tcp: bool) -> None:
-    """Joins the two; without ``tcp`` torch picks the transport, as it does for users."""
+    """Without ``tcp`` torch picks the transport, as it does for its users."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
     if tcp:
         options = rpc.TensorPipeRpcBackendOptions(

@@ -57,7 +57,9 @@ def training(name: str, tx: Any, args: argparse.Namespace) -> Form:
     loop: PyTree = (params, tx.init(params))
     local = jax.jit(step, donate_argnums=(0, 1)).lower(*loop, inputs).compile()
     finish = getattr(tx, "exchange", None)
-    ending: Any = finish and jax.jit(finish, donate_argnums=(0, 1)).lower(*loop).compile()
+    ending: Any = (
+        finish and jax.jit(finish, donate_argnums=(0, 1)).lower(*loop).compile()
+    )
 
     def run() -> None:
         nonlocal loop
