@@ -112,7 +112,7 @@ def train(
         return optax.apply_updates(params, updates), state
 
     local = jax.jit(step, donate_argnums=(0, 1))
-    while len(trace.flights) < 3 + rounds:
+    while len(trace.flights) < 4 + rounds:
         start = time.monotonic()
         params, state = jax.block_until_ready(local(params, state))
         trace.steps.append(Span(start, time.monotonic()))
@@ -123,7 +123,7 @@ def train(
             length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
     worker.flush(params, state)
     center.close()
-    trace.flights = trace.flights[2 : 3 + rounds]
+    trace.flights = trace.flights[3 : 4 + rounds]  # of rounds that were long enough
     return trace
 
 

@@ -80,10 +80,10 @@ def size(tables: Tables) -> Any:
         if kind == "size":
             sizes, milliseconds = _columns(table, "bytes", "milliseconds")
             numbers = [float(each.replace(",", "")) for each in sizes]
-            axes[0].plot(numbers, milliseconds, "o-", label=table["title"])
+            axes[0].plot(numbers, milliseconds, "o-", label=table["key"])
         elif kind == "leaves":
             axes[1].plot(
-                *_columns(table, "leaves", "milliseconds"), "o-", label=table["title"]
+                *_columns(table, "leaves", "milliseconds"), "o-", label=table["key"]
             )
     for axis, label in zip(axes, ("bytes", "leaves"), strict=True):
         axis.set(xlabel=label, xscale="log", yscale="log")
