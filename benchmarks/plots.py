@@ -1,6 +1,8 @@
 """The results of all benchmarks as pictures; run_all.py draws them.
 
-python benchmarks/plots.py bench-output/results.json
+To draw them again:
+
+    python benchmarks/plots.py bench-output/results.json
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 Tables = Sequence[dict[str, Any]]
 
@@ -47,14 +50,14 @@ def exchange(tables: Tables) -> Any:
                 point = (float(size.removesuffix(" MB")), row["GB/s"])
                 lines.setdefault(row["form"], []).append(point)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(6 * len(panels), 4.5), sharey=True, squeeze=False
+        1, len(panels), figsize=(6.5 * len(panels), 4.5), sharey=True, squeeze=False
     )
     for axis, (network, lines) in zip(axes[0], panels.items(), strict=True):
         for form, points in lines.items():
             style = "o-" if form.startswith("agn_optax") else "o--"
             axis.plot(*zip(*sorted(points), strict=True), style, label=form)
         axis.set(title=network, xlabel="MB", xscale="log", yscale="log")
-        axis.legend(fontsize="small")
+        _finish(axis)
     axes[0][0].set_ylabel("GB/s, both directions")
     return figure
 
@@ -87,7 +90,7 @@ def size(tables: Tables) -> Any:
             )
     for axis, label in zip(axes, ("bytes", "leaves"), strict=True):
         axis.set(xlabel=label, xscale="log", yscale="log")
-        axis.legend(fontsize="small")
+        _finish(axis)
     axes[0].set_ylabel("ms an exchange")
     return figure
 
@@ -110,6 +113,15 @@ def optimizer_overhead(tables: Tables) -> Any:
         axis.set(title=table["title"], xlabel="time relative to the peer's")
     axes[0][0].invert_yaxis()
     return figure
+
+
+def _finish(axis: Any) -> None:
+    """Plain numbers along a logarithmic axis, and a legend that hides no line."""
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    axis.legend(
+        fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13)
+    )
 
 
 def _columns(table: dict[str, Any], *names: str) -> Iterator[list[Any]]:

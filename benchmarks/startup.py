@@ -1,6 +1,8 @@
 """Time to `import agn_optax`, beside `import optax`, in fresh interpreters in turns.
 
-python benchmarks/startup.py
+The service, which needs gRPC, is a row of its own; jax is what optax itself imports.
+
+    python benchmarks/startup.py
 """
 
 from __future__ import annotations
