@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -100,7 +101,7 @@ def train(
         return answer
 
     center.exchange = traced
-    length = 2
+    length, answered = 2, 0
     worker = agn_optax.Worker(
         center, optax.sgd(1e-3), period=lambda _: length, overlap=True
     )
@@ -117,7 +118,8 @@ def train(
         params, state = jax.block_until_ready(local(params, state))
         trace.steps.append(Span(start, time.monotonic()))
         params, state = worker.exchange(params, state)
-        if len(trace.flights) > 1:  # nothing is compiled any more
+        if len(trace.flights) > max(answered, 1):  # by now all is compiled
+            answered = len(trace.flights)
             flight = max(flight.seconds for flight in trace.flights[1:])
             quiet = float(np.median([step.seconds for step in trace.steps]))
             length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
@@ -160,7 +162,7 @@ def main() -> None:
     add("--batch", type=int, default=64, help="of that; larger ones have less")
     add("--rounds", type=int, default=8)
     add("--transports", nargs="+", default=centers.TRANSPORTS)
-    args = parse(parser, megabytes=10, width=500, trained=1, batch=64, rounds=3)
+    args = parse(parser, megabytes=5, width=500, trained=1, batch=64, rounds=2)
     report = Report(args.json)
     layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
     trained = min(args.trained, layers - 1)
@@ -172,13 +174,10 @@ def main() -> None:
     }
     cores = sorted(os.sched_getaffinity(0))
     rows: list[Row] = []
-    for name, model in models.items():
-        for transport in args.transports:
-            with (
-                Process(cores[1:] or cores) as server,
-                centers.served(server, model.bytes, layers) as address,
-                Process(cores[:1]) as process,
-            ):
+    runs = itertools.product(models.items(), args.transports)
+    with Process(cores[1:] or cores) as server, Process(cores[:1]) as process:
+        for (name, model), transport in runs:
+            with centers.served(server, model.bytes, layers) as address:
                 trace = process.call(
                     train, model, address, transport, args.rounds, set(cores)
                 )
