@@ -28,9 +28,8 @@ format: venv ## mend style
 towers: venv ## train a transformer on a mesh: data parallel, independent and islands
 	@$(python) -B examples/towers.py $(ARGS)
 
-bench: venv ## measure what the optimizers cost, and what meshes send
-	@$(python) -B benchmarks/optimizer_overhead.py
-	@$(python) -B benchmarks/towers.py
+bench: venv ## measure everything beside its peers: tables and plots in bench-output/
+	@$(python) -B benchmarks/run_all.py $(ARGS)
 
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto

@@ -1,4 +1,4 @@
-"""Measuring forms of one thing in turns, within one process.
+"""Measuring forms of one thing in turns, within one run.
 
 On a shared machine only ratios of neighbors in time mean anything.
 """
@@ -6,15 +6,16 @@ On a shared machine only ratios of neighbors in time mean anything.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
+import pathlib
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from rich.console import Console
 from rich.progress import track
 
@@ -25,17 +26,57 @@ class Form:
 
     name: str
     peer: str  # the form whose time is 1
-    run: Callable[[], None]
+    # Returns its seconds where it took the time itself.
+    run: Callable[[], float | None]
 
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
+    packages = ("jax", "optax", "grpcio", "agn_optax")
     return {
         "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "jax": jax.__version__,
-        "optax": optax.__version__,
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _processor() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def take_turns(
+    forms: Sequence[Form], repeats: int, console: Console
+) -> dict[str, list[float]]:
+    """Seconds of every run of every form, after one that warms it up."""
+    for form in forms:
+        form.run()
+    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
+    for _ in track(range(repeats), "measuring", console=console, transient=True):
+        for form in forms:
+            start = time.perf_counter()
+            own = form.run()
+            whole = time.perf_counter() - start
+            seconds[form.name].append(whole if own is None else own)
+    return seconds
+
+
+def compare(
+    seconds: Mapping[str, Sequence[float]], name: str, peer: str
+) -> dict[str, Any]:
+    """A form's seconds (the median), and its time relative to its peer's."""
+    ratios = np.array(seconds[name]) / np.array(seconds[peer])
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return {
+        "form": name,
+        "peer": peer,
+        "ratio": round(float(middle), 3),
+        "quartiles": [round(float(low), 3), round(float(high), 3)],
+        "seconds": float(np.median(seconds[name])),
     }
 
 
@@ -43,29 +84,26 @@ def measure(
     forms: Sequence[Form], repeats: int, console: Console
 ) -> dict[str, dict[str, Any]]:
     """Of every form: seconds (the median), and its time relative to its peer's."""
-    for form in forms:
-        form.run()
-    seconds: dict[str, list[float]] = {form.name: [] for form in forms}
-    for _ in track(range(repeats), "measuring", console=console, transient=True):
-        for form in forms:
-            start = time.perf_counter()
-            form.run()
-            seconds[form.name].append(time.perf_counter() - start)
-    rows = {}
-    for form in forms:
-        ratios = np.array(seconds[form.name]) / np.array(seconds[form.peer])
-        low, middle, high = np.percentile(ratios, [25, 50, 75])
-        rows[form.name] = {
-            "form": form.name,
-            "peer": form.peer,
-            "ratio": round(float(middle), 3),
-            "quartiles": [round(float(low), 3), round(float(high), 3)],
-            "seconds": float(np.median(seconds[form.name])),
-        }
-    return rows
+    seconds = take_turns(forms, repeats, console)
+    return {form.name: compare(seconds, form.name, form.peer) for form in forms}
 
 
-def spread(row: dict[str, Any]) -> str:
+def fastest(seconds: Mapping[str, Sequence[float]], names: Iterable[str]) -> str:
+    """The form with the smallest median among those named."""
+    return min(names, key=lambda name: float(np.median(seconds[name])))
+
+
+def speed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose ratio is one of speeds rather than of times: more is better."""
+    low, high = row["quartiles"]
+    turned = {
+        "ratio": round(1 / row["ratio"], 3),
+        "quartiles": [round(1 / high, 3), round(1 / low, 3)],
+    }
+    return {**row, **turned}
+
+
+def spread(row: Mapping[str, Any]) -> str:
     """The quartiles, for a table of rich."""
     low, high = row["quartiles"]
     return rf"\[{low:.2f}, {high:.2f}]"

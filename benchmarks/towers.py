@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import side_by_side
-from rich.console import Console
-from rich.table import Table
+from report import Report, Row, parse
 
 import agn_optax
 from agn_optax import rules
@@ -68,7 +65,7 @@ class Model:
         return train_step
 
 
-def count(model: Model, towers: int, period: int) -> list[dict[str, Any]]:
+def count(model: Model, towers: int, period: int) -> list[Row]:
     """Collectives and bytes of a step (of a round, divided) in every mode."""
     rows = []
     minimum = 2 * (towers - 1) / towers * model.bytes  # of an all-reduce, per device
@@ -173,22 +170,6 @@ def exchanges(model: Model, towers: int, name: str, rule: rules.Rule) -> list[Ex
     return forms
 
 
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    table = Table(title=title)
-    table.add_column(next(iter(rows[0])))
-    for column in list(rows[0])[1:]:
-        table.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        first, *others = (
-            side_by_side.spread(row) if key == "quartiles" else value
-            for key, value in row.items()
-        )
-        table.add_row(
-            first, *(f"{x:.3g}" if isinstance(x, float) else str(x) for x in others)
-        )
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a mesh sends and keeps.")
     add = parser.add_argument
@@ -197,20 +178,17 @@ def main() -> None:
     add("--towers", type=int, default=4, help="CPU devices where there are no others")
     add("--period", type=int, default=10)
     add("--repeats", type=int, default=15, help="exchanges measured of every form")
-    add("--json", type=pathlib.Path, help="also write the numbers here")
-    args = parser.parse_args()
+    args = parse(parser, millions=0.1, leaf=0.05, repeats=2)
     jax.config.update("jax_num_cpu_devices", args.towers)
-    console = Console()
-    machine = {**side_by_side.machine(), "towers": args.towers}
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    report = Report(args.json)
     model = Model(int(args.millions * 1e6), int(args.leaf * 1e6))
     size = f"{args.millions:g} M float32 parameters in {model.leaves} leaves"
     traffic_rows = count(model, args.towers, args.period)
-    show(traffic_rows, f"a step of {args.towers} towers sends, {size}", console)
+    report.add("traffic", f"a step of {args.towers} towers sends, {size}", traffic_rows)
     exchange_rows = []
     for name, rule in RULES.items():
         forms = exchanges(model, args.towers, name, rule())
-        rows = side_by_side.measure(forms, args.repeats, console)
+        rows = side_by_side.measure(forms, args.repeats, report.console)
         for form in forms:
             row = rows[form.name]
             exchange_rows.append(
@@ -226,14 +204,9 @@ def main() -> None:
                 }
             )
         del forms, form  # with their states
-    show(
-        exchange_rows,
-        f"an exchange of {args.towers} towers, {size}; memory of a tower in models",
-        console,
-    )
-    if args.json:
-        results = {"traffic": traffic_rows, "exchanges": exchange_rows}
-        args.json.write_text(json.dumps({"machine": machine, **results}, indent=1))
+    title = f"an exchange of {args.towers} towers, {size}; memory of a tower in models"
+    report.add("exchanges", title, exchange_rows)
+    report.write()
 
 
 if __name__ == "__main__":

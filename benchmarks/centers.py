@@ -1,0 +1,144 @@
+"""Centers in other processes, and workers that exchange with them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from processes import Process
+
+import agn_optax
+from agn_optax import rules
+
+PyTree = Any
+
+TRANSPORTS = ("grpc", "socket", "memory")
+
+
+def connect(address: str, transport: str = "auto", **options: Any) -> Any:
+    """A connection to a center that `served` serves."""
+    options["transport"] = transport
+    return agn_optax.service.connect(address, rules.downpour(), **options)
+
+
+def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
+    """About ``size`` bytes of float32 parameters, in equal leaves."""
+    shape = (max(1, round(size / 4 / leaves)),)
+    return [jnp.full(shape, value) for _ in range(leaves)]
+
+
+@contextlib.contextmanager
+def served(
+    process: Process, size: float, leaves: int, address: str = "127.0.0.1:0"
+) -> Iterator[str]:
+    """A center in another process; gives its address."""
+    address = process.call(_serve, size, leaves, address)
+    try:
+        yield address
+    finally:
+        process.call(_stop, address)
+
+
+_servers: dict[str, Any] = {}  # of the process that serves
+
+
+def _serve(size: float, leaves: int, address: str) -> str:
+    server = agn_optax.service.serve(
+        rules.downpour(), tree(size, leaves), address=address, max_workers=256
+    )
+    _servers[server.address] = server
+    return server.address
+
+
+def _stop(address: str) -> None:
+    _servers.pop(address).stop(grace=1.0)
+
+
+def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:
+    """One exchange after the other, each of a worker that is up to date."""
+    version = 0
+
+    def run() -> None:
+        nonlocal version
+        snapshot = center.exchange(contribution, anchor_version=version, worker=worker)
+        jax.block_until_ready(snapshot.params)
+        version = snapshot.version
+
+    return run
+
+
+def worker(
+    address: str, transport: str, size: float, leaves: int, name: str
+) -> Callable[[], None]:
+    """A worker with a connection of its own, ready to exchange."""
+    center = connect(address, transport)
+    return exchanging(center, tree(size, leaves, 1e-6), name)
+
+
+class Crew:
+    """Workers in a few processes, a thread each, all doing one thing at a time."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = [Process() for _ in range(processes)]
+
+    def hire(self, team: str, makers: Sequence[Callable[[], Any]]) -> None:
+        """Workers, made there, round robin: each is a function to be run repeatedly."""
+        count = len(self._processes)
+        for i, process in enumerate(self._processes):
+            process.ask(_hire, team, makers[i::count])
+        for process in self._processes:
+            process.answer()
+
+    def work(self, team: str, workers: int, window: float) -> list[float]:
+        """How often each of the first workers of a team does it in ``window`` seconds.
+
+        What is begun before the window or ends after it counts in part.
+        """
+        start = time.monotonic() + 0.05 + 0.1 * window  # one clock for all processes
+        count = len(self._processes)
+        for i, process in enumerate(self._processes):
+            process.ask(_work, team, len(range(i, workers, count)), start, window)
+        return [done for process in self._processes for done in process.answer()]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.close()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+_teams: dict[str, list[Callable[[], Any]]] = {}  # of a process of a crew
+
+
+def _hire(team: str, makers: Sequence[Callable[[], Any]]) -> None:
+    _teams[team] = [make() for make in makers]
+    for run in _teams[team]:
+        run()
+
+
+def _work(team: str, workers: int, start: float, window: float) -> list[float]:
+    end = start + window
+
+    def work(run: Callable[[], Any]) -> float:
+        done = 0.0
+        while (begun := time.monotonic()) < end:
+            run()
+            ended = time.monotonic()
+            within = min(ended, end) - max(begun, start)
+            done += max(0.0, within) / (ended - begun)
+        return done
+
+    if not workers:
+        return []
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(work, _teams[team][:workers]))

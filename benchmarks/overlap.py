@@ -1,0 +1,208 @@
+"""Local steps while an exchange is in flight, beside local steps with none.
+
+A `Worker(overlap=True)` trains a model whose exchange takes as long as several of its
+steps. JAX has one core, and the center the others, so that there is a core for the
+exchange. In every round the steps that lie within the exchange are compared with those
+that lie outside: "speed" is the rate within relative to the rate outside, the median of
+the rounds with its quartiles; "whole round" counts the beginning and the end of the
+exchange as well (contribution, copy, adoption).
+
+Two models of one size: one trains a few of its layers (a step of matrix products), the
+other all of them (where a step moves the whole model through memory too).
+
+    python benchmarks/overlap.py --megabytes 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import os
+import time
+from typing import Any
+
+import centers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from processes import Process
+from report import Report, Row, parse
+
+import agn_optax
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Square layers, of which the first ``trained`` are in use."""
+
+    layers: int
+    width: int
+    trained: int
+    batch: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all layers."""
+        return 4 * self.layers * self.width**2
+
+    def loss(self, params: PyTree, inputs: jax.Array) -> jax.Array:
+        """Of an autoencoder."""
+        hidden = inputs
+        for weights in params[: self.trained]:
+            hidden = jnp.tanh(hidden @ weights.reshape(self.width, self.width))
+        return jnp.mean((hidden - inputs) ** 2)
+
+
+@dataclasses.dataclass
+class Span:
+    """From when to when."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+    def holds(self, other: Span) -> bool:
+        """Whether the other one lies within."""
+        return self.start <= other.start and other.end <= self.end
+
+
+@dataclasses.dataclass
+class Trace:
+    """Every local step, and every exchange."""
+
+    steps: list[Span]
+    flights: list[Span]
+
+
+def train(
+    model: Model, address: str, transport: str, rounds: int, cores: set[int]
+) -> Trace:
+    """Runs in a process that began with one core."""
+    inputs = jnp.ones((model.batch, model.width))
+    jax.block_until_ready(inputs @ inputs.T)  # JAX has all its threads now
+    os.sched_setaffinity(0, cores)  # for those of the exchange, still to come
+    trace = Trace([], [])
+    center = centers.connect(address, transport)
+    exchange = center.exchange
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        start = time.monotonic()
+        answer = exchange(*args, **kwargs)
+        trace.flights.append(Span(start, time.monotonic()))
+        return answer
+
+    center.exchange = traced
+    length, answered = 2, 0
+    worker = agn_optax.Worker(
+        center, optax.sgd(1e-3), period=lambda _: length, overlap=True
+    )
+    params, state = worker.start()
+
+    def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        grads = jax.grad(model.loss)(params, inputs)
+        updates, state = worker.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    local = jax.jit(step, donate_argnums=(0, 1))
+    while len(trace.flights) < 4 + rounds:
+        start = time.monotonic()
+        params, state = jax.block_until_ready(local(params, state))
+        trace.steps.append(Span(start, time.monotonic()))
+        params, state = worker.exchange(params, state)
+        if len(trace.flights) > max(answered, 1):  # by now all is compiled
+            answered = len(trace.flights)
+            flight = max(flight.seconds for flight in trace.flights[1:])
+            quiet = float(np.median([step.seconds for step in trace.steps]))
+            length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
+    worker.flush(params, state)
+    center.close()
+    trace.flights = trace.flights[3 : 4 + rounds]  # of rounds that were long enough
+    return trace
+
+
+def rounds_of(trace: Trace) -> list[dict[str, float]]:
+    """Of every round, from one departure to the next: means of its steps."""
+    found = []
+    for flight, following in zip(trace.flights, trace.flights[1:], strict=False):
+        whole = Span(flight.start, following.start)
+        quiet = Span(flight.end, following.start)
+        steps = [step for step in trace.steps if whole.holds(step)]
+        within = [step.seconds for step in steps if flight.holds(step)]
+        # The first one after the answer has the adoption to wait for.
+        outside = [step.seconds for step in steps if quiet.holds(step)][1:]
+        if within and outside:
+            found.append(
+                {
+                    "within": float(np.mean(within)),
+                    "outside": float(np.mean(outside)),
+                    "flight": flight.seconds,
+                    "mean": whole.seconds / len(steps),
+                }
+            )
+    if not found:
+        raise ValueError("no step lay within an exchange: give a larger --megabytes")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Local steps during an exchange.")
+    add = parser.add_argument
+    add("--megabytes", type=float, default=400, help="of the model")
+    add("--width", type=int, default=1000, help="of its layers")
+    add("--trained", type=int, default=12, help="layers that the first model trains")
+    add("--batch", type=int, default=64, help="of that; larger ones have less")
+    add("--rounds", type=int, default=8)
+    add("--transports", nargs="+", default=centers.TRANSPORTS)
+    args = parse(parser, megabytes=5, width=500, trained=1, batch=64, rounds=2)
+    report = Report(args.json)
+    layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
+    trained = min(args.trained, layers - 1)
+    models = {
+        f"{trained} of {layers} layers": Model(layers, args.width, trained, args.batch),
+        f"all {layers} layers": Model(
+            layers, args.width, layers, max(1, args.batch * trained // layers)
+        ),
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    rows: list[Row] = []
+    runs = itertools.product(models.items(), args.transports)
+    with Process(cores[1:] or cores) as server, Process(cores[:1]) as process:
+        for (name, model), transport in runs:
+            with centers.served(server, model.bytes, layers) as address:
+                trace = process.call(
+                    train, model, address, transport, args.rounds, set(cores)
+                )
+            rounds = rounds_of(trace)
+            speeds = [each["outside"] / each["within"] for each in rounds]
+            low, middle, high = np.percentile(speeds, [25, 50, 75])
+            whole = [each["outside"] / each["mean"] for each in rounds]
+            rows.append(
+                {
+                    "trained": name,
+                    "transport": transport,
+                    "step_ms": 1e3 * np.median([each["outside"] for each in rounds]),
+                    "exchange_ms": 1e3 * np.median([each["flight"] for each in rounds]),
+                    "speed": round(float(middle), 3),
+                    "quartiles": [round(float(low), 3), round(float(high), 3)],
+                    "whole_round": round(float(np.median(whole)), 3),
+                }
+            )
+    title = (
+        f"local steps during an exchange of {args.megabytes:g} MB, JAX on one of "
+        f"{len(cores)} cores"
+    )
+    report.add("overlap", title, rows)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

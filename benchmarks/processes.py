@@ -1,0 +1,96 @@
+"""Processes beside this one, that do what they are told.
+
+They are spawned, never forked: neither JAX nor gRPC survives a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+PATIENCE = 600.0  # seconds for one answer; a hang is an error, not a long night
+
+
+class Process:
+    """A process of its own, which runs functions for this one, one after the other.
+
+    Args:
+      cores: those that it may run on; None for all that this process has.
+    """
+
+    def __init__(self, cores: Collection[int] | None = None) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        with on_cores(cores):  # which a child inherits, before it imports anything
+            self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its number, as in /proc."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begins to run a function there; ends with `answer`."""
+        self._pipe.send(functools.partial(function, *args, **kwargs))
+
+    def answer(self) -> Any:
+        """What the function returned."""
+        if not self._pipe.poll(PATIENCE):
+            raise TimeoutError(f"process {self.pid} has not answered in {PATIENCE} s")
+        try:
+            value, error = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise ChildProcessError(
+                f"process {self.pid} ended with status {self._process.exitcode}"
+            ) from None
+        if error is not None:
+            raise error
+        return value
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function there, and returns what it returned."""
+        self.ask(function, *args, **kwargs)
+        return self.answer()
+
+    def close(self) -> None:
+        """Ends it."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(10.0)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Any) -> None:
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (function := pipe.recv()) is not None:
+            try:
+                pipe.send((function(), None))
+            except Exception as error:
+                pipe.send((None, error))
+
+
+@contextlib.contextmanager
+def on_cores(cores: Collection[int] | None) -> Iterator[None]:
+    """What this thread starts meanwhile runs on these cores."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, before if cores is None else cores)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

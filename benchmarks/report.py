@@ -1,0 +1,111 @@
+"""What every benchmark says, and how: options, tables on the screen, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import rich.table
+import side_by_side
+from rich.console import Console
+from rich.markup import escape
+
+Row = dict[str, Any]
+
+
+def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The options, with those that every benchmark has.
+
+    ``quick`` has the defaults of a run that only shows that everything works; options
+    that are given count all the same.
+    """
+    parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
+    parser.add_argument("--quick", action="store_true", help="tiny: does it work?")
+    if parser.parse_args().quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args()
+
+
+@dataclasses.dataclass
+class Report:
+    """Tables of one benchmark, shown as they come."""
+
+    json: pathlib.Path | None = None
+    console: Console = dataclasses.field(
+        # A file has room for tables.
+        default_factory=lambda: Console(width=None if sys.stdout.isatty() else 120)
+    )
+    tables: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()
+        self.machine = side_by_side.machine()
+        self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
+
+    def say(self, text: str) -> None:
+        """A line on the screen only."""
+        self.console.print(escape(text))
+
+    def add(self, key: str, title: str, rows: Sequence[Row]) -> None:
+        """A table; ``key`` is its name for programs, and rows have the same columns."""
+        self.tables.append({"key": key, "title": title, "rows": list(rows)})
+        table = rich.table.Table(title=escape(title))
+        columns = list(rows[0])
+        for i, column in enumerate(columns):
+            table.add_column(heading(column), justify="right" if i else "left")
+        for row in rows:
+            table.add_row(*(escape(text(row[column])) for column in columns))
+        self.console.print(table)
+
+    def write(self) -> None:
+        """The JSON, where it was asked for."""
+        if self.json is None:
+            return
+        program, *options = sys.argv
+        command = ["python", f"benchmarks/{pathlib.Path(program).name}", *options]
+        results = {
+            "command": shlex.join(command),
+            "machine": self.machine,
+            "seconds": round(time.monotonic() - self._start, 1),
+            "tables": self.tables,
+        }
+        self.json.write_text(json.dumps(results, indent=1))
+
+
+def heading(column: str) -> str:
+    """The name of a column as people read it."""
+    return column.replace("_", " ")
+
+
+def text(value: Any) -> str:
+    """A number, quartiles or words, as tables show them."""
+    match value:
+        case None:
+            return ""
+        case [low, high]:
+            return f"[{text(low)}, {text(high)}]"
+        case float() if 100 <= abs(value) < 1e6:
+            return f"{value:,.0f}"
+        case float():
+            return f"{value:.3g}"
+        case _:
+            return str(value)
+
+
+def markdown(table: dict[str, Any]) -> str:
+    """A table of the JSON, for a page."""
+    columns = list(table["rows"][0])
+    lines = [
+        [heading(column) for column in columns],
+        ["---", *["---:"] * (len(columns) - 1)],
+        *([text(row[column]) for column in columns] for row in table["rows"]),
+    ]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{table['title']}**\n\n{body}\n"
