@@ -28,9 +28,10 @@ format: venv ## mend style
 towers: venv ## train a transformer on a mesh: data parallel, independent and islands
 	@$(python) -B examples/towers.py $(ARGS)
 
-bench: venv ## measure what the optimizers cost, and what meshes send
+bench: venv ## measure what optimizers and durability cost, and what meshes send
 	@$(python) -B benchmarks/optimizer_overhead.py
 	@$(python) -B benchmarks/towers.py
+	@$(python) -B benchmarks/journal.py
 
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto

@@ -40,14 +40,26 @@ def machine() -> dict[str, Any]:
 
 
 def measure(
-    forms: Sequence[Form], repeats: int, console: Console
+    forms: Sequence[Form],
+    repeats: int,
+    console: Console,
+    order: np.random.Generator | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Of every form: seconds (the median), and its time relative to its peer's."""
+    """Of every form: seconds (the median), and its time relative to its peer's.
+
+    With ``order``, each turn has one of its own, for forms that leave work behind which
+    the next one would pay for.
+    """
     for form in forms:
         form.run()
     seconds: dict[str, list[float]] = {form.name: [] for form in forms}
     for _ in track(range(repeats), "measuring", console=console, transient=True):
-        for form in forms:
+        turn = (
+            forms
+            if order is None
+            else [forms[i] for i in order.permutation(len(forms))]
+        )
+        for form in turn:
             start = time.perf_counter()
             form.run()
             seconds[form.name].append(time.perf_counter() - start)

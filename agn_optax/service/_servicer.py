@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +54,7 @@ class Servicer:
         self.center = center
         self._dtype = dtype
         self._parent = parent
-        self._name = uuid.uuid4().hex
+        self._name = center.life
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -154,7 +153,7 @@ class Servicer:
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        with self.center.reading() as version:
+        with self.center.reading(kept=True) as version:
             schema, arrays = self._arrays(version.params, request.wire_dtype)
         snapshot = pb.Snapshot(
             version=version.number, schema_hash=schema.hash, applied=True
@@ -317,7 +316,9 @@ class Servicer:
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        yield from _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
+        frames = _frames.split(schema, arrays, pb.Frame(snapshot=snapshot))
+        # A part of an answer is none: the rest may travel while the disk is busy.
+        yield from _held_back(frames, lambda: self.center.wait_until_kept(answer))
 
     def _arrays(
         self, params: PyTree, wire_dtype: str
@@ -329,6 +330,16 @@ class Servicer:
             schema = schema.cast(wire_dtype)
             params = _trees.cast(params, schema)
         return schema, _trees.host_arrays(params)
+
+
+def _held_back(frames: Iterator[bytes], until: Callable[[], None]) -> Iterator[bytes]:
+    """All of the frames, but the last one not before ``until`` has returned."""
+    last = next(frames)
+    for frame in frames:
+        yield last
+        last = frame
+    until()
+    yield last
 
 
 def _first(frames: Iterator[bytes]) -> bytes:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax.rules._trees import rebuild, structure
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._wire import Leaf, Schema
 
@@ -34,7 +35,7 @@ def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
         )
         for path, leaf in tree_flatten_with_path(plain)[0]
     ]
-    return Schema(leaves, json.dumps(_structure(plain)))
+    return Schema(leaves, json.dumps(structure(plain)))
 
 
 def host_arrays(tree: PyTree) -> list[np.ndarray]:
@@ -64,7 +65,7 @@ def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
             by_place = dict(zip(jax.tree.leaves(places), leaves, strict=True))
             return jax.tree.unflatten(treedef, [by_place[i] for i in sorted(by_place)])
     try:
-        tree = _rebuild(json.loads(schema.structure), iter(leaves))
+        tree = rebuild(json.loads(schema.structure), iter(leaves))
         fits = _fits(tree, schema)
     except (
         AttributeError,
@@ -104,36 +105,12 @@ def _plain(tree: PyTree) -> PyTree:
     }
 
 
-def _structure(plain: PyTree) -> Any:
-    """Containers in terms of JSON; a leaf is 0."""
-    if plain is None:
-        return None
-    if isinstance(plain, dict):
-        return {"dict": [[key, _structure(plain[key])] for key in sorted(plain)]}
-    if isinstance(plain, list | tuple):
-        children = [_structure(child) for child in plain]
-        return {type(plain).__name__: children}
-    return 0
-
-
 def _name(key: Any) -> str | int:
     for attribute in ("key", "name", "idx"):
         value = getattr(key, attribute, None)
         if isinstance(value, str | int):
             return value
     return str(key)
-
-
-def _rebuild(structure: Any, leaves: Any) -> PyTree:
-    if structure is None:
-        return None
-    if structure == 0:
-        return next(leaves)
-    ((kind, children),) = structure.items()
-    if kind == "dict":
-        return {key: _rebuild(child, leaves) for key, child in children}
-    made = [_rebuild(child, leaves) for child in children]
-    return {"list": list, "tuple": tuple}[kind](made)
 
 
 def to_proto(schema: Schema) -> pb.Schema:
