@@ -17,6 +17,7 @@
         ├── MessageRefusedError               a message that would harm it
         ├── RuleMismatchError                 worker and center run different rules
         ├── ProtocolError                     what came over the wire makes no sense
+        ├── DurabilityError (OSError)         what it keeps on disk, or where, is unfit
         └── CenterUnreachableError            nobody answers (ConnectionError)
             └── CenterClosedError             it is going down, and said so
 
@@ -36,6 +37,7 @@ __all__ = [
     "CenterFullError",
     "CenterNotFoundError",
     "CenterUnreachableError",
+    "DurabilityError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "MessageRefusedError",
@@ -116,6 +118,10 @@ class RuleMismatchError(CenterError):
 
 class ProtocolError(CenterError):
     """What came over the wire is no message of this protocol, or of another version."""
+
+
+class DurabilityError(CenterError, OSError):
+    """What a center keeps on disk cannot be read or written; says what and why."""
 
 
 class CenterUnreachableError(CenterError, ConnectionError):

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import side_by_side
-from rich.console import Console
-from rich.table import Table
+from report import Report, Row, parse
 
 import agn_optax
 from agn_optax import rules
@@ -150,32 +147,15 @@ class Bench:
         )
 
 
-def measure(bench: Bench, repeats: int, console: Console) -> list[dict[str, Any]]:
+def measure(bench: Bench, repeats: int, report: Report) -> list[Row]:
     """One row per form: its time per step, and relative to its peer's."""
     forms = bench.forms()
-    rows = side_by_side.measure(forms, repeats, console)
+    rows = side_by_side.measure(forms, repeats, report.console)
     for form in forms:
         row = rows[form.name]
-        row["milliseconds"] = round(1e3 * row.pop("seconds") / bench.period, 3)
-        row["temporary_models"] = round(form.temporary / bench.bytes, 3)
+        row["ms_a_step"] = 1e3 * row.pop("seconds") / bench.period
+        row["temporary,_models"] = form.temporary / bench.bytes
     return list(rows.values())
-
-
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    table = Table(title=title)
-    table.add_column("form")
-    for column in ("time of", "ratio", "quartiles", "ms a step", "temporary, models"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["form"],
-            row["peer"],
-            f"{row['ratio']:.2f}",
-            side_by_side.spread(row),
-            f"{row['milliseconds']:.2f}",
-            f"{row['temporary_models']:.2f}",
-        )
-    console.print(table)
 
 
 def main() -> None:
@@ -185,25 +165,17 @@ def main() -> None:
     add("--leaf", type=float, default=1, help="millions of parameters in a leaf")
     add("--period", type=int, default=10)
     add("--repeats", type=int, default=15, help="periods measured of every form")
-    add("--json", type=pathlib.Path, help="also write the numbers here")
-    args = parser.parse_args()
-    console = Console()
-    machine = side_by_side.machine()
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    results = []
+    args = parse(parser, millions=[0.1], leaf=0.05, repeats=2)
+    report = Report(args.json)
     for millions in args.millions:
         bench = Bench(int(millions * 1e6), int(args.leaf * 1e6), args.period)
-        rows = measure(bench, args.repeats, console)
+        rows = measure(bench, args.repeats, report)
         title = (
             f"{millions:g} M float32 parameters in {bench.leaves} leaves, adam, "
             f"period {args.period}"
         )
-        show(rows, title, console)
-        results.append({"millions": millions, "leaves": bench.leaves, "rows": rows})
-    if args.json:
-        args.json.write_text(
-            json.dumps({"machine": machine, "results": results}, indent=1)
-        )
+        report.add(f"{millions:g} M", title, rows)
+    report.write()
 
 
 if __name__ == "__main__":

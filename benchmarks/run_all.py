@@ -31,20 +31,16 @@ BENCHMARKS = (
     "overlap",
     "size",
     "memory",
+    "journal",
     "startup",
 )
-# At merge: optimizer_overhead.py has neither --quick nor tables, so that it is run and
-# read in a way of its own, here and in `tables`. With `report` in it, both may go.
-QUICK: dict[str, list[str]] = {
-    "optimizer_overhead": ["--millions", "0.1", "--leaf", "0.05", "--repeats", "2"]
-}
 
 
 def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
     """What one benchmark found."""
     with tempfile.TemporaryDirectory() as folder:
         found = pathlib.Path(folder, "found.json")
-        small = QUICK.get(name, ["--quick"]) if quick else []
+        small = ["--quick"] if quick else []
         command = [sys.executable, "-B", str(HERE / f"{name}.py"), *small, *options]
         subprocess.run([*command, "--json", str(found)], check=True)  # noqa: S603
         results = json.loads(found.read_text())
@@ -52,22 +48,8 @@ def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
         "benchmark": name,
         "command": " ".join(["python", f"benchmarks/{name}.py", *small, *options]),
         "machine": results["machine"],
-        "tables": tables(results),
+        "tables": results["tables"],
     }
-
-
-def tables(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of a benchmark, as `report` writes them."""
-    if "tables" in results:
-        return results["tables"]
-    return [
-        {
-            "key": f"{each['millions']:g} M",
-            "title": f"{each['millions']:g} M parameters in {each['leaves']} leaves",
-            "rows": each["rows"],
-        }
-        for each in results["results"]
-    ]
 
 
 def page(found: list[dict[str, Any]]) -> str:

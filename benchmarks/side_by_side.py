@@ -50,14 +50,22 @@ def _processor() -> str:
 
 
 def take_turns(
-    forms: Sequence[Form], repeats: int, console: Console
+    forms: Sequence[Form],
+    repeats: int,
+    console: Console,
+    order: np.random.Generator | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of every form, after one that warms it up."""
+    """Seconds of every run of every form, after one that warms it up.
+
+    With ``order``, each turn has one of its own, for forms that leave work behind which
+    the next one would pay for.
+    """
     for form in forms:
         form.run()
     seconds: dict[str, list[float]] = {form.name: [] for form in forms}
     for _ in track(range(repeats), "measuring", console=console, transient=True):
-        for form in forms:
+        turn = range(len(forms)) if order is None else order.permutation(len(forms))
+        for form in (forms[i] for i in turn):
             start = time.perf_counter()
             own = form.run()
             whole = time.perf_counter() - start
@@ -81,10 +89,13 @@ def compare(
 
 
 def measure(
-    forms: Sequence[Form], repeats: int, console: Console
+    forms: Sequence[Form],
+    repeats: int,
+    console: Console,
+    order: np.random.Generator | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Of every form: seconds (the median), and its time relative to its peer's."""
-    seconds = take_turns(forms, repeats, console)
+    seconds = take_turns(forms, repeats, console, order)
     return {form.name: compare(seconds, form.name, form.peer) for form in forms}
 
 
@@ -101,9 +112,3 @@ def speed(row: Mapping[str, Any]) -> dict[str, Any]:
         "quartiles": [round(1 / high, 3), round(1 / low, 3)],
     }
     return {**row, **turned}
-
-
-def spread(row: Mapping[str, Any]) -> str:
-    """The quartiles, for a table of rich."""
-    low, high = row["quartiles"]
-    return rf"\[{low:.2f}, {high:.2f}]"

@@ -10,6 +10,7 @@ argument. Its owner feeds it what happened and asks what to do:
     settle(batch)               they have been, and nothing was said in between
     acknowledge                 the worker has its answer
     shift                       the center moved by itself
+    memory, recall              what outlives the process
 
 A worker is known by its name, a life of it by its incarnation, and an exchange in that
 life by its sequence number 1, 2, 3, ... A sequence number that was settled is never
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from agn_optax import errors
 
@@ -126,6 +128,20 @@ class Member:
     dropped: int = 0
     staleness: int | None = None
     applied: bool = True  # its last exchange was; else it was dropped
+
+
+# Of a member; what else there is was true of a process and its connections.
+_REMEMBERED = (
+    "incarnation",
+    "turn",
+    "clock",
+    "gone",
+    "sequence",
+    "exchanges",
+    "dropped",
+    "staleness",
+    "applied",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +377,32 @@ class Ledger:
             member.acknowledged = max(
                 member.acknowledged, min(sequence, member.sequence)
             )
+
+    def memory(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
+        """What of some workers (None: of all) outlives a process, as JSON has it."""
+        members = {
+            name: {field: getattr(self.members[name], field) for field in _REMEMBERED}
+            for name in (self.members if workers is None else workers)
+        }
+        if workers is not None:
+            return {"members": members}
+        return {
+            "members": members,
+            "open": self._open,
+            "replaced": sorted(self._replaced),
+        }
+
+    def recall(self, memory: dict[str, Any], now: float) -> None:
+        """Knows what it knew in an earlier process; nobody is connected, though."""
+        self._open = self._open or memory.get("open", False)
+        self._replaced.update(map(tuple, memory.get("replaced", ())))
+        for name, fields in memory["members"].items():
+            old = self.members.get(name)
+            if old is not None and old.incarnation != fields["incarnation"]:
+                self._replaced.add((name, old.incarnation))
+            self.members[name] = Member(**fields, joined=now, seen=now)
+            self.disconnect(name, fields["incarnation"], now)
+        self._open = self._open or len(self.present()) >= self.barrier
 
     def deadline(self) -> float | None:
         """When to ask `take` again if nothing happens before; None: need not."""

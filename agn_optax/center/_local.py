@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax.center._durability import Durability, Image, Keeper
 from agn_optax.center._ledger import Batch, Ledger, Member, Mode
 from agn_optax.center._protocol import Snapshot
 from agn_optax.center._store import CenterState, Store, Version
@@ -32,6 +34,7 @@ class Answer:
     staleness: int
     norm: jax.Array | None
     applied: bool
+    recorded: int = 0  # what must be on disk before its worker has it
 
 
 class LocalCenter:
@@ -57,11 +60,21 @@ class LocalCenter:
         in this process have none to lose.
       refuse_nonfinite: refuses messages with NaN or infinite elements, for which it
         must wait for the device; else they are applied.
+      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
+        the center outlives its process. What is found there goes on, and ``params`` are
+        the first ones only where nothing is. None keeps the center in memory.
+
+    Attributes:
+      life: of this center; a center that goes on where an earlier process left it, with
+        nothing lost, has the same.
 
     Raises:
       InvalidTypeError: ``rule`` is not a rule, or ``mode`` not a mode.
       InvalidArgumentError: another setting is out of range.
-      TreeMismatchError: ``params`` has leaves that are not real floating arrays.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
+        center that was found is of another model.
+      RuleMismatchError: the center that was found is one of another rule.
+      DurabilityError: what was found cannot be read, or nothing can be written.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -89,6 +102,7 @@ class LocalCenter:
         max_workers: int | None = None,
         lease: float = 10.0,
         refuse_nonfinite: bool = False,
+        durability: Durability | None = None,
     ) -> None:
         check_rule(rule)
         self.rule = rule
@@ -109,8 +123,17 @@ class LocalCenter:
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
         self._chief: str | None = None
-        if params is not None:
-            self.initialize(params, worker="")
+        self.life = uuid.uuid4().hex
+        self._keeper: Keeper | None = None
+        if durability is not None:
+            self._keeper = Keeper(durability, self._changed, self.life)
+        try:
+            self._go_on(params)
+            if params is not None and self._store is None:
+                self.initialize(params, worker="")
+        except BaseException:
+            self.close("it could not be made")
+            raise
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
@@ -128,6 +151,8 @@ class LocalCenter:
         Raises:
           TreeMismatchError: the saved state is not one of this rule's center optimizer.
           InvalidArgumentError: the saved version is negative.
+          AlreadyInitializedError: there is a center in the directory of a durability
+            that is one of the settings.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -136,8 +161,18 @@ class LocalCenter:
           0
         """
         center = cls(rule, **settings)
-        center._store = Store.restore(rule, saved)
-        center._ledger.version = center._store.current.number
+        if center.is_initialized:
+            center.close("it is another one")
+            raise errors.AlreadyInitializedError(
+                f"there is a center in {settings['durability'].directory} already; "
+                "restore the saved one in another directory"
+            )
+        try:
+            with center._changed:
+                center._begin(Store.restore(rule, saved))
+        except BaseException:
+            center.close("it could not be restored")
+            raise
         return center
 
     def save(self) -> CenterState:
@@ -180,10 +215,14 @@ class LocalCenter:
                     f"worker {worker!r} wants to initialize a center that {by} has "
                     "initialized; start it with chief=False, and it adopts the center"
                 )
-            if self._store is None:
-                self._store = Store(self.rule, params, self._dtype, self._device)
-                self._changed.notify_all()
+            first = self._chief
             self._chief = worker
+            if self._store is None:
+                try:
+                    self._begin(Store(self.rule, params, self._dtype, self._device))
+                except BaseException:
+                    self._chief = first
+                    raise
             return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -244,7 +283,7 @@ class LocalCenter:
         contribution, norm = self._examine(given)
         with self._changed:
             member = self._ledger.members.get(worker)
-            if member is None or member.gone:
+            if member is None or member.gone or not member.connected:
                 self._ledger.join(worker, "", time.monotonic())
                 member = self._ledger.members[worker]
             if worker in self._contributions:
@@ -261,12 +300,13 @@ class LocalCenter:
                         contribution, norm, anchor_version, worker, life, sequence
                     )
                 answer = self._collect(worker, life, sequence, None)
+                assert answer is not None
+                self.wait_until_kept(answer)
             except BaseException:
                 self._interrupted[worker] = (sequence, given)
                 self._ledger.pending.pop(worker, None)
                 self._contributions.pop(worker, None)
                 raise
-            assert answer is not None
             answer.version.escaped = True
             self._forget(worker)
             return snapshot_of(answer)
@@ -317,12 +357,14 @@ class LocalCenter:
             if params is not None and self._store is not None:
                 _check.same_tree(params, self._store.current.params, "params", "center")
             self._ledger.join(worker, incarnation, time.monotonic(), replace=replace)
+            self._remember(worker)
             self._settle()
 
     def exit(self, worker: str, incarnation: str) -> None:
         """A worker leaves: see `Ledger.leave`."""
         with self._changed:
             self._ledger.leave(worker, incarnation)
+            self._remember(worker)
             self._settle()
 
     def disconnect(self, worker: str, incarnation: str) -> None:
@@ -366,7 +408,10 @@ class LocalCenter:
         *,
         timeout: float,
     ) -> Answer | None:
-        """The answer to an exchange that was handed in; None if it still waits."""
+        """The answer to an exchange that was handed in; None if it still waits.
+
+        The worker may have it, or its end at least, after `wait_until_kept`.
+        """
         with self._changed:
             return self._collect(worker, incarnation, sequence, timeout)
 
@@ -375,17 +420,41 @@ class LocalCenter:
         with self.reading() as version:
             jax.block_until_ready(version.params)
 
+    def wait_until_kept(self, answer: Answer) -> None:
+        """Until an answer will not be forgotten: with a journal, until it is on disk.
+
+        Raises:
+          CenterClosedError: it cannot be kept.
+        """
+        self._wait_until_kept(answer.recorded)
+
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has its answer, which need not be kept."""
         with self._changed:
             self._ledger.acknowledge(worker, incarnation, sequence)
             self._prune()
 
-    def close(self, reason: str) -> None:
-        """Takes no more exchanges; those that wait are told so, and nothing is lost."""
+    def close(self, reason: str = "this center has been closed") -> None:
+        """Takes no more exchanges; those that wait are told so, and nothing is lost.
+
+        With a ``durability``, writes down what is not yet on disk, and lets go of the
+        directory.
+        """
         with self._changed:
-            self._closed = reason
+            self._closed = self._closed or reason
             self._changed.notify_all()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def wait_until_closed(self) -> None:
+        """Until no more exchanges are taken, for whatever reason."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.failure)
+
+    @property
+    def failure(self) -> str:
+        """Why this center cannot be kept on disk any more; "" while all is well."""
+        return "" if self._keeper is None else self._keeper.failure
 
     def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
         """Version (None: not initialized), workers that are there, and who waits."""
@@ -399,12 +468,19 @@ class LocalCenter:
             return version, members, set(self._ledger.pending)
 
     @contextmanager
-    def reading(self) -> Iterator[Version]:
-        """The current version, which stays what it is meanwhile."""
+    def reading(self, *, kept: bool = False) -> Iterator[Version]:
+        """The current version, which stays what it is meanwhile.
+
+        With ``kept``, for those whom the news may outlive: waits until all that is in
+        it is on disk, if exchanges do.
+        """
         with self._changed:
             version = self._initialized().current
             version.readers += 1
+            recorded = self._recorded()
         try:
+            if kept:
+                self._wait_until_kept(recorded)
             yield version
         finally:
             with self._changed:
@@ -490,11 +566,21 @@ class LocalCenter:
             )
         current = self._initialized().current
         current.escaped = True  # nobody says when it has been read
-        return Answer(sequence, current, member.staleness or 0, None, member.applied)
+        return Answer(
+            sequence,
+            current,
+            member.staleness or 0,
+            None,
+            member.applied,
+            self._recorded(),
+        )
 
     def _settle(self) -> None:
         """Applies whatever waits no longer."""
-        while (batch := self._ledger.take(time.monotonic())) is not None:
+        while (
+            not (self._closed or self.failure)
+            and (batch := self._ledger.take(time.monotonic())) is not None
+        ):
             self._apply(batch)
         self._prune()
         self._changed.notify_all()
@@ -503,15 +589,18 @@ class LocalCenter:
         store = self._initialized()
         waiting = [self._contributions.pop(entry.worker) for entry in batch.entries]
         adopted = store.current
+        exchange: tuple[Any, ...] = ()
         if batch.applies:
             # The center optimizer gets the staleness of a single message; those of a
             # round are weighed one by one.
             staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
-            before, after = store.apply(
-                [contribution for contribution, _ in waiting], batch.weights, staleness
-            )
+            contributions = [contribution for contribution, _ in waiting]
+            exchange = (contributions, batch.weights, staleness)
+            before, after = store.apply(*exchange)
             adopted = before if self.rule.adopts == "before" else after
         self._ledger.settle(batch)
+        workers = [entry.worker for entry in batch.entries]
+        recorded = self._remember(*workers, exchange=exchange)
         if batch.applies:
             for observer in self._observers:
                 for contribution, _ in waiting:
@@ -522,7 +611,7 @@ class LocalCenter:
             self._forget(entry.worker)
             adopted.readers += 1
             self._answers[entry.worker] = Answer(
-                entry.sequence, adopted, staleness, norm, batch.applies
+                entry.sequence, adopted, staleness, norm, batch.applies, recorded
             )
 
     def _forget(self, worker: str) -> None:
@@ -541,7 +630,53 @@ class LocalCenter:
         for worker in self._contributions.keys() - pending.keys():
             del self._contributions[worker]
 
+    # What of it outlives the process, if anything does.
+
+    def _go_on(self, params: PyTree) -> None:
+        """With the center that an earlier process has left."""
+        if self._keeper is None:
+            return
+        store = self._keeper.restore(
+            self.rule, self._ledger, params, self._dtype, self._device
+        )
+        if store is not None:
+            self.life, self._chief = self._keeper.life, self._keeper.chief
+            with self._changed:
+                self._begin(store)
+
+    def _begin(self, store: Store) -> None:
+        """Has a center from now on; nobody has seen it before it is on disk."""
+        self._store, self._ledger.version = store, store.current.number
+        try:
+            if self._keeper is not None:
+                self._keeper.begin(self.rule, self._image)
+        except BaseException:
+            self._store = None
+            raise
+        self._changed.notify_all()
+
+    def _image(self) -> Image:
+        return Image(self._initialized().save(), self._ledger.memory(), self._chief)
+
+    def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
+        """What has happened to some workers; returns what to wait for."""
+        known = [each for each in workers if each in self._ledger.members]
+        if self._keeper is None or not known:
+            return 0
+        return self._keeper.record(self._ledger.memory(known), *exchange)
+
+    def _recorded(self) -> int:
+        return 0 if self._keeper is None else self._keeper.recorded
+
+    def _wait_until_kept(self, recorded: int) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: keeper.is_kept(recorded))
+
     def _check_open(self) -> None:
+        if self.failure:
+            raise errors.CenterClosedError(self.failure)
         if self._closed:
             raise errors.CenterClosedError(self._closed)
 

@@ -9,13 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from agn_optax import errors, service
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Journal,
+    Snapshots,
+    Synchronous,
+)
+from agn_optax.center._durability import Durability
 from agn_optax.center._ledger import Mode
 from agn_optax.cli import _options, _tls
 from agn_optax.rules import Rule
 
 _CENTER = "Center"
 _MODE = "Mode"
+_DURABILITY = "Durability"
 _PARENT = "Parent"
 
 _MODES: dict[str, Any] = {
@@ -30,6 +38,13 @@ _OF_MODES = {
     "quorum": ("synchronous", "quorum"),
     "grace": ("synchronous", "grace"),
     "late": ("synchronous", "late"),
+}
+# ... and by what they say more of.
+_OF_DURABILITIES = {
+    "journal_size": ("journal", "size"),
+    "snapshot_seconds": ("snapshots", "seconds"),
+    "snapshot_exchanges": ("snapshots", "exchanges"),
+    "snapshots_kept": ("snapshots", "keep"),
 }
 
 
@@ -110,6 +125,48 @@ class CenterOptions:
             show_default="next",
         ),
     ] = None
+    journal: Annotated[
+        pathlib.Path | None,
+        _option(
+            _DURABILITY,
+            "Where every exchange is on disk before it is answered; a center that is "
+            "found there goes on.",
+            "DIRECTORY",
+        ),
+    ] = None
+    journal_size: Annotated[
+        int | None,
+        _option(
+            _DURABILITY,
+            "Of --journal: bytes after which a snapshot takes its place.",
+            show_default="1 GiB, or 4 snapshots",
+        ),
+    ] = None
+    snapshots: Annotated[
+        pathlib.Path | None,
+        _option(
+            _DURABILITY,
+            "Where the center is written from time to time; one that is found there "
+            "goes on.",
+            "DIRECTORY",
+        ),
+    ] = None
+    snapshot_seconds: Annotated[
+        float | None,
+        _option(
+            _DURABILITY,
+            "Of --snapshots: between two of them.",
+            show_default="60, without --snapshot-exchanges",
+        ),
+    ] = None
+    snapshot_exchanges: Annotated[
+        int | None,
+        _option(_DURABILITY, "Of --snapshots: exchanges between two of them."),
+    ] = None
+    snapshots_kept: Annotated[
+        int | None,
+        _option(_DURABILITY, "Of --snapshots: how many stay there.", show_default="2"),
+    ] = None
     parent: Annotated[
         str | None,
         _option(
@@ -148,7 +205,34 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     credentials = _tls.server_credentials(
         options.tls_certificate, options.tls_key, options.tls_client_ca
     )
-    return made | {"mode": _mode(options), "credentials": credentials}
+    return made | {
+        "mode": _mode(options),
+        "credentials": credentials,
+        "durability": _durability(options),
+    }
+
+
+def _durability(options: CenterOptions) -> Durability | None:
+    if options.journal is not None and options.snapshots is not None:
+        raise errors.InvalidArgumentError(
+            "--journal and --snapshots exclude each other: a journal has snapshots"
+        )
+    values = _options.given(options)
+    own: dict[str, Any] = {}
+    for field, (kind, argument) in _OF_DURABILITIES.items():
+        if field in values:
+            if kind not in values:
+                raise errors.InvalidArgumentError(
+                    f"{_options.option(field)} needs {_options.option(kind)}"
+                )
+            own[argument] = values[field]
+    if options.journal is not None:
+        return Journal(options.journal, **own)
+    if options.snapshots is not None:
+        if "exchanges" in own:  # then time is no rule, unless it was asked for
+            own.setdefault("seconds", None)
+        return Snapshots(options.snapshots, **own)
+    return None
 
 
 def _mode(options: CenterOptions) -> Mode:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import typer
 
-from agn_optax import service
+from agn_optax import errors, service
+from agn_optax.center._background import in_background
 from agn_optax.cli import _center_options, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -27,7 +28,8 @@ def serve(
     """Serve a center, until SIGTERM or SIGINT drains it.
 
     Prints a line with its address as soon as workers may come. The first of them that
-    starts as chief gives it its parameters.
+    starts as chief gives it its parameters, unless --journal or --snapshots names a
+    directory with a center, which then goes on.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
@@ -49,11 +51,19 @@ def serve(
             )
         else:
             typer.echo(f"serving {made.name} at {server.address}")
-        signum = signals.get()
-        typer.echo(
-            f"draining after {signal.Signals(signum).name}; again to end at once",
-            err=True,
-        )
+
+        def closed() -> None:
+            server.center.wait_until_closed()
+            signals.put(0)
+
+        in_background(closed, "agn-optax closed")
+        if signum := signals.get():
+            typer.echo(
+                f"draining after {signal.Signals(signum).name}; again to end at once",
+                err=True,
+            )
+    if server.center.failure:
+        raise errors.DurabilityError(server.center.failure)
 
 
 @contextlib.contextmanager

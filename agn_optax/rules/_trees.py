@@ -60,3 +60,30 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
         return jax.device_put(leaf, other.sharding)
 
     return jax.tree.map(place, tree, like)
+
+
+def structure(tree: PyTree) -> Any:
+    """Containers in terms of JSON: dicts, lists, tuples and None; a leaf is 0."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {"dict": [[key, structure(tree[key])] for key in sorted(tree)]}
+    if isinstance(tree, list | tuple):
+        return {type(tree).__name__: [structure(child) for child in tree]}
+    return 0
+
+
+def rebuild(structure: Any, leaves: Any) -> PyTree:
+    """The tree of a `structure`, with ``leaves``, an iterator, in it.
+
+    Raises whatever comes of it if that is none.
+    """
+    if structure is None:
+        return None
+    if structure == 0:
+        return next(leaves)
+    ((kind, children),) = structure.items()
+    if kind == "dict":
+        return {key: rebuild(child, leaves) for key, child in children}
+    made = [rebuild(child, leaves) for child in children]
+    return {"list": list, "tuple": tuple}[kind](made)

@@ -498,8 +498,8 @@ class RemoteCenter:
         if session.center not in ("", said.joined.center):
             raise errors.WorkerStateError(
                 f"the center at {self.address} is not the one that worker "
-                f"{session.worker!r} joined: it was started anew, and knows nothing of "
-                "what was exchanged. Adopt what it has with start()"
+                f"{session.worker!r} joined: it was started anew, or from a snapshot, "
+                "and has not all that was exchanged. Adopt what it has with start()"
             )
         session.center = said.joined.center
 

@@ -1,49 +1,24 @@
-"""What a rule does, in numbers that travel, so that two rules can be told apart.
-
-Functions do not travel, and their programs differ from one JAX to the next. So each
-part of a rule is run on a small probe, and the results are compared: a learning rate of
-0.1 here and of 0.2 there is seen, and named.
-"""
+"""A rule's fingerprint as it travels."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
 from agn_optax import errors
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, _fingerprint
 from agn_optax.service import center_pb2 as pb
-
-PyTree = Any
-
-_SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor")
 
 
 @functools.lru_cache(maxsize=32)
 def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
-    """What tells ``rule`` from others.
-
-    A part that cannot be run on the probe, such as a center optimizer with a mask made
-    for a model's own tree, has no numbers, and is not compared.
-    """
-    prints = [
-        pb.Print(part=name, setting=str(getattr(rule, name))) for name in _SETTINGS
-    ]
-    for part in (_contribution, _message, _adopt, _penalty, _center):
-        try:
-            values = jax.jit(functools.partial(part, rule))()
-            numbers = [
-                float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)
-            ]
-        except Exception:  # noqa: S112 whatever a part raises on a strange tree
-            continue
-        prints.append(pb.Print(part=part.__name__[1:], numbers=numbers))
-    return tuple(prints)
+    """What tells ``rule`` from others."""
+    return tuple(
+        pb.Print(part=part, setting=print_)
+        if part in _fingerprint.SETTINGS
+        else pb.Print(part=part, numbers=print_)
+        for part, print_ in _fingerprint.fingerprint(rule).items()
+    )
 
 
 def compare(theirs: Any, rule: Rule, address: str) -> None:
@@ -52,74 +27,14 @@ def compare(theirs: Any, rule: Rule, address: str) -> None:
     Raises:
       RuleMismatchError: it is not; names what differs first.
     """
-    others = {each.part: each for each in theirs}
-    for mine in fingerprint(rule):
-        other = others.get(mine.part)
-        if other is None:
-            continue
-        if mine.setting != other.setting:
-            raise errors.RuleMismatchError(
-                f"the center at {address} runs another rule: its {mine.part} is "
-                f"{other.setting!r}, and here it is {mine.setting!r}"
-            )
-        if len(mine.numbers) != len(other.numbers) or not np.allclose(
-            mine.numbers, other.numbers, rtol=1e-4, atol=1e-6, equal_nan=True
-        ):
-            what = {"center": "center optimizer"}.get(mine.part, mine.part)
-            raise errors.RuleMismatchError(
-                f"the center at {address} runs another rule: its {what} makes "
-                f"{_show(other.numbers)} of the probe, and here it makes "
-                f"{_show(mine.numbers)}. Give both the same optimizers and settings"
-            )
-
-
-def _show(numbers: Any) -> str:
-    shown = ", ".join(f"{number:.6g}" for number in numbers[:4])
-    return f"[{shown}, ...]" if len(numbers) > 4 else f"[{shown}]"
-
-
-def _probe(seed: float) -> PyTree:
-    """Two leaves, all elements different, none of them zero."""
-    w = jnp.sin(seed + jnp.arange(1.0, 7.0, dtype=jnp.float32)).reshape(3, 2)
-    return {"b": w[:, 0] * 0.5, "w": w}
-
-
-def _contribution(rule: Rule) -> PyTree:
-    params, anchor = _probe(1.0), _probe(2.0)
-    record = rule.record.init(params)
-    for seed in (3.0, 4.0):
-        _, record = rule.record.update(_probe(seed), record, params)
-    return rule.contribution(
-        record,
-        params if rule.needs_params else None,
-        anchor if rule.needs_anchor else None,
-        jnp.asarray(2, jnp.int32),
-    )
-
-
-def _message(rule: Rule) -> PyTree:
-    return rule.message(_probe(1.0), _probe(2.0)) if rule.message else ()
-
-
-def _adopt(rule: Rule) -> PyTree:
-    return rule.adopt(_probe(1.0), _probe(2.0)) if rule.adopt else ()
-
-
-def _penalty(rule: Rule) -> PyTree:
-    if rule.penalty is None:
-        return ()
-    params = _probe(1.0)
-    return rule.penalty.update(
-        _probe(3.0), rule.penalty.init(params), params, center=_probe(2.0)
-    )[0]
-
-
-def _center(rule: Rule) -> PyTree:
-    center = _probe(2.0)
-    state = rule.center.init(center)
-    for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        updates, state = rule.center.update(
-            _probe(seed), state, center, staleness=jnp.asarray(staleness, jnp.int32)
+    others = {
+        each.part: each.setting
+        if each.part in _fingerprint.SETTINGS
+        else tuple(each.numbers)
+        for each in theirs
+    }
+    if other := _fingerprint.difference(others, rule):
+        raise errors.RuleMismatchError(
+            f"the center at {address} runs another rule: {other}. Give both the same "
+            "optimizers and settings"
         )
-        center = optax.apply_updates(center, updates)
-    return center

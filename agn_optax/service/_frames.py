@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ class Parcel(NamedTuple):
     control: pb.Frame
     schema: _wire.Schema | None = None  # None: no arrays follow
     arrays: Sequence[np.ndarray] = ()
+    # Called before the last of it is sent: without that, nobody has it.
+    until: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +86,18 @@ def parse_control(control: bytes) -> pb.Frame:
 
 def split(parcel: Parcel) -> Iterator[bytes]:
     """The frames in which a parcel travels; the first one has the control part."""
+    last = None
+    for frame in _frames_of(parcel):
+        if last is not None:
+            yield last
+        last = frame
+    if parcel.until is not None:
+        parcel.until()
+    if last is not None:
+        yield last
+
+
+def _frames_of(parcel: Parcel) -> Iterator[bytes]:
     head = parcel.control.SerializeToString()
     if parcel.schema is not None:
         for offset, pieces in parcel.schema.chunks(parcel.arrays):

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from agn_optax import errors
 from agn_optax.center import Center, LocalCenter
 from agn_optax.center._background import in_background
+from agn_optax.center._durability import Durability
 from agn_optax.center._ledger import Mode
 from agn_optax.center._uplink import Uplink
 from agn_optax.rules import Rule, _check
@@ -102,6 +103,7 @@ def serve(
     parent: Center | None = None,
     parent_period: int = 10,
     name: str | None = None,
+    durability: Durability | None = None,
 ) -> Server:
     """Serves a center variable over gRPC, in threads of this process.
 
@@ -127,6 +129,9 @@ def serve(
         says how. Without ``params``, the parent's are taken.
       parent_period: exchanges of this center's workers between two with the parent.
       name: of this center among the workers of its parent; None makes one up.
+      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
+        the center outlives its process: started again there, it goes on, and so do its
+        workers. Only for a center without a parent. None keeps it in memory.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
@@ -134,7 +139,10 @@ def serve(
     Raises:
       InvalidArgumentError: a setting is out of range, the address is none, or nothing
         can listen there.
-      TreeMismatchError: ``params`` has leaves that are not real floating arrays.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
+        center on disk is of another model.
+      RuleMismatchError: the center on disk is one of another rule.
+      DurabilityError: what is on disk cannot be read, or nothing can be written.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax, agn_optax.service
@@ -147,6 +155,11 @@ def serve(
     """
     _address.check(address)
     _address.check_plaintext(address, credentials, insecure)
+    if parent is not None and durability is not None:
+        raise errors.InvalidArgumentError(
+            "a center with a parent cannot outlive its process: what it owes to its "
+            "parent would be lost. Give the parent a durability"
+        )
     center = LocalCenter(
         rule,
         params,
@@ -157,11 +170,16 @@ def serve(
         max_workers=max_workers,
         lease=lease,
         refuse_nonfinite=True,
+        durability=durability,
     )
     kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center, kept, upwards)
-    server = start(servicer, address, credentials, max_workers, direct=direct)
+    try:
+        server = start(servicer, address, credentials, max_workers, direct=direct)
+    except BaseException:
+        center.close("nothing can listen at its address")
+        raise
     if parent is not None:
         if name is None:  # sites on other hosts may listen at the same address
             name = f"center {uuid.uuid4().hex[:8]} at {server.address}"

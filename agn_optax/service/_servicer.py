@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +56,7 @@ class Servicer:
         self.center = center
         self._dtype = dtype
         self._parent = parent
-        self._name = uuid.uuid4().hex
+        self._name = center.life
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -162,7 +162,7 @@ class Servicer:
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        with self.center.reading() as version:
+        with self.center.reading(kept=True) as version:
             schema, arrays = self._arrays(version.params, request.wire_dtype)
         snapshot = pb.Snapshot(
             version=version.number, schema_hash=schema.hash, applied=True
@@ -331,7 +331,9 @@ class Servicer:
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        return Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
+        # A part of an answer is none: the rest may travel while the disk is busy.
+        until = functools.partial(self.center.wait_until_kept, answer)
+        return Parcel(pb.Frame(snapshot=snapshot), schema, arrays, until)
 
     def _arrays(
         self, params: PyTree, wire_dtype: str

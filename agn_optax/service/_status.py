@@ -19,6 +19,7 @@ _CODES: dict[type, grpc.StatusCode] = {
     errors.NotInitializedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WorkerStateError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DurabilityError: grpc.StatusCode.INTERNAL,
 }
 # What another try may cure.
 _TRANSIENT = {

@@ -13,6 +13,7 @@ import numpy as np
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax.rules._trees import rebuild, structure
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._wire import Leaf, Schema
 
@@ -95,7 +96,7 @@ def plan_of(treedef: Any) -> Plan:
     return Plan(
         tuple(keystr(path) for path, _ in leaves),
         tuple(place for _, place in leaves),
-        json.dumps(_structure(plain)),
+        json.dumps(structure(plain)),
     )
 
 
@@ -103,7 +104,7 @@ def plan_of(treedef: Any) -> Plan:
 def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
     """The containers that a schema describes, whose leaves have these paths."""
     try:
-        tree = _rebuild(json.loads(structure), iter(range(len(paths))))
+        tree = rebuild(json.loads(structure), iter(range(len(paths))))
         treedef = jax.tree.structure(tree)
         if plan_of(treedef).paths == paths:
             return treedef
@@ -138,18 +139,6 @@ def _plain(tree: PyTree) -> PyTree:
     }
 
 
-def _structure(plain: PyTree) -> Any:
-    """Containers in terms of JSON; a leaf is 0."""
-    if plain is None:
-        return None
-    if isinstance(plain, dict):
-        return {"dict": [[key, _structure(plain[key])] for key in sorted(plain)]}
-    if isinstance(plain, list | tuple):
-        children = [_structure(child) for child in plain]
-        return {type(plain).__name__: children}
-    return 0
-
-
 def _name(key: Any) -> str | int:
     for attribute in ("key", "name", "idx"):
         value = getattr(key, attribute, None)
@@ -158,18 +147,6 @@ def _name(key: Any) -> str | int:
         if isinstance(value, str | int):
             return value
     return str(key)
-
-
-def _rebuild(structure: Any, leaves: Any) -> PyTree:
-    if structure is None:
-        return None
-    if structure == 0:
-        return next(leaves)
-    ((kind, children),) = structure.items()
-    if kind == "dict":
-        return {key: _rebuild(child, leaves) for key, child in children}
-    made = [_rebuild(child, leaves) for child in children]
-    return {"list": list, "tuple": tuple}[kind](made)
 
 
 def to_proto(schema: Schema) -> pb.Schema:

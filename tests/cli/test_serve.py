@@ -1,7 +1,9 @@
 """``agn-optax serve``: which rule, which settings, and how it ends."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 import signal
 import socket
@@ -16,7 +18,13 @@ from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Journal,
+    Snapshots,
+    Synchronous,
+    _journal,
+)
 from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -165,6 +173,47 @@ def test_modes(options, mode):
 
 
 @pytest.mark.parametrize(
+    ("options", "durability"),
+    [
+        ({}, None),
+        ({"journal": "d", "journal_size": 9}, Journal("d", size=9)),
+        ({"snapshots": "d"}, Snapshots("d")),
+        ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots("d", seconds=5.0)),
+        (
+            {"snapshots": "d", "snapshot_exchanges": 7, "snapshots_kept": 1},
+            Snapshots("d", seconds=None, exchanges=7, keep=1),
+        ),
+    ],
+)
+def test_durability(options, durability):
+    settings = _center_options.settings(CenterOptions(**options))
+    assert settings["durability"] == durability
+
+
+def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
+    """With what is wrong, and without a signal."""
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def exchange(center):
+        center.initialize(jnp.zeros(2), worker="w")
+        center.join("w")
+        monkeypatch.setattr(_journal, "_sync", full)
+        with pytest.raises(errors.CenterClosedError, match="No space left on device"):
+            center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+
+    with pytest.raises(AssertionError, match=r"cannot be kept in .* No space left on"):
+        serve(
+            address,
+            rules.downpour(),
+            "--rule=downpour",
+            f"--journal={tmp_path}/kept",
+            then=exchange,
+        )
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--mode=fast"], "--mode must be one of asynchronous, bounded, synchronous"),
@@ -179,6 +228,11 @@ def test_modes(options, mode):
         (["--max-workers=0"], "max_workers must be"),
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
+        (["--journal=a", "--snapshots=b"], "--journal and --snapshots exclude each"),
+        (["--journal-size=5"], "--journal-size needs --journal"),
+        (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
+        (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
+        (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--parent-period=3"], "--parent-period needs --parent"),
         (["--tls-certificate=c.pem"], "--tls-certificate and --tls-key go together"),
         (["--tls-client-ca=c.pem"], "needs --tls-certificate and --tls-key"),

@@ -1,0 +1,505 @@
+"""What of a center outlives its process, and how it goes on from there.
+
+    Snapshots    the whole center from time to time
+    Journal      also every exchange, before it is answered
+
+A `Keeper` has the directory. Its center tells it what happens, one thing at a time, and
+asks it whether that is on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax import errors
+from agn_optax.center import _journal
+from agn_optax.center._directory import Directory, explained
+from agn_optax.center._ledger import Ledger
+from agn_optax.center._records import Record
+from agn_optax.center._store import CenterState, Store
+from agn_optax.rules import Rule, _check, _fingerprint, _trees
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+_JOURNAL_SIZE = 1 << 30  # bytes
+_SNAPSHOTS = 4  # ... or so many snapshots, so that these are a small part of all writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshots:
+    """The center is written to disk from time to time, and when it is closed.
+
+    A process that is killed takes along what was exchanged since the last snapshot. The
+    center that goes on from there is another one for its workers, and tells them so.
+
+    Args:
+      directory: of this center alone; made if need be.
+      seconds: between two snapshots, unless nothing happened. None for no such rule.
+      exchanges: between two snapshots. None for no such rule.
+      keep: how many of them stay there.
+
+    Raises:
+      InvalidArgumentError: a value is out of range, or there is neither of the rules.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, agn_optax
+      >>> rule = agn_optax.rules.downpour()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     _ = center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+      ...     center.close()
+      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     print(center.pull().params, center.version)
+      ...     center.close()
+      [0. 0.] 1
+    """
+
+    directory: str | os.PathLike[str]
+    seconds: float | None = 60.0
+    exchanges: int | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _check_directory(self.directory)
+        if self.seconds is None and self.exchanges is None:
+            raise errors.InvalidArgumentError(
+                "Snapshots needs seconds=, exchanges= or both, got neither"
+            )
+        if self.seconds is not None and not (
+            isinstance(self.seconds, int | float)
+            and not isinstance(self.seconds, bool)
+            and 0 < self.seconds < math.inf
+        ):
+            raise errors.InvalidArgumentError(
+                f"seconds must be a positive number or None, got {self.seconds!r}"
+            )
+        if self.exchanges is not None:
+            _check_positive("exchanges", self.exchanges)
+        _check_positive("keep", self.keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Journal:
+    """Every exchange is on disk before it is answered.
+
+    A center whose process was killed goes on as if nothing had happened: whatever was
+    answered is in it, and what is sent again is not applied again. Exchanges that come
+    together are written together.
+
+    If the disk is full or fails, the center is closed, and nothing more is answered.
+
+    Args:
+      directory: of this center alone; made if need be.
+      size: bytes of the journal after which a snapshot takes its place. None for 1 GiB,
+        or four snapshots if they are larger.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, agn_optax
+      >>> rule = agn_optax.rules.downpour()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kept = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     _ = center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+      ...     center.close()
+      ...     center = agn_optax.LocalCenter(rule, durability=kept)
+      ...     print(center.pull().params, center.version)
+      ...     center.close()
+      [0. 0.] 1
+    """
+
+    directory: str | os.PathLike[str]
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_directory(self.directory)
+        if self.size is not None:
+            _check_positive("size", self.size)
+
+
+Durability = Snapshots | Journal
+
+
+@dataclasses.dataclass
+class Image:
+    """All that a center is at one moment, to be written down."""
+
+    state: CenterState
+    ledger: dict[str, Any]
+    chief: str | None
+
+
+class Keeper:
+    """Keeps a center in a directory.
+
+    Args:
+      durability: what is kept, and where.
+      changed: the center's lock, which is held by whoever calls `begin` and `record`,
+        and notified after that. Also notified when more is on disk.
+      life: of a new center.
+
+    Attributes:
+      life: of the center: another one after something was lost.
+      chief: who initialized the center that was found.
+      failure: why nothing is kept any more; "" while all is well.
+
+    Raises:
+      InvalidTypeError: ``durability`` is not one.
+      DurabilityError: the directory cannot be had.
+    """
+
+    def __init__(
+        self, durability: Durability, changed: threading.Condition, life: str
+    ) -> None:
+        if not isinstance(durability, Snapshots | Journal):
+            raise errors.InvalidTypeError(
+                "durability must be Snapshots(...), Journal(...) or None, got "
+                f"{durability!r}"
+            )
+        self.life = life
+        self.chief: str | None = None
+        self.failure = ""
+        self._durability = durability
+        self._directory = Directory(durability.directory)
+        self._changed = changed
+        self._image: Callable[[], Image]
+        self._rule: Rule
+        self._journal: _journal.Journal | None = None
+        self._begun = self._closed = False
+        self._number = 0  # records so far
+        self._on_disk = 0  # ... of which so many are in the journal for good
+        self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
+        self._saved_at = 0.0  # when the last one was tried
+        self._seen = 0  # records that were in it
+        self._saved_size = 0
+        self._exchanges = 0  # since then
+        self._saver = threading.Thread(
+            target=self._save_when_due, name="agn-optax snapshots", daemon=True
+        )
+
+    def restore(
+        self, rule: Rule, ledger: Ledger, params: PyTree, dtype: Any, device: Any
+    ) -> Store | None:
+        """The center that is in the directory; None if there is none. Changes nothing.
+
+        Args:
+          rule: which must be the same.
+          ledger: which is reminded of the workers.
+          params: for their containers and their model, which must be the same.
+          dtype: of the center, which must be the same; None for any.
+          device: where the center is to live; None for the default one.
+
+        Raises:
+          RuleMismatchError: it is a center of another rule.
+          TreeMismatchError: it is of another model.
+          DurabilityError: it cannot be read.
+        """
+        snapshot = self._directory.load()
+        if snapshot is None:
+            return None
+        where = f"the center in {self._directory.path}"
+        if other := _fingerprint.difference(snapshot.about["rule"], rule):
+            raise errors.RuleMismatchError(
+                f"{where} is one of another rule: {other}. Give it the same optimizers "
+                "and settings, or another directory"
+            )
+        state = _state(snapshot, rule, params, dtype, where)
+        store = Store.restore(rule, jax.device_put(state, device))
+        now = time.monotonic()
+        memories = [snapshot.about["ledger"]]
+        self._number = snapshot.number
+        for record in self._directory.replay(snapshot.number):
+            self._number = record.number + 1
+            _repeat(record, store)
+            memories.append(record.about["ledger"])
+        ledger.version = store.current.number
+        if not self._directory.is_behind:  # else its workers know more than it does
+            for memory in memories:
+                ledger.recall(memory, now)
+            self.life, self.chief = snapshot.about["life"], snapshot.about["chief"]
+            if self._number == snapshot.number:
+                self._saved = self._number, self.life
+        self._saved_size = snapshot.size
+        return store
+
+    def begin(self, rule: Rule, image: Callable[[], Image]) -> None:
+        """The center is there; from now on it is kept.
+
+        Raises:
+          DurabilityError: it cannot be written.
+        """
+        self._rule, self._image = rule, image
+        with explained(f"cannot write to {self._directory.path}"):
+            if self._saved != (self._number, self.life):
+                self._save(self._number, image())
+            self._directory.set_risked(isinstance(self._durability, Snapshots))
+            if isinstance(self._durability, Journal):
+                self._on_disk = self._number
+                self._journal = _journal.Journal(
+                    self._directory, self._number, self._is_on_disk, self._fail
+                )
+        self._begun = True
+        self._saved_at, self._seen = time.monotonic(), self._number
+        self._saver.start()
+
+    def record(
+        self,
+        ledger: dict[str, Any],
+        contributions: Sequence[PyTree] = (),
+        weights: Sequence[float] = (),
+        staleness: int = 0,
+    ) -> int:
+        """Something has happened to the center.
+
+        Args:
+          ledger: what it remembers of those to whom it happened.
+          contributions: that were applied together; none if only the ledger changed.
+          weights: of them.
+          staleness: for the center optimizer.
+
+        Returns:
+          What to wait for, see `is_kept`.
+        """
+        if not self._begun or self._closed or self.failure:
+            return self.recorded
+        self._number += 1
+        self._exchanges += bool(contributions)
+        if self._journal is not None:
+            about = {"ledger": ledger, "weights": weights, "staleness": staleness}
+            self._journal.append(about, contributions)
+        return self.recorded
+
+    @property
+    def recorded(self) -> int:
+        """Everything so far, to wait for; see `is_kept`."""
+        return 0 if self._journal is None else self._number
+
+    def is_kept(self, recorded: int) -> bool:
+        """Whether that is on disk, or nobody has promised it.
+
+        Raises:
+          CenterClosedError: it never will be.
+        """
+        if recorded <= self._on_disk:
+            return True
+        if self.failure:
+            raise errors.CenterClosedError(self.failure)
+        return False
+
+    def close(self) -> None:
+        """Writes down what has not been, and lets the directory go."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        if self._begun:
+            self._saver.join()
+            if self._journal is not None:
+                self._journal.close()
+            try:
+                with self._changed:
+                    number, image = self._number, self._image()
+                if not self.failure:
+                    if self._saved != (number, self.life):
+                        self._save(number, image)
+                    self._directory.set_risked(False)
+            except OSError as error:
+                self._fail(error)
+        self._directory.close()
+
+    def _is_on_disk(self, number: int) -> None:
+        with self._changed:
+            self._on_disk = number
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.failure = (
+                f"this center cannot be kept in {self._directory.path} any more: "
+                f"{error}"
+            )
+            _log.error("%s", self.failure)
+            self._changed.notify_all()
+
+    def _save_when_due(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._is_due() or self._closed or self.failure):
+                    self._changed.wait(self._time_left())
+                if self._closed or self.failure:
+                    return
+                number, image = self._number, self._image()
+                self._exchanges, self._saved_at = 0, time.monotonic()
+                self._seen = number
+                if self._journal is not None:
+                    self._journal.begin_file()
+            try:
+                self._save(number, image)
+            except OSError as error:
+                _log.error(
+                    "no snapshot could be written to %s; the next one will be tried "
+                    "in due time: %s",
+                    self._directory.path,
+                    error,
+                )
+
+    def _is_due(self) -> bool:
+        """Whether it is time for a snapshot."""
+        kept = self._durability
+        if isinstance(kept, Journal):
+            assert self._journal is not None
+            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
+            return self._journal.size >= size
+        enough = kept.exchanges is not None and self._exchanges >= kept.exchanges
+        return enough or self._time_left() == 0.0
+
+    def _time_left(self) -> float | None:
+        """Seconds to the next snapshot; None if that is no matter of time."""
+        seconds = getattr(self._durability, "seconds", None)
+        if seconds is None or self._number == self._seen:
+            return None
+        return max(0.0, self._saved_at + seconds - time.monotonic())
+
+    def _save(self, number: int, image: Image) -> None:
+        params, center_state = image.state.params, image.state.center_state
+        about = {
+            "version": int(image.state.version),
+            "life": self.life,
+            "rule": dict(_fingerprint.fingerprint(self._rule)),
+            "params": _leaves(params),
+            "containers": _containers(params),
+            "ledger": image.ledger,
+            "chief": image.chief,
+        }
+        leaves = jax.tree.leaves((params, center_state))
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        self._saved_size = self._directory.save(number, about, arrays)
+        self._saved = number, self.life
+        kept = self._durability
+        self._directory.forget(number, kept.keep if isinstance(kept, Snapshots) else 1)
+
+
+def _repeat(record: Record, store: Store) -> None:
+    """Applies what had been applied, as it was."""
+    weights = record.about["weights"]
+    if not weights:
+        return
+    leaves, treedef = jax.tree.flatten(store.current.params)
+    each = len(leaves)
+    contributions = [
+        jax.tree.unflatten(treedef, record.arrays[i * each : (i + 1) * each])
+        for i in range(len(weights))
+    ]
+    placed = [store.place(contribution) for contribution in contributions]
+    store.apply(placed, weights, record.about["staleness"])
+
+
+def _state(
+    snapshot: Record, rule: Rule, params: PyTree, dtype: Any, where: str
+) -> CenterState:
+    """A snapshot as the center that it is of."""
+    about = snapshot.about
+    if params is not None:
+        _check.float_leaves(params, "params")
+        like = jax.eval_shape(lambda: _trees.copy(params, dtype))
+        _check_same(about["params"], _leaves(like), where)
+        treedef = jax.tree.structure(params)
+    elif about["containers"] is None:
+        raise errors.DurabilityError(
+            f"{where} has parameters in containers other than dicts, lists and tuples; "
+            "give it parameters with the same containers, whose values do not matter"
+        )
+    else:
+        leaves = iter(range(len(about["params"])))
+        treedef = jax.tree.structure(_trees.rebuild(about["containers"], leaves))
+        if dtype is not None:
+            wanted = [[path, dtype.name, shape] for path, _, shape in about["params"]]
+            _check_same(about["params"], wanted, where)
+    for array in snapshot.arrays:
+        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            raise errors.DurabilityError(
+                f"{where} has {array.dtype} arrays, which need "
+                "jax.config.update('jax_enable_x64', True) here"
+            )
+    count = len(about["params"])
+    restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
+    state = jax.eval_shape(rule.center.init, restored)
+    rest = snapshot.arrays[count:]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    if shapes != [array.shape for array in rest]:
+        raise errors.RuleMismatchError(
+            f"{where} is one of another rule: its center optimizer has another state. "
+            "Give it the same optimizer, or another directory"
+        )
+    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
+    return CenterState(restored, center_state, about["version"])
+
+
+def _check_same(own: Sequence[Any], others: Sequence[Any], where: str) -> None:
+    for mine, theirs in zip(own, others, strict=False):
+        if mine != theirs:
+            raise errors.TreeMismatchError(
+                f"{where} is one of another model: it has {_show(mine)}, where the "
+                f"parameters have {_show(theirs)}"
+            )
+    if len(own) != len(others):
+        more, fewer = ("it has", "the parameters have")
+        if len(own) < len(others):
+            more, fewer = fewer, more
+        extra = max(own, others, key=len)[min(len(own), len(others))]
+        raise errors.TreeMismatchError(
+            f"{where} is one of another model: {more} {_show(extra)}, which {fewer} not"
+        )
+
+
+def _show(leaf: Sequence[Any]) -> str:
+    path, dtype, shape = leaf
+    return f"{path or 'a single leaf'} {dtype}{shape}"
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    """Path, dtype and shape of every leaf, as JSON has them."""
+    return [
+        [keystr(path), jnp.result_type(leaf).name, list(leaf.shape)]
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    ]
+
+
+def _containers(params: PyTree) -> Any:
+    """A tree without its leaves, as JSON; None if that cannot say what it is."""
+    leaves = jax.tree.leaves(params)
+    try:
+        made = _trees.structure(params)
+        again = _trees.rebuild(made, iter(range(len(leaves))))
+    except (KeyError, StopIteration, TypeError, ValueError):
+        return None
+    same = str(jax.tree.structure(again)) == str(jax.tree.structure(params))
+    return made if same else None
+
+
+def _check_directory(value: Any) -> None:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise errors.InvalidTypeError(f"directory must be a path, got {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise errors.InvalidArgumentError(
+            f"{name} must be a whole number >= 1, got {value!r}"
+        )

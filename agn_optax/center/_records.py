@@ -1,0 +1,215 @@
+"""Records on disk: numbered, and known as whole or damaged by themselves.
+
+A file is a sequence of records, each at a multiple of 4096 bytes; `Head` is what each
+begins with. JSON follows, which says what the record is about, and then arrays, each at
+a multiple of 64 bytes. A snapshot is a file of one record, a journal one of many.
+
+A record that cannot be read is either the end of the file, where a write was cut off,
+or damage to what had been on disk. Every record says up to where its file was on disk
+when it was written, so those that follow tell the one from the other.
+
+Knows numpy, and neither JAX nor what the records mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_MAGIC = b"agnoptax"
+_FORMAT = 1
+_BLOCK = 4096  # bytes; where records begin
+_ALIGNMENT = 64  # bytes; where arrays do
+_ZEROS = memoryview(bytes(_BLOCK))
+_SEARCHED = 1 << 20  # bytes that are looked at together
+
+
+class Head(NamedTuple):
+    """What a record begins with."""
+
+    magic: bytes
+    format: int
+    about: int  # bytes of JSON
+    size: int  # bytes of the record
+    number: int
+    on_disk: int  # bytes of the file that were on disk when this one was written
+    digest: bytes  # of all of the record but itself
+
+
+_HEAD = struct.Struct("<8sIIQQQ16s8x")
+
+
+class Record(NamedTuple):
+    """A record as it was read."""
+
+    number: int
+    about: dict[str, Any]
+    arrays: list[np.ndarray]
+    size: int  # bytes in its file
+    on_disk: int
+
+
+class DamagedError(Exception):
+    """A file is not what was written; says where."""
+
+
+def encode(
+    number: int, about: dict[str, Any], arrays: Sequence[np.ndarray], on_disk: int = 0
+) -> tuple[list[memoryview], int]:
+    """A record as pieces to be written one after the other, and their size.
+
+    The pieces lie in the arrays' own memory.
+    """
+    leaves = [[array.dtype.name, array.shape] for array in arrays]
+    text = json.dumps([about, leaves]).encode()
+    bulk = [_flat(array) for array in arrays]
+    pieces = [memoryview(text)]
+    end = _HEAD.size + len(text)
+    for each in bulk:
+        end = _pad(pieces, end, _ALIGNMENT)
+        pieces.append(each.data)
+        end += each.nbytes
+    end = _pad(pieces, end, _BLOCK)
+    head = Head(_MAGIC, _FORMAT, len(text), end, number, on_disk, b"")
+    head = head._replace(digest=_digest(head, text, bulk))
+    return [memoryview(_HEAD.pack(*head)), *pieces], end
+
+
+def read(file: int, position: int, end: int) -> Record | None:
+    """The record at a position of an open file; None if no whole one is there."""
+    head = _head(os.pread(file, _HEAD.size, position))
+    if head is None or not head.about < head.size <= end - position:
+        return None
+    if head.format != _FORMAT:
+        raise DamagedError(
+            f"it is of format {head.format}, and this release reads {_FORMAT}"
+        )
+    raw = np.empty(head.size - _HEAD.size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    raw = raw[begin : begin + head.size - _HEAD.size]
+    if not _fill(file, raw.data, position + _HEAD.size):
+        return None
+    text = raw[: head.about].tobytes()
+    try:
+        about, leaves = json.loads(text)
+        arrays = []
+        at = head.about
+        for name, shape in leaves:
+            dtype = np.dtype(name)  # bfloat16 too, which JAX's import has registered
+            at += -(at + _HEAD.size) % _ALIGNMENT
+            nbytes = math.prod(shape) * dtype.itemsize
+            arrays.append(raw[at : at + nbytes].view(dtype).reshape(shape))
+            at += nbytes
+    except (TypeError, ValueError):  # not JSON, or not ours
+        return None
+    expected = _digest(head, text, [_flat(array) for array in arrays])
+    if head.digest != expected:
+        return None
+    return Record(head.number, about, arrays, head.size, head.on_disk)
+
+
+def read_all(
+    file: int, number: int, cut_off: Callable[[int], None]
+) -> Iterator[Record]:
+    """The records of an open file.
+
+    Args:
+      file: the file.
+      number: of its first record.
+      cut_off: told how many bytes there are of a last write that is not whole.
+
+    Raises:
+      DamagedError: something was on disk, and is not any more.
+    """
+    end, position = os.fstat(file).st_size, 0
+    while (record := read(file, position, end)) is not None:
+        if record.number != number:
+            raise DamagedError(
+                f"record {number} is missing at byte {position}, where there is record "
+                f"{record.number}"
+            )
+        yield record
+        number += 1
+        position += record.size
+    left = 0
+    for start in range(position, end, _SEARCHED):
+        block = os.pread(file, _SEARCHED, start)
+        if block.count(0) == len(block):  # allocated, and never written
+            continue
+        left = start + len(block) - position
+        for at in range(0, len(block), _BLOCK):
+            if not block.startswith(_MAGIC, at):
+                continue
+            later = read(file, start + at, end)
+            if later is not None and later.on_disk > position:
+                raise DamagedError(
+                    f"record {number} at byte {position} is damaged, and record "
+                    f"{later.number} after it is whole"
+                )
+    if left:
+        cut_off(left)
+
+
+def write(file: int, pieces: Sequence[memoryview], position: int) -> None:
+    """Writes pieces one after the other, all of them."""
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        written = os.pwritev(file, left[: os.sysconf("SC_IOV_MAX")], position)
+        position += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def _head(raw: bytes) -> Head | None:
+    if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        return None
+    return Head(*_HEAD.unpack(raw))
+
+
+def _fill(file: int, buffer: memoryview, position: int) -> bool:
+    while len(buffer):
+        read = os.preadv(file, [buffer], position)
+        if not read:
+            return False
+        buffer, position = buffer[read:], position + read
+    return True
+
+
+def _pad(pieces: list[memoryview], end: int, multiple: int) -> int:
+    gap = -end % multiple
+    if gap:
+        pieces.append(_ZEROS[:gap])
+    return end + gap
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _digest(head: Head, text: bytes, bulk: Sequence[np.ndarray]) -> bytes:
+    """Of sums over the bulk, which are ten times as fast as CRC-32.
+
+    64-bit sums over pages and over columns of pages: changes of up to three words, lost
+    pages and pages in another order are always seen, and what is left of random damage
+    has a chance of 2**-64.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_HEAD.pack(*head._replace(digest=b"")))
+    digest.update(text)
+    for each in bulk:
+        whole = len(each) // _BLOCK * _BLOCK
+        if whole:
+            pages = each[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
+            digest.update(pages.sum(axis=1).data)
+            digest.update(pages.sum(axis=0).data)
+        digest.update(each[whole:].data)
+    return digest.digest()

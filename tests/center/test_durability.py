@@ -1,0 +1,569 @@
+"""A center outlives its process: with nothing lost, or as it was a while ago.
+
+A process that is killed leaves its files as they are, so a copy of them is what the
+next one finds.
+"""
+
+import errno
+import itertools
+import os
+import pathlib
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_identical, tree
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center import (
+    BoundedStaleness,
+    Journal,
+    LocalCenter,
+    Snapshots,
+    Synchronous,
+    _journal,
+    _records,
+)
+
+DOWNPOUR = rules.downpour()
+LIMIT = 60  # seconds that nothing here takes
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Which are quickly copied."""
+    monkeypatch.setattr(_journal, "_RESERVED", 1 << 16)
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """Copies a directory, as the end of the process would leave it."""
+    count = itertools.count()
+
+    def copy(directory):
+        return shutil.copytree(directory, tmp_path / f"copy-{next(count)}")
+
+    return copy
+
+
+def files(directory):
+    return {each.name: each.read_bytes() for each in pathlib.Path(directory).iterdir()}
+
+
+def send(center, value=1.0, worker="w", anchor_version=0):
+    message = jax.tree.map(lambda x: jnp.full_like(x, value), center.pull().params)
+    return center.exchange(message, anchor_version=anchor_version, worker=worker)
+
+
+def kept(durability, rule=DOWNPOUR, **settings):
+    return LocalCenter(rule, durability=durability, **settings)
+
+
+def found(durability):
+    """What a new process would find."""
+    center = kept(durability)
+    saved = center.save()
+    center.close()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in RULES), ("agn", "bfloat16")]
+)
+def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
+    rule = RULES[name]()
+    center = LocalCenter(rule, tree(dtype), durability=Journal(tmp_path / "a"))
+    for i in range(6):
+        message = tree("bfloat16" if i == 3 else dtype, seed=i)
+        center.exchange(message, anchor_version=max(0, i - 2), worker=f"w{i % 3}")
+    again = kept(Journal(killed(tmp_path / "a")), rule)
+    assert again.life == center.life
+    assert_identical(again.save(), center.save())
+    assert again._ledger.memory() == center._ledger.memory()
+    for each in (again, center):
+        send(each, 0.3, "w1", 6)
+    assert_identical(again.save(), center.save())
+    again.close()
+    center.close()
+
+
+@pytest.mark.parametrize("late", ["next", "weighted"])
+def test_rounds_are_replayed(late, tmp_path, killed):
+    """Several messages at once, with their weights."""
+    mode = Synchronous(quorum=2, grace=0.0, late=late)
+    settings = {"mode": mode, "rule": rules.average()}
+    center = kept(Journal(tmp_path / "a"), **settings, params=jnp.ones(3))
+    for worker in "abc":
+        center.enter(worker, "life")
+    for sequence in (1, 2, 3):
+        for i, worker in enumerate("abc"):
+            center.submit(
+                jnp.full(3, 0.3 * i + sequence),
+                anchor_version=0,
+                worker=worker,
+                incarnation="life",
+                sequence=sequence,
+            )
+    assert center.collect("a", "life", 3, timeout=LIMIT) is not None
+    center.exit("b", "life")
+    center._keeper.close()  # waits for the journal
+    again = kept(Journal(killed(tmp_path / "a")), **settings)
+    assert_identical(again.save(), center.save())
+    assert again._ledger.memory() == center._ledger.memory()
+    assert set(again.members()[1]) == {"a", "c"}
+    again.close()
+
+
+def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    life = {"worker": "w", "incarnation": "life"}
+    center.enter(*life.values())
+    exchange = {"anchor_version": 0, "sequence": 1, **life}
+    center.submit(jnp.ones(2), **exchange)
+    answer = center.collect(*life.values(), 1, timeout=LIMIT)
+    center.wait_until_kept(answer)
+    again = kept(Journal(killed(tmp_path / "a")))
+    again.enter(*life.values())
+    again.submit(jnp.ones(2), **exchange)
+    answer = again.collect(*life.values(), 1, timeout=LIMIT)
+    assert answer.applied
+    np.testing.assert_array_equal(answer.version.params, -1)
+    assert again.version == 1
+    again.close()
+    center.close()
+
+
+def test_a_dropped_message_stays_dropped(tmp_path, killed):
+    mode = BoundedStaleness(versions=0)
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), mode=mode)
+    center.join("slow")
+    send(center)
+    assert not send(center, worker="slow").applied
+    again = kept(Journal(killed(tmp_path / "a")), mode=mode)
+    member = again.members()[1]["slow"]
+    assert (member.sequence, member.dropped, member.applied) == (1, 1, False)
+    again.close()
+    center.close()
+
+
+def test_who_was_replaced_or_left_is_known(tmp_path, killed):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT, barrier=2)
+    center.enter("w", "old")
+    center.enter("v", "life")
+    assert center.wait_for_barrier(0.0)
+    center.enter("w", "new", replace=True)
+    center.exit("v", "life")
+    center._keeper.close()
+    for directory in (killed(tmp_path / "a"), tmp_path / "a"):
+        again = kept(Journal(directory), lease=LIMIT, barrier=2)
+        assert set(again.members()[1]) == {"w"}
+        assert not again.members()[1]["w"].connected
+        with pytest.raises(errors.WorkerStateError, match="replaced"):
+            again.enter("w", "old")
+        assert again.wait_for_barrier(0.0)
+        again.close()
+
+
+def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
+    send(center)
+    before = center.save()
+    size = center._keeper._journal._end
+    send(center)
+    copy = killed(tmp_path / "a")
+    os.truncate(copy / "journal-000000000000", size + 5000)
+    again = kept(Journal(copy))
+    assert_identical(again.save(), before)
+    assert "a write that was cut off" in caplog.text
+    assert send(again, anchor_version=1).version == 2
+    assert_identical(found(Journal(killed(copy))), center.save())
+    again.close()
+    center.close()
+
+
+def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    for _ in range(3):
+        send(center)
+    copy = killed(tmp_path / "a")
+    center.close()
+    for name, position, message in (
+        ("journal-000000000000", 4096 + 70, "record 1 at byte 4096 is damaged"),
+        ("snapshot-000000000000", 70, "snapshot-000000000000: it is damaged"),
+    ):
+        broken = killed(copy)
+        with (broken / name).open("r+b") as file:
+            file.seek(position)
+            file.write(b"\xff")
+        before = files(broken)
+        with pytest.raises(errors.DurabilityError, match=message):
+            kept(Journal(broken))
+        assert files(broken) == before
+    (copy / "snapshot-000000000000").unlink()
+    with pytest.raises(errors.DurabilityError, match="has no snapshot to begin with"):
+        kept(Journal(copy))
+
+
+def test_a_missing_journal_is_named(tmp_path, killed):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    send(center)
+    copy = killed(tmp_path / "a")
+    center.close()
+    (copy / "journal-000000000000").rename(copy / "journal-000000000001")
+    with pytest.raises(errors.DurabilityError, match="record 0 is missing before it"):
+        kept(Journal(copy))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"rule": rules.average()}, errors.RuleMismatchError, "its name is 'agn'"),
+        (
+            {"rule": rules.agn(optax.adam(0.2))},
+            errors.RuleMismatchError,
+            "its center optimizer makes",
+        ),
+        (
+            {"params": {"w": jnp.ones(3)}},
+            errors.TreeMismatchError,
+            r"it has \['w'\] float32\[2\], where the parameters have .*float32\[3\]",
+        ),
+        (
+            {"params": {"w": jnp.ones(2), "x": jnp.ones(2)}},
+            errors.TreeMismatchError,
+            r"the parameters have \['x'\] float32\[2\], which it has not",
+        ),
+        (
+            {"params": {"w": jnp.ones(2, "bfloat16")}},
+            errors.TreeMismatchError,
+            r"it has \['w'\] float32\[2\], where .*bfloat16\[2\]",
+        ),
+        ({"dtype": "bfloat16"}, errors.TreeMismatchError, r"where .*bfloat16\[2\]"),
+    ],
+)
+def test_a_center_of_something_else_is_refused(
+    settings, error, message, tmp_path, killed
+):
+    rule = rules.agn(optax.adam(0.1))
+    center = kept(Journal(tmp_path / "a"), rule, params={"w": jnp.zeros(2)})
+    send(center)
+    copy = killed(tmp_path / "a")
+    before = files(copy)
+    with pytest.raises(error, match=message):
+        LocalCenter(**{"rule": rule, "durability": Journal(copy), **settings})
+    assert files(copy) == before
+    again = LocalCenter(rule, {"w": jnp.ones(2)}, durability=Journal(copy))
+    assert_identical(again.save(), center.save())  # what is there wins
+    again.close()
+    center.close()
+
+
+@pytest.mark.parametrize("kind", [Journal, Snapshots])
+def test_a_directory_has_one_center_at_a_time(kind, tmp_path):
+    center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
+    with pytest.raises(errors.DurabilityError, match="another process keeps its"):
+        kept(kind(tmp_path / "a"))
+    center.close()
+    center.close()
+    with pytest.raises(errors.TreeMismatchError):
+        kept(kind(tmp_path / "a"), params=jnp.zeros(3))
+    kept(kind(tmp_path / "a")).close()  # which that has not kept
+    saved = center.save()
+    with pytest.raises(errors.AlreadyInitializedError, match="there is a center in"):
+        LocalCenter.restore(DOWNPOUR, saved, durability=kind(tmp_path / "a"))
+    restored = LocalCenter.restore(DOWNPOUR, saved, durability=kind(tmp_path / "b"))
+    send(restored)
+    restored.close()
+    assert found(kind(tmp_path / "b")).version == 1
+
+
+def test_the_directory_must_be_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.DurabilityError, match="cannot keep a center in"):
+        kept(Journal(tmp_path / "file"))
+
+
+def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
+    every = Snapshots(tmp_path / "a", seconds=None, exchanges=2)
+    center = kept(every, params=jnp.zeros(2))
+    for _ in range(3):
+        send(center)
+    wait_for(center, lambda: center._keeper._saved[0] >= 2)
+    saved = center._keeper._saved[0]
+    copy = killed(tmp_path / "a")
+    again = kept(Snapshots(copy))
+    assert 2 <= again.version <= saved
+    np.testing.assert_array_equal(again.pull().params, -again.version)
+    assert again.life != center.life
+    assert not again.members()[1]
+    # Once it has been closed, everything is there, and it is the same center.
+    again.close()
+    for kind in (Snapshots, Journal, Snapshots):
+        third = kept(kind(copy))
+        assert third.life == again.life
+        third.close()
+    center.close()
+    again = kept(every)
+    assert (again.version, again.life) == (3, center.life)
+    assert set(again.members()[1]) == {"w"}
+    again.close()
+
+
+def wait_for(center, condition):
+    """On what another thread of the center does, which need not say so."""
+    for _ in range(int(LIMIT / 0.01)):
+        if center.wait_for(condition, 0.01):
+            return
+    pytest.fail("it does not come")
+
+
+def test_snapshots_by_time(tmp_path, killed):
+    center = kept(Snapshots(tmp_path / "a", seconds=0.05), params=jnp.zeros(2))
+    send(center)
+    wait_for(center, lambda: center._keeper._saved[0] == 1)
+    send(center)
+    wait_for(center, lambda: center._keeper._saved[0] == 2)
+    wait_for(center, lambda: found(Snapshots(killed(tmp_path / "a"))).version == 2)
+    center.close()
+
+
+def test_the_last_snapshots_stay(tmp_path):
+    every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
+    center = kept(every, params=jnp.zeros(2))
+    for number in range(1, 7):
+        send(center)
+        wait_for(center, lambda n=number: center._keeper._saved[0] == n)
+    center.close()
+    names = sorted(files(tmp_path / "a"))
+    assert names == ["lock", *(f"snapshot-{n:012}" for n in (4, 5, 6))]
+
+
+def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
+    params = jnp.zeros(1000)
+    center = kept(Journal(tmp_path / "a", size=3 * params.nbytes), params=params)
+    for number in range(1, 11):
+        send(center)
+        if number % 3 == 0:
+            wait_for(center, lambda n=number: center._keeper._saved[0] == n)
+    again = kept(Journal(killed(tmp_path / "a")))
+    assert_identical(again.save(), center.save())
+    names = {f"{kind}-{9:012}" for kind in ("snapshot", "journal")}
+    wait_for(center, lambda: set(files(tmp_path / "a")) == {"lock", *names})
+    again.close()
+    center.close()
+
+
+def test_without_room_for_a_snapshot_the_journal_goes_on(
+    tmp_path, killed, monkeypatch, caplog
+):
+    params = jnp.zeros(1000)
+    center = kept(Journal(tmp_path / "a", size=2 * params.nbytes), params=params)
+    tried = threading.Semaphore(0)
+
+    def full(*args):
+        tried.release()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(center._keeper._directory, "save", full)
+    for number in range(1, 6):
+        send(center)
+        if number % 2 == 0:
+            assert tried.acquire(timeout=LIMIT)
+    copy = killed(tmp_path / "a")
+    assert sum(name.startswith("journal") for name in files(copy)) == 3
+    again = kept(Journal(copy))
+    assert_identical(again.save(), center.save())
+    assert "no snapshot could be written" in caplog.text
+    damaged = killed(tmp_path / "a")
+    os.truncate(damaged / f"journal-{2:012}", 5000)
+    with pytest.raises(errors.DurabilityError, match="its end is damaged"):
+        kept(Journal(damaged))
+    again.close()
+    center.close()
+    assert "No space left" in center.failure  # in everything but the last snapshot
+    assert_identical(found(Journal(killed(tmp_path / "a"))), center.save())
+
+
+class Disk:
+    """Syncs that wait, fail, and are counted."""
+
+    def __init__(self, monkeypatch):
+        self.syncs = 0
+        self.ready = threading.Event()
+        self.ready.set()
+        self.error = None
+        self._sync = _journal._sync
+        monkeypatch.setattr(_journal, "_sync", self)
+
+    def __call__(self, file):
+        self.syncs += 1
+        assert self.ready.wait(LIMIT)
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        self._sync(file)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def test_nobody_is_answered_before_the_disk_has_it(tmp_path, disk):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    disk.ready.clear()
+    workers = [
+        threading.Thread(target=send, args=(center, 1.0, f"w{i}")) for i in range(5)
+    ]
+    workers[0].start()
+    wait_for(center, lambda: disk.syncs == 1)
+    for each in workers[1:]:
+        each.start()
+    wait_for(center, lambda: center.version == 5)
+    assert all(each.is_alive() for each in workers)
+    read = threading.Thread(target=lambda: center.reading(kept=True).__enter__())
+    read.start()
+    read.join(0.05)
+    assert read.is_alive()
+    disk.ready.set()
+    for each in (*workers, read):
+        each.join(LIMIT)
+        assert not each.is_alive()
+    assert disk.syncs == 2  # one for the first, and one for all that came meanwhile
+    center.close()
+
+
+def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT)
+    send(center)
+    disk.error = errno.ENOSPC
+    message = jnp.ones(2)
+    for _ in range(2):
+        with pytest.raises(errors.CenterClosedError, match="No space left on device"):
+            center.exchange(message, anchor_version=1, worker="w")
+    assert center.version == 2  # in memory, which nobody is told
+    with (
+        pytest.raises(errors.CenterClosedError, match="No space left"),
+        center.reading(kept=True),
+    ):
+        pytest.fail("it is not kept")
+    with pytest.raises(errors.CenterClosedError):
+        send(center, worker="other")
+    center.wait_until_closed()
+    center.close()
+    disk.error = None
+    # It may have reached the disk, as the write went well; then it is not torn.
+    copy = killed(tmp_path / "a")
+    os.truncate(copy / "journal-000000000000", 4096)
+    again = kept(Journal(copy))
+    assert again.version == 1
+    assert send(again, anchor_version=1).version == 2
+    again.close()
+
+
+def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch):
+    center = kept(Journal(tmp_path / "a"))
+    write = _records.write
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_records, "write", full)
+    with pytest.raises(errors.DurabilityError, match="No space left on device"):
+        center.initialize(jnp.zeros(2), worker="chief")
+    assert not center.is_initialized
+    assert set(files(tmp_path / "a")) == {"lock"}
+    monkeypatch.setattr(_records, "write", write)
+    center.initialize(jnp.zeros(2), worker="other")
+    center.close()
+    again = kept(Journal(tmp_path / "a"))
+    again.initialize(jnp.ones(2), worker="other")
+    np.testing.assert_array_equal(again.pull().params, 0)
+    with pytest.raises(errors.AlreadyInitializedError, match="worker 'other' has"):
+        again.initialize(jnp.ones(2), worker="chief")
+    again.close()
+
+
+def test_nobody_sees_the_directory_of_a_center_without_parameters(tmp_path):
+    kept(Journal(tmp_path / "a")).close()
+    assert set(files(tmp_path / "a")) == {"lock"}
+    center = kept(Journal(tmp_path / "a"))
+    assert not center.is_initialized
+    center.close()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"a": [jnp.ones(2), (jnp.ones(3), None)], "b": {}},
+        {0: jnp.ones(2), 1: {"x": jnp.ones(1)}},
+        jnp.ones(2),
+    ],
+)
+def test_containers_are_what_they_were(params, tmp_path):
+    center = kept(Journal(tmp_path / "a"), params=params)
+    center.close()
+    again = kept(Journal(tmp_path / "a"))
+    assert_identical(again.pull().params, params)
+    again.close()
+
+
+def test_other_containers_must_be_given_again(tmp_path):
+    params = optax.TraceState({"w": jnp.ones(2)})  # some named tuple
+    kept(Journal(tmp_path / "a"), params=params).close()
+    with pytest.raises(errors.DurabilityError, match="containers other than dicts"):
+        kept(Journal(tmp_path / "a"))
+    again = kept(Journal(tmp_path / "a"), params=jax.tree.map(jnp.zeros_like, params))
+    assert_identical(again.pull().params, params)
+    again.close()
+
+
+def test_worker_and_center_go_on_where_they_were(tmp_path, killed):
+    """As if both had been in processes that were killed."""
+    rule = rules.agn(optax.adam(0.1))
+
+    def train(center, worker, loop, steps):
+        for _ in range(steps):
+            params, state = loop
+            updates, state = worker.tx.update(params, state, params)
+            loop = worker.exchange(optax.apply_updates(params, updates), state)
+        return loop
+
+    def new(center):
+        return agn_optax.Worker(center, optax.adam(0.1), period=2, name="w")
+
+    center = kept(Journal(tmp_path / "a"), rule, params=jnp.ones(3))
+    worker = new(center)
+    loop = train(center, worker, worker.start(), 5)
+    saved = worker.save(*loop)
+    again = kept(Journal(killed(tmp_path / "a")), rule)
+    other = new(again)
+    assert_identical(
+        train(again, other, other.restore(saved), 5)[0],
+        train(center, worker, loop, 5)[0],
+    )
+    assert_identical(again.save(), center.save())
+    again.close()
+    center.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Journal(""), "directory must be a path, got ''"),
+        (lambda: Journal(None), "directory must be a path, got None"),
+        (lambda: Journal("d", size=0), "size must be a whole number >= 1, got 0"),
+        (lambda: Snapshots("d", seconds=None), "needs seconds=, exchanges= or both"),
+        (lambda: Snapshots("d", seconds=0), "seconds must be a positive number"),
+        (lambda: Snapshots("d", exchanges=1.5), "exchanges must be a whole number"),
+        (lambda: Snapshots("d", keep=0), "keep must be a whole number >= 1, got 0"),
+        (lambda: kept("always"), r"Snapshots\(...\), Journal\(...\) or None, got 'alw"),
+    ],
+)
+def test_bad_settings_are_refused(make, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        make()

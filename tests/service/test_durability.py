@@ -1,0 +1,244 @@
+"""Servers that are killed: what was answered is in the center, and nothing twice."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import threading
+import time
+
+import numpy as np
+import optax
+import pytest
+import talking
+from commands import python
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import Journal, Snapshots, _journal
+
+PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
+RULE = rules.downpour()
+WORKERS, PROCESSES = 6, 2
+LIMIT = 60  # seconds that nothing here takes
+
+
+class Served:
+    """``agn-optax serve`` as a process, again and again at one address."""
+
+    def __init__(self, address, *options):
+        self._options = ["--json", "--rule=downpour", f"--address={address}", *options]
+        self.start()
+
+    def start(self):
+        arguments, environment = python("-m", "agn_optax.cli", "serve", *self._options)
+        self._process = subprocess.Popen(  # noqa: S603 our own program
+            arguments, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        line = self._process.stdout.readline()
+        assert json.loads(line)["event"] == "serving"
+
+    def end(self, signum):
+        """Returns when nothing of it is left."""
+        self._process.send_signal(signum)
+        code = self._process.wait(LIMIT)
+        self._process.stdout.close()
+        return code
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.01)
+
+
+def test_killed_in_the_middle_of_everything(tmp_path):
+    """By SIGKILL, then by SIGTERM; workers in other processes just go on."""
+    address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"
+    with contextlib.ExitStack() as stack:
+        workers = stack.enter_context(talking.processes(PROGRAM, PROCESSES))
+        # So small that there are snapshots in the middle as well.
+        served = Served(address, f"--journal={directory}", "--journal-size=1000")
+        stack.callback(lambda: served.end(signal.SIGKILL))
+        center = stack.enter_context(service.connect(address, RULE, timeout=LIMIT))
+        start = np.zeros(WORKERS, np.float32)
+        center.initialize(start, worker="chief")
+        elements = np.arange(WORKERS).reshape(PROCESSES, -1).tolist()
+        for process, own in zip(workers, elements, strict=True):
+            process.ask(
+                do="start",
+                address=address,
+                names=[f"w{element}" for element in own],
+                elements=own,
+            )
+        for signum in (signal.SIGKILL, signal.SIGTERM):
+            before = center.pull().version
+            wait_until(lambda n=before: center.pull().version >= n + 5 * WORKERS)
+            seen = center.pull()
+            code = served.end(signum)
+            assert code == (0 if signum == signal.SIGTERM else -signum)
+            if signum == signal.SIGTERM:  # nothing is left to be replayed
+                names = {each.name.split("-")[0] for each in directory.iterdir()}
+                assert "snapshot" in names
+                kept = shutil.copytree(directory, tmp_path / "copy")
+                for each in kept.glob("journal-*"):
+                    each.unlink()
+                whole = agn_optax.LocalCenter(RULE, durability=Journal(kept))
+                assert whole.version >= seen.version
+                whole.close()
+            served.start()
+            again = center.pull()
+            assert again.version >= seen.version
+            assert np.all(np.asarray(again.params) <= np.asarray(seen.params))
+        said = [process.ask(do="stop") for process in workers]
+        assert not any(each["failures"] for each in said)
+        made = {name: n for each in said for name, n in each["steps"].items()}
+        end = center.pull()
+        expected = [made[f"w{element}"] for element in range(WORKERS)]
+        np.testing.assert_array_equal(-np.asarray(end.params), expected)
+
+
+@pytest.fixture
+def killed(tmp_path):
+    """Serves at an address, and then again, as after a SIGKILL of the first server.
+
+    The first one goes on for as long as it takes to copy its files, which are what its
+    death would have left, and is then out of the way.
+    """
+    address = f"unix:{tmp_path}/center"
+
+    @contextlib.contextmanager
+    def serve(kind):
+        servers = [
+            service.serve(
+                RULE,
+                np.zeros(2, np.float32),
+                address=address,
+                durability=kind(tmp_path / "a"),
+            )
+        ]
+
+        def kill():
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
+            servers.pop().stop()
+            again = service.serve(
+                RULE, address=address, durability=kind(tmp_path / "b")
+            )
+            servers.append(again)
+            return again
+
+        try:
+            with service.connect(address, RULE, timeout=LIMIT) as center:
+                yield center, kill
+        finally:
+            for server in servers:
+                server.stop()
+
+    return serve
+
+
+def test_with_a_journal_a_worker_does_not_notice(killed):
+    with killed(Journal) as (center, kill):
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
+        params, state = worker.start()
+        params, state = worker.exchange(params - 1, state)
+        server = kill()
+        assert server.center.version == 1
+        params, state = worker.exchange(params - 1, state)
+        np.testing.assert_array_equal(params, -2)
+        assert server.center.members()[1]["w"].exchanges == 2
+
+
+def test_a_shard_that_is_killed_goes_on(killed):
+    with killed(Journal) as (one, kill), service.serve(RULE) as other:
+        servers = [one.address, other.address]
+        with service.connect(servers, RULE, timeout=LIMIT) as center:
+            # The first has its part already: two rows of four.
+            other.center.initialize(np.zeros(2, np.float32), worker="")
+            center.join("w")
+            for version in (1, 2):
+                answer = center.exchange(
+                    np.ones(4, np.float32),
+                    anchor_version=(version - 1, version - 1),
+                    worker="w",
+                )
+                assert answer.version == (version, version)
+                np.testing.assert_array_equal(answer.params, -version)
+                if version == 1:
+                    server = kill()
+            assert server.center.version == other.center.version == 2
+
+
+def test_with_snapshots_a_worker_is_told(killed):
+    with killed(Snapshots) as (center, kill):
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
+        params, state = worker.start()
+        params, state = worker.exchange(params - 1, state)
+        server = kill()
+        assert server.center.version == 0
+        with pytest.raises(errors.WorkerStateError, match="not the one that worker"):
+            worker.exchange(params - 1, state)
+        params, state = worker.start()
+        params, state = worker.exchange(params - 1, state)
+        np.testing.assert_array_equal(params, -1)
+
+
+def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
+    """Neither an answer nor a pull."""
+    sync, may, asked = _journal._sync, threading.Event(), threading.Event()
+
+    def slow(file):
+        asked.set()
+        assert may.wait(LIMIT)
+        sync(file)
+
+    with (
+        service.serve(
+            RULE, np.zeros(2, np.float32), durability=Journal(tmp_path / "a")
+        ) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        center.join("w")
+        monkeypatch.setattr(_journal, "_sync", slow)
+        said = {}
+
+        def exchange():
+            message = np.ones(2, np.float32)
+            answer = center.exchange(message, anchor_version=0, worker="w")
+            said["answer"] = answer.version
+
+        def pull():
+            said["pull"] = center.pull().version
+
+        exchanging = threading.Thread(target=exchange)
+        exchanging.start()
+        assert asked.wait(LIMIT)
+        assert server.center.wait_for(lambda: server.center.version == 1, LIMIT)
+        pulling = threading.Thread(target=pull)
+        pulling.start()
+        pulling.join(0.2)
+        assert not said
+        may.set()
+        exchanging.join(LIMIT)
+        pulling.join(LIMIT)
+        assert said == {"answer": 1, "pull": 1}
+
+
+def test_a_failed_server_lets_its_directory_go(tmp_path):
+    kept = Journal(tmp_path / "a")
+    with (
+        service.serve(RULE) as other,
+        pytest.raises(errors.InvalidArgumentError, match="cannot listen"),
+    ):
+        service.serve(RULE, address=other.address, durability=kept)
+    service.serve(RULE, durability=kept).stop()
+
+
+def test_a_center_with_a_parent_is_not_kept(tmp_path):
+    parent = agn_optax.LocalCenter(RULE)
+    with pytest.raises(errors.InvalidArgumentError, match="with a parent cannot"):
+        service.serve(RULE, parent=parent, durability=Journal(tmp_path / "a"))
+    assert not list(tmp_path.iterdir())
