@@ -193,7 +193,13 @@ class Keeper:
         )
 
     def restore(
-        self, rule: Rule, ledger: Ledger, params: PyTree, dtype: Any, device: Any
+        self,
+        rule: Rule,
+        ledger: Ledger,
+        params: PyTree,
+        dtype: Any,
+        device: Any,
+        packs: bool,
     ) -> Store | None:
         """The center that is in the directory; None if there is none. Changes nothing.
 
@@ -203,6 +209,7 @@ class Keeper:
           params: for their containers and their model, which must be the same.
           dtype: of the center, which must be the same; None for any.
           device: where the center is to live; None for the default one.
+          packs: whether the store may keep the parameters packed.
 
         Raises:
           RuleMismatchError: it is a center of another rule.
@@ -219,7 +226,7 @@ class Keeper:
                 "and settings, or another directory"
             )
         state = _state(snapshot, rule, params, dtype, where)
-        store = Store.restore(rule, jax.device_put(state, device))
+        store = Store.restore(rule, jax.device_put(state, device), packs=packs)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -400,7 +407,7 @@ def _repeat(record: Record, store: Store) -> None:
     weights = record.about["weights"]
     if not weights:
         return
-    leaves, treedef = jax.tree.flatten(store.current.params)
+    leaves, treedef = jax.tree.flatten(store.like)
     each = len(leaves)
     contributions = [
         jax.tree.unflatten(treedef, record.arrays[i * each : (i + 1) * each])

@@ -63,6 +63,9 @@ class LocalCenter:
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process. What is found there goes on, and ``params`` are
         the first ones only where nothing is. None keeps the center in memory.
+      packs: keeps the parameters in two arrays, where the rule does the same to all
+        elements, so that an exchange over a wire costs nothing per leaf; `pull` then
+        takes them apart. Their numbers are the same.
 
     Attributes:
       life: of this center; a center that goes on where an earlier process left it, with
@@ -103,11 +106,13 @@ class LocalCenter:
         lease: float = 10.0,
         refuse_nonfinite: bool = False,
         durability: Durability | None = None,
+        packs: bool = False,
     ) -> None:
         check_rule(rule)
         self.rule = rule
         self._dtype = _check.float_dtype(dtype, "dtype")
         self._device = device
+        self._packs = packs
         self._refuse_nonfinite = refuse_nonfinite
         self._changed = threading.Condition()
         self._store: Store | None = None
@@ -169,7 +174,8 @@ class LocalCenter:
             )
         try:
             with center._changed:
-                center._begin(Store.restore(rule, saved))
+                store = Store.restore(rule, saved, packs=center._packs)
+                center._begin(store)
         except BaseException:
             center.close("it could not be restored")
             raise
@@ -196,6 +202,16 @@ class LocalCenter:
         return self._ledger.barrier
 
     @property
+    def like(self) -> PyTree:
+        """The tree of parameters, abstract."""
+        return self._initialized().like
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether versions and contributions are kept packed."""
+        return self._initialized().packing is not None
+
+    @property
     def is_initialized(self) -> bool:
         """Whether the center has parameters."""
         return self._store is not None
@@ -219,7 +235,14 @@ class LocalCenter:
             self._chief = worker
             if self._store is None:
                 try:
-                    self._begin(Store(self.rule, params, self._dtype, self._device))
+                    store = Store(
+                        self.rule,
+                        params,
+                        self._dtype,
+                        self._device,
+                        packs=self._packs,
+                    )
+                    self._begin(store)
                 except BaseException:
                     self._chief = first
                     raise
@@ -244,7 +267,7 @@ class LocalCenter:
         with self._changed:
             version = self._initialized().current
             version.escaped = True
-            return Snapshot(version.params, version.number)
+            return Snapshot(self._initialized().tree(version), version.number)
 
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
@@ -309,7 +332,13 @@ class LocalCenter:
                 raise
             answer.version.escaped = True
             self._forget(worker)
-            return snapshot_of(answer)
+            return Snapshot(
+                self._initialized().tree(answer.version),
+                answer.version.number,
+                answer.staleness,
+                answer.norm,
+                answer.applied,
+            )
 
     # For a site of a tree of centers: see `Uplink`.
 
@@ -355,7 +384,7 @@ class LocalCenter:
         with self._changed:
             self._check_open()
             if params is not None and self._store is not None:
-                _check.same_tree(params, self._store.current.params, "params", "center")
+                _check.same_tree(params, self._store.like, "params", "center")
             self._ledger.join(worker, incarnation, time.monotonic(), replace=replace)
             self._remember(worker)
             self._settle()
@@ -383,7 +412,6 @@ class LocalCenter:
         self,
         contribution: PyTree,
         *,
-        flat: np.ndarray | None = None,
         anchor_version: int,
         worker: str,
         incarnation: str,
@@ -391,10 +419,9 @@ class LocalCenter:
     ) -> None:
         """Hands in an exchange; `collect` has its answer. Repeated, it does nothing.
 
-        ``flat`` has the elements of a contribution that is known to belong to this
-        center in one array, and saves looking at each of its leaves.
+        A contribution may be packed as the center is.
         """
-        contribution, norm = self._examine(contribution, flat)
+        contribution, norm = self._examine(contribution, may_be_packed=True)
         with self._changed:
             self._submit(
                 contribution, norm, anchor_version, worker, incarnation, sequence
@@ -414,6 +441,10 @@ class LocalCenter:
         """
         with self._changed:
             return self._collect(worker, incarnation, sequence, timeout)
+
+    def tree(self, version: Version) -> PyTree:
+        """The parameters of a version that somebody reads."""
+        return self._initialized().tree(version)
 
     def wait_until_moved(self) -> None:
         """Until the device has made the current version, and read all messages."""
@@ -487,16 +518,17 @@ class LocalCenter:
                 version.readers -= 1
 
     def _examine(
-        self, contribution: PyTree, flat: np.ndarray | None = None
+        self, contribution: PyTree, *, may_be_packed: bool = False
     ) -> tuple[PyTree, jax.Array]:
         """A contribution where the center is, and the norm of its message."""
         with self._changed:
             store = self._initialized()
-            if flat is None:
+            packing = store.packing if may_be_packed else None
+            if packing is None or not packing.is_packed(contribution):
                 store.check(contribution)
             contribution = store.place(contribution)
         with self.reading() as version:
-            norm = store.norm(contribution, version.params, flat)
+            norm = store.norm(contribution, version.params)
             if self._refuse_nonfinite and not math.isfinite(norm):
                 raise errors.MessageRefusedError(
                     f"the message is not finite (its norm is {float(norm)}); the "
@@ -590,21 +622,23 @@ class LocalCenter:
         waiting = [self._contributions.pop(entry.worker) for entry in batch.entries]
         adopted = store.current
         exchange: tuple[Any, ...] = ()
+        seen: list[PyTree] = []
         if batch.applies:
             # The center optimizer gets the staleness of a single message; those of a
             # round are weighed one by one.
             staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
             contributions = [contribution for contribution, _ in waiting]
-            exchange = (contributions, batch.weights, staleness)
-            before, after = store.apply(*exchange)
+            before, after = store.apply(contributions, batch.weights, staleness)
+            if self._observers or self._keeper is not None:
+                seen = [store.unplace(each) for each in contributions]
+                exchange = (seen, batch.weights, staleness)
             adopted = before if self.rule.adopts == "before" else after
         self._ledger.settle(batch)
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
-        if batch.applies:
-            for observer in self._observers:
-                for contribution, _ in waiting:
-                    observer(contribution)
+        for observer in self._observers:
+            for contribution in seen:
+                observer(contribution)
         for entry, staleness, (_, norm) in zip(
             batch.entries, batch.staleness, waiting, strict=True
         ):
@@ -637,7 +671,7 @@ class LocalCenter:
         if self._keeper is None:
             return
         store = self._keeper.restore(
-            self.rule, self._ledger, params, self._dtype, self._device
+            self.rule, self._ledger, params, self._dtype, self._device, self._packs
         )
         if store is not None:
             self.life, self._chief = self._keeper.life, self._keeper.chief
@@ -687,11 +721,3 @@ class LocalCenter:
                 "start(params, chief=True), or give the center its parameters"
             )
         return self._store
-
-
-def snapshot_of(answer: Answer) -> Snapshot:
-    """What a worker gets to see of an answer."""
-    version = answer.version
-    return Snapshot(
-        version.params, version.number, answer.staleness, answer.norm, answer.applied
-    )

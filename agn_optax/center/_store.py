@@ -18,6 +18,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
+from agn_optax.center._packing import packing_of
 from agn_optax.rules import Rule, _check, _exchange, _trees
 
 PyTree = Any
@@ -35,7 +36,7 @@ class CenterState(NamedTuple):
 class Version:
     """One version of the center, and whether somebody may still look at it."""
 
-    params: PyTree
+    params: PyTree  # as the store keeps them: `Store.tree` makes what they stand for
     number: int
     readers: int = 0  # who say when they have finished
     escaped: bool = False  # given to somebody who need not say
@@ -49,17 +50,31 @@ class Store:
       params: of the first version; copied.
       dtype: floating dtype of the center; None keeps that of ``params``.
       device: where the center lives; None leaves it where ``params`` are.
+      packs: keeps the parameters packed, where the rule does the same to all elements.
+
+    Attributes:
+      current: the newest version.
+      packing: how the parameters are packed; None if they are not.
+      like: the tree of parameters, abstract.
     """
 
-    def __init__(self, rule: Rule, params: PyTree, dtype: Any, device: Any) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        params: PyTree,
+        dtype: Any,
+        device: Any,
+        *,
+        packs: bool = False,
+    ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
-        copy = _trees.copy(params, dtype)
+        kept = self._keep(rule, _trees.copy(params, dtype), packs)
         # Of a copy: some optimizers keep the parameters that they are shown.
-        self._set(rule, CenterState(copy, rule.center.init(_trees.copy(copy)), 0))
+        self._set(rule, CenterState(kept, rule.center.init(_trees.copy(kept)), 0))
 
     @classmethod
-    def restore(cls, rule: Rule, saved: CenterState) -> Store:
+    def restore(cls, rule: Rule, saved: CenterState, *, packs: bool = False) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         _check.float_leaves(saved.params, "saved.params")
         params, center_state = _trees.copy((saved.params, saved.center_state))
@@ -73,51 +88,73 @@ class Store:
                 f"saved.version must not be negative, got {version}"
             )
         store = cls.__new__(cls)
-        store._set(rule, CenterState(params, center_state, version))
+        kept = store._keep(rule, params, packs)
+        if store.packing is not None:
+            center_state = jax.tree.map(
+                jnp.asarray, store.packing.pack_state(rule, center_state)
+            )
+        store._set(rule, CenterState(kept, center_state, version))
         return store
+
+    def _keep(self, rule: Rule, params: PyTree, packs: bool) -> PyTree:
+        """Parameters as this store keeps them."""
+        self.like = jax.eval_shape(lambda: params)
+        # In the memory of the CPU that programs use when they are not told otherwise.
+        self._on_host = jax.default_backend() == "cpu" and all(
+            leaf.sharding == SingleDeviceSharding(jax.local_devices()[0])
+            for leaf in jax.tree.leaves(params)
+        )
+        packs = packs and self._on_host
+        self.packing = packing_of(rule, params) if packs else None
+        if self.packing is None:
+            return params
+        return jax.tree.map(jnp.array, self.packing.pack(params))
 
     def _set(self, rule: Rule, state: CenterState) -> None:
         self.current = Version(state.params, state.version)
         self._center_state = state.center_state
         self._rule = rule
         self._programs = _programs(rule)
-        # In the memory of the CPU that programs use when they are not told otherwise.
-        self._on_host = (
-            all(
-                leaf.sharding
-                == SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-                for leaf in jax.tree.leaves(state.params)
-            )
-            and jax.default_backend() == "cpu"
-        )
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
-        params, center_state = _trees.copy((self.current.params, self._center_state))
+        params, center_state = self.current.params, self._center_state
+        if self.packing is not None:
+            params = self.packing.unpack(params)
+            center_state = self.packing.unpack_state(self._rule, center_state)
+        params, center_state = _trees.copy((params, center_state))
         return CenterState(params, center_state, self.current.number)
+
+    def tree(self, version: Version) -> PyTree:
+        """The parameters of a version, which must not be moved in place any more."""
+        if self.packing is None:
+            return version.params
+        return jax.device_put(self.packing.unpack(version.params))
 
     def check(self, contribution: PyTree) -> None:
         """A contribution belongs to this center."""
-        center = self.current.params
-        _check.same_tree(contribution, center, "contribution", "center")
+        _check.same_tree(contribution, self.like, "contribution", "center")
         _check.float_leaves(contribution, "contribution")
 
     def place(self, contribution: PyTree) -> PyTree:
-        """A contribution where the center is."""
+        """A contribution where the center is, as the center is kept."""
+        if self.packing is not None:
+            if self.packing.is_packed(contribution):
+                return contribution
+            return self.packing.pack(contribution)
         leaves = jax.tree.leaves(contribution)
         if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
             return contribution  # programs take it as it is, in less time
         return _trees.place_like(contribution, self.current.params)
 
-    def norm(
-        self, contribution: PyTree, center: PyTree, flat: np.ndarray | None = None
-    ) -> jax.Array:
-        """Global norm of the message that a contribution is to ``center``, float32.
+    def unplace(self, contribution: PyTree) -> PyTree:
+        """A contribution as a tree, for others than this store."""
+        if self.packing is None:
+            return contribution
+        return self.packing.unpack(contribution)
 
-        ``flat`` has the elements of the contribution in one array, if they lie so.
-        """
-        if flat is not None and self._on_host and self._rule.message is None:
-            return self._programs.norm(flat, ())
+    def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
+        """Global norm of the message that a contribution is to ``center``, float32."""
         return self._programs.norm(contribution, center)
 
     def apply(

@@ -8,8 +8,10 @@ leaf is not).
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +44,7 @@ def check(rule: Rule, params: PyTree, piece: Callable[[PyTree], PyTree]) -> None
     Raises:
       InvalidArgumentError: it may not; names the optimizer that looks further.
     """
-
-    def exchange(params: PyTree) -> PyTree:
-        _, record = rule.record.update(params, rule.record.init(params), params)
-        steps = jnp.ones((), jnp.int32)
-        message = rule.contribution(record, params, params, steps)
-        if rule.message is not None:
-            message = rule.message(message, params)
-        moved = rule.center.update(
-            optax.tree.cast_like(message, params),
-            rule.center.init(params),
-            params,
-            staleness=jnp.zeros((), jnp.int32),
-        )
-        return moved, record
-
+    exchange = functools.partial(_exchange, rule)
     program = jax.make_jaxpr(exchange)(params)
     for equation in program.jaxpr.eqns:
         for operation in _operations(equation):
@@ -77,6 +65,79 @@ def check(rule: Rule, params: PyTree, piece: Callable[[PyTree], PyTree]) -> None
             f"rule {rule.name!r} cannot move a center in shards: it treats leaves by "
             "their shape, and pieces of them otherwise. Keep the center whole"
         )
+
+
+def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:
+    """Whether ``rule`` moves the leaves of a center as it does all their elements.
+
+    Args:
+      rule: the rule.
+      params: a tree, abstract.
+      parts: another one with all the same elements, abstract.
+    """
+    move = functools.partial(_move, rule)
+    try:
+        program, packed = (jax.make_jaxpr(move)(tree) for tree in (params, parts))
+    except Exception:  # it has a mask for its own tree, say
+        return False
+    if not all(map(_is_elementwise, _all_operations(program))):
+        return False
+    if [_constant(c) for c in program.consts] != [_constant(c) for c in packed.consts]:
+        return False
+    # What is done to numbers is done once, or for every leaf; to arrays for every one.
+    leaves, pieces = len(jax.tree.leaves(params)), len(jax.tree.leaves(parts))
+    of_tree, of_parts = (
+        collections.Counter(map(_what, _all_operations(traced)))
+        for traced in (program, packed)
+    )
+    return of_tree.keys() == of_parts.keys() and all(
+        of_tree[what] * pieces == times * leaves
+        or (what.of_numbers and of_tree[what] == times)
+        for what, times in of_parts.items()
+    )
+
+
+class _What(NamedTuple):
+    """An operation, whatever the shapes."""
+
+    of_numbers: bool
+    name: str
+    details: tuple[Any, ...]
+
+
+def _what(operation: JaxprEqn) -> _What:
+    shapes = _shapes(operation.invars) | _shapes(operation.outvars)
+    constants = [_constant(v.val) for v in operation.invars if isinstance(v, Literal)]
+    settings = [
+        (name, str(value))
+        for name, value in operation.params.items()
+        if name not in ("shape", "broadcast_dimensions", "sharding")
+    ]
+    dtypes = [str(variable.aval.dtype) for variable in operation.outvars]  # type: ignore[attr-defined]
+    return _What(not shapes, operation.primitive.name, (*constants, *settings, *dtypes))
+
+
+def _all_operations(program: Any) -> list[JaxprEqn]:
+    return [o for equation in program.jaxpr.eqns for o in _operations(equation)]
+
+
+def _exchange(rule: Rule, params: PyTree) -> PyTree:
+    _, record = rule.record.update(params, rule.record.init(params), params)
+    steps = jnp.ones((), jnp.int32)
+    message = rule.contribution(record, params, params, steps)
+    return _move(rule, params, message), record
+
+
+def _move(rule: Rule, params: PyTree, message: PyTree = None) -> PyTree:
+    message = params if message is None else message
+    if rule.message is not None:
+        message = rule.message(message, params)
+    return rule.center.update(
+        optax.tree.cast_like(message, params),
+        rule.center.init(params),
+        params,
+        staleness=jnp.zeros((), jnp.int32),
+    )
 
 
 def _operations(equation: JaxprEqn) -> Iterator[JaxprEqn]:

@@ -171,6 +171,7 @@ def serve(
         lease=lease,
         refuse_nonfinite=True,
         durability=durability,
+        packs=True,
     )
     kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")

@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,8 @@ from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.center._background import in_background
 from agn_optax.center._local import Answer, LocalCenter
+from agn_optax.center._packing import Packed
+from agn_optax.center._store import Version
 from agn_optax.service import _frames, _memory, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
@@ -66,6 +69,9 @@ class Servicer:
         self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _wire.Schema | None = None
+        self._packed = False  # whether the center's arrays are the wire's buffer
+        # Kinds of messages that there are programs for.
+        self._compiled: set[bytes] = set()
         self.buffers = _memory.Buffers()
         # What workers must know to connect without gRPC; None if they cannot.
         self.direct: pb.Direct | None = None
@@ -163,11 +169,9 @@ class Servicer:
             self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
         with self.center.reading(kept=True) as version:
-            schema, arrays = self._arrays(version.params, request.wire_dtype)
-        snapshot = pb.Snapshot(
-            version=version.number, schema_hash=schema.hash, applied=True
-        )
-        yield Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
+            snapshot = pb.Snapshot(version=version.number, applied=True)
+            parcel = self._parcel(snapshot, version, request.wire_dtype)
+        yield parcel
 
     def exchange(self, reader: _frames.Reader | Any, context: Any) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
@@ -258,8 +262,10 @@ class Servicer:
     def schema(self) -> _wire.Schema | None:
         """Of the center, once it has parameters."""
         if self._schema is None and self.center.is_initialized:
-            with self.center.reading() as version:
-                self._schema = _trees.schema_of(version.params)
+            like = self.center.like
+            schema = _trees.schema_of(like)
+            self._packed = self.center.is_packed and _trees.in_order(like)
+            self._schema = schema
         return self._schema
 
     def _schema_of(self, message: pb.Message) -> _wire.Schema:
@@ -293,17 +299,23 @@ class Servicer:
         with self._lock:
             self._busy += 1
         try:
-            with self.center.reading() as version:
-                like = version.params
-            self.center.submit(
-                _trees.build(schema, schema.views(buffer), like),
-                flat=schema.flat(buffer),
+            submit = functools.partial(
+                self.center.submit,
+                self._contribution(schema, buffer),
                 anchor_version=message.anchor_version,
                 worker=join.worker,
                 incarnation=join.incarnation,
                 sequence=message.sequence,
             )
-            del buffer, like
+            if schema.hash in self._compiled:
+                submit()
+            else:  # which may take minutes, for thousands of leaves
+                submitted = in_background(submit, "agn-optax first exchange")
+                while wait([submitted], WAITING_INTERVAL).not_done:
+                    yield _WAITING
+                submitted.result()
+                self._compiled.add(schema.hash)
+            del buffer, submit
             while (answer := self._collect(who)) is None:
                 yield _WAITING
             if reader.lends:  # the worker writes its next message over this one
@@ -318,14 +330,18 @@ class Servicer:
                 self._busy -= 1
                 self._idle.notify_all()
 
+    def _contribution(self, schema: _wire.Schema, buffer: np.ndarray) -> PyTree:
+        """What came in a buffer, as the center takes it."""
+        if self._packed:
+            return Packed(*schema.packed.views(buffer))
+        return _trees.build(schema, schema.views(buffer), self.center.like)
+
     def _collect(self, who: tuple[str, str, int]) -> Answer | None:
         return self.center.collect(*who, timeout=WAITING_INTERVAL)
 
     def _answer(self, answer: Answer, wire_dtype: str) -> Parcel:
-        schema, arrays = self._arrays(answer.version.params, wire_dtype)
         snapshot = pb.Snapshot(
             version=answer.version.number,
-            schema_hash=schema.hash,
             staleness=answer.staleness,
             norm=None if answer.norm is None else float(answer.norm),
             applied=answer.applied,
@@ -333,18 +349,24 @@ class Servicer:
         )
         # A part of an answer is none: the rest may travel while the disk is busy.
         until = functools.partial(self.center.wait_until_kept, answer)
-        return Parcel(pb.Frame(snapshot=snapshot), schema, arrays, until)
+        return self._parcel(snapshot, answer.version, wire_dtype, until)
 
-    def _arrays(
-        self, params: PyTree, wire_dtype: str
-    ) -> tuple[_wire.Schema, list[np.ndarray]]:
-        """What is sent of a version: views of it where that is possible."""
+    def _parcel(
+        self,
+        snapshot: pb.Snapshot,
+        version: Version,
+        wire_dtype: str,
+        until: Callable[[], None] | None = None,
+    ) -> Parcel:
+        """A version as it is sent: views of it where that is possible."""
         schema = self.schema()
         assert schema is not None
-        if wire_dtype:
-            schema = schema.cast(wire_dtype)
-            params = _trees.cast(params, schema)
-        return schema, _trees.host_arrays(params)
+        schema = schema.cast(wire_dtype)
+        snapshot.schema_hash = schema.hash
+        params = version.params if self._packed else self.center.tree(version)
+        sent = schema.packed if self._packed else schema
+        arrays = _trees.host_arrays(_trees.cast(params, sent))
+        return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)
 
 
 def _first(reader: _frames.Reader | Any) -> pb.Frame:

@@ -43,6 +43,12 @@ def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
     )
 
 
+def in_order(tree: PyTree) -> bool:
+    """Whether the leaves of a tree lie on the wire as they do in the tree."""
+    places = plan_of(jax.tree.structure(tree)).places
+    return places == tuple(range(len(places)))
+
+
 def wire_leaves(tree: PyTree) -> list[Any]:
     """The leaves of a tree, in the order of its schema."""
     leaves, treedef = jax.tree.flatten(tree)

@@ -18,10 +18,11 @@ import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
 import numpy as np
 
 from agn_optax import errors
+from agn_optax.center import _layout
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
-_ALIGNMENT = 64  # bytes; what XLA's CPU backend takes without a copy
-_GAP = bytes(_ALIGNMENT)
+_ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
+_GAP = bytes(_layout.ALIGNMENT * 8)
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -76,7 +77,9 @@ class Schema:
             if leaf.path in paths:
                 raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
             paths.add(leaf.path)
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            # As a packed center has them, so that its array is this buffer.
+            unit = _layout.ALIGNMENT * np.dtype(leaf.dtype).itemsize
+            offset = -(-end // unit) * unit
             offsets.append(offset)
             end = offset + leaf.nbytes
         if end > sys.maxsize - _ALIGNMENT:
@@ -137,11 +140,15 @@ class Schema:
             for shape, dtype, offset in self._views
         ]
 
-    def flat(self, buffer: np.ndarray) -> np.ndarray | None:
-        """All elements, and zeros in gaps, as one array; None of several dtypes."""
-        if len(self.dtypes) != 1 or not self.size:
-            return None
-        return buffer.view(self._views[0][1])
+    @functools.cached_property
+    def packed(self) -> Schema:
+        """The two leaves of a packed center in the same buffer; all of one dtype."""
+        (dtype,) = self.dtypes
+        size = np.dtype(dtype).itemsize
+        begins, end = [offset // size for offset in self.offsets], self.size // size
+        middle = _layout.middle(begins, end)
+        sizes = {"first": middle, "second": end - middle}
+        return Schema([Leaf(f"['{k}']", dtype, (n,)) for k, n in sizes.items()])
 
     def chunks(
         self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE

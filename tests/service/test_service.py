@@ -165,7 +165,7 @@ def test_narrow_workers_of_a_wide_center(serve, connect):
     assert params["w"].dtype == jnp.bfloat16
     assert server.center.pull().params["w"].dtype == jnp.float32
     np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
-    assert center.status()["workers"][0]["bytes_received"] == 2 * (64 + 5 * 2)
+    assert center.status()["workers"][0]["bytes_received"] == 2 * (128 + 5 * 2)
 
 
 def test_float64_needs_a_center_that_can_keep_it(serve, connect):

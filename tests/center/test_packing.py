@@ -1,0 +1,211 @@
+"""Centers kept in two arrays: the same numbers, bit for bit, the same checkpoints."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_identical, feeds, run_worker
+
+import agn_optax
+from agn_optax import rules, service
+from agn_optax.center import Journal
+from agn_optax.center._packing import Packing, packing_of
+from agn_optax.center._store import Store
+from agn_optax.service import _trees
+
+SHAPES = [(25, 20), (13,), (7,), (3, 2, 4), (1000,), (64,), (0, 3)]
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
+    "narrow": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+}
+
+
+class Layer(NamedTuple):
+    w: object
+    b: object
+
+
+def arrays(seed, shapes=SHAPES, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return {
+        str(i): rng.normal(size=shape).astype(dtype) for i, shape in enumerate(shapes)
+    }
+
+
+def stores(rule, params):
+    params = jax.tree.map(jnp.asarray, params)
+    as_tree = Store(rule, params, None, None)
+    packed = Store(rule, params, None, None, packs=True)
+    assert packed.packing is not None
+    return as_tree, packed
+
+
+def everything(store):
+    return jax.tree.map(np.asarray, store.save())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_numbers_with_any_optimizer(optimizer, dtype):
+    rule = rules.agn(OPTIMIZERS[optimizer]())
+    both = stores(rule, arrays(0, dtype=dtype))
+    for i in range(1, 6):
+        for store in both:
+            store.apply([store.place(arrays(i, dtype=dtype))], [1.0], i)
+    assert_identical(*map(everything, both))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_same_numbers_with_any_rule(name):
+    both = stores(RULES[name](), arrays(0))
+    for i in range(1, 5):
+        messages = [arrays(10 * i + j) for j in range(i % 2 + 1)]  # rounds, too
+        norms = []
+        for store in both:
+            placed = [store.place(message) for message in messages]
+            norms.append(store.norm(placed[0], store.current.params))
+            store.apply(placed, [0.5] * len(placed), i)
+        np.testing.assert_allclose(*norms, rtol=1e-6)
+    assert_identical(*map(everything, both))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_numbers_with_any_shapes(seed):
+    rng = np.random.default_rng(seed)
+    shapes = [
+        tuple(rng.integers(1, 70, size=rng.integers(1, 3)))
+        for _ in range(rng.integers(2, 9))
+    ]
+    both = stores(rules.agn(optax.adam(0.1)), arrays(seed, shapes))
+    for i in range(3):
+        for store in both:
+            store.apply([store.place(arrays(i, shapes))], [1.0], i)
+    assert_identical(*map(everything, both))
+
+
+def by_shape(params):
+    return jax.tree.map(lambda leaf: "vector" if jnp.ndim(leaf) < 2 else "", params)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.lars(0.1),
+        optax.adafactor(0.1),
+        optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
+        optax.multi_transform({"": optax.sgd(1.0), "vector": optax.sgd(2.0)}, by_shape),
+        optax.masked(optax.adam(0.1), {str(i): i % 2 == 0 for i in range(len(SHAPES))}),
+        optax.multi_transform(
+            {"0": optax.sgd(0.1), "1": optax.sgd(0.2)},
+            {str(i): str(i % 2) for i in range(len(SHAPES))},
+        ),
+        optax.add_noise(0.1, 0.1, 0),
+    ],
+)
+def test_rules_that_look_at_leaves_keep_them(optimizer):
+    assert packing_of(rules.agn(optimizer), arrays(0)) is None
+
+
+def test_what_is_not_worth_it_or_cannot_be():
+    rule = rules.downpour()
+    assert packing_of(rule, {"w": jnp.ones(3)}) is None
+    assert packing_of(rule, {}) is None
+    assert packing_of(rule, {"w": jnp.ones(()), "v": jnp.ones(3)}) is None
+    mixed = {"w": jnp.ones(3), "v": jnp.ones(3, jnp.bfloat16)}
+    assert packing_of(rule, mixed) is None
+    assert packing_of(rule, {"w": jnp.ones(0), "v": jnp.ones(3)}) is None
+
+
+def test_packed_as_it_lies_on_the_wire():
+    params = arrays(0)
+    packing, schema = Packing(params), _trees.schema_of(params)
+    packed = packing.pack(params)
+    assert_identical(packing.unpack(packed), params)
+    for dtype in ("float32", "bfloat16"):
+        cast = schema.cast(dtype)
+        assert cast.packed.size == cast.size
+        assert tuple(leaf.shape for leaf in cast.packed.leaves) == packing.shapes
+        assert cast.packed.offsets[1] in cast.offsets
+    sent = b"".join(bytes(piece) for piece in schema.pieces(_trees.host_arrays(params)))
+    assert sent == b"".join(
+        bytes(piece) for piece in schema.packed.pieces(_trees.host_arrays(packed))
+    )
+
+
+@pytest.mark.parametrize("then", [True, False])
+def test_a_checkpoint_does_not_depend_on_it(then):
+    rule = rules.agn(optax.adam(1e-2))
+    for first in stores(rule, arrays(0)):
+        first.apply([first.place(arrays(1))], [1.0], 0)
+        saved = everything(first)
+        second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
+        assert (second.packing is not None) == then
+        for store in (first, second):
+            store.apply([store.place(arrays(2))], [1.0], 0)
+        assert_identical(everything(first), everything(second))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_journal_does_not_depend_on_it(tmp_path, before):
+    rule = rules.agn(optax.adam(1e-2))
+    settings = {"durability": Journal(tmp_path)}
+    center = agn_optax.LocalCenter(rule, arrays(0), packs=before, **settings)
+    for version in range(3):
+        center.exchange(arrays(version), anchor_version=version, worker="anna")
+    there = jax.tree.map(np.asarray, center.pull().params)
+    (tmp_path / "copy").mkdir()
+    for file in tmp_path.glob("*-*"):  # as a crash leaves it, without a last snapshot
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    center.close()
+    settings = {"durability": Journal(tmp_path / "copy")}
+    again = agn_optax.LocalCenter(rule, arrays(0), packs=not before, **settings)
+    assert again.version == 3
+    assert_identical(jax.tree.map(np.asarray, again.pull().params), there)
+    again.close()
+
+
+def test_a_worker_in_the_process_of_the_center():
+    ends = []
+    for packs in (True, False):
+        center = agn_optax.LocalCenter(rules.easgd(0.3), packs=packs)
+        worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
+        loop = worker.start(arrays(0), chief=True)
+        assert center.is_packed == packs
+        loop = run_worker(worker, *loop, feeds(loop[0], 6))
+        ends.append((loop, center.pull().params))
+    assert_identical(*ends)
+
+
+@pytest.mark.parametrize("name", ["agn", "easgd_rho", "diloco"])
+def test_law_7_where_the_server_packs(name):
+    ends = []
+    with service.serve(RULES[name](), jax.tree.map(jnp.asarray, arrays(0))) as server:
+        assert server.center.is_packed
+        with service.connect(server.address, RULES[name]()) as remote:
+            for center in (remote, agn_optax.LocalCenter(RULES[name](), arrays(0))):
+                worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="a")
+                loop = worker.start()
+                loop = run_worker(worker, *loop, feeds(loop[0], 8))
+                ends.append((loop, center.pull().params))
+    assert_identical(*ends)
+
+
+def test_a_server_of_containers_in_another_order():
+    """Their leaves lie on the wire in the order of names, in the center otherwise."""
+    params = Layer(jnp.arange(100.0).reshape(4, 25), jnp.ones(3))
+    rule = rules.downpour()
+    with (
+        service.serve(rule, params) as server,
+        service.connect(server.address, rule, like=params) as center,
+    ):
+        answer = center.exchange(params, anchor_version=0, worker="anna")
+        assert_identical(answer.params, jax.tree.map(jnp.zeros_like, params))
