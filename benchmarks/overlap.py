@@ -74,6 +74,10 @@ class Span:
         """Whether the other one lies within."""
         return self.start <= other.start and other.end <= self.end
 
+    def meets(self, other: Span) -> bool:
+        """Whether some of the other one lies within."""
+        return self.start < other.end and other.start < self.end
+
 
 @dataclasses.dataclass
 class Trace:
@@ -136,7 +140,8 @@ def rounds_of(trace: Trace) -> list[dict[str, float]]:
         whole = Span(flight.start, following.start)
         quiet = Span(flight.end, following.start)
         steps = [step for step in trace.steps if whole.holds(step)]
-        within = [step.seconds for step in steps if flight.holds(step)]
+        # A fast exchange is over before the first step is.
+        within = [step.seconds for step in steps if flight.meets(step)]
         # The first one after the answer has the adoption to wait for.
         outside = [step.seconds for step in steps if quiet.holds(step)][1:]
         if within and outside:

@@ -333,6 +333,8 @@ class Ledger:
         member.seen = now
         if sequence == member.sequence:
             return False
+        # Who sends the next message has the answer to the last.
+        member.acknowledged = member.sequence
         if worker not in self.pending:
             # Counted from where the worker's round began, for the rules that adopt the
             # center before their own message have an anchor older than that.

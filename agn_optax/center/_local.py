@@ -528,13 +528,15 @@ class LocalCenter:
                 store.check(contribution)
             contribution = store.place(contribution)
         with self.reading() as version:
-            norm = store.norm(contribution, version.params)
-            if self._refuse_nonfinite and not math.isfinite(norm):
-                raise errors.MessageRefusedError(
-                    f"the message is not finite (its norm is {float(norm)}); the "
-                    "center stays as it was. Start again from the center, with a "
-                    "smaller learning rate or with clipping"
-                )
+            norm: Any = store.norm(contribution, version.params)
+            if self._refuse_nonfinite:
+                norm = np.float32(norm)
+                if not math.isfinite(norm):
+                    raise errors.MessageRefusedError(
+                        f"the message is not finite (its norm is {norm}); the center "
+                        "stays as it was. Start again from the center, with a smaller "
+                        "learning rate or with clipping"
+                    )
         return contribution, norm
 
     def _submit(
@@ -556,6 +558,7 @@ class LocalCenter:
             time.monotonic(),
         ):
             self._contributions.setdefault(worker, (contribution, norm))
+            self._forget(worker)
         self._settle()
 
     def _collect(

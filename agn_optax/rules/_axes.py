@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 Axes = tuple[str, ...]
 
@@ -96,6 +95,8 @@ def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def spoken(program: Any, *, aside: str | None = None) -> set[str]:
     """The axes over which a jaxpr has collectives, those in a scope ``aside`` aside."""
+    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
+
     axes: set[str] = set()
     for equation in program.eqns:
         counts = aside is None or aside not in str(equation.source_info.name_stack)

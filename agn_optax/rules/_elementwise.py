@@ -11,16 +11,18 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from agn_optax import errors
 from agn_optax.rules._rule import Rule
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
 
 PyTree = Any
 
@@ -107,7 +109,7 @@ class _What(NamedTuple):
 
 def _what(operation: JaxprEqn) -> _What:
     shapes = _shapes(operation.invars) | _shapes(operation.outvars)
-    constants = [_constant(v.val) for v in operation.invars if isinstance(v, Literal)]
+    constants = [_constant(v.val) for v in operation.invars if hasattr(v, "val")]
     settings = [
         (name, str(value))
         for name, value in operation.params.items()
@@ -142,6 +144,8 @@ def _move(rule: Rule, params: PyTree, message: PyTree = None) -> PyTree:
 
 def _operations(equation: JaxprEqn) -> Iterator[JaxprEqn]:
     """An operation, or those of the programs inside it."""
+    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
+
     programs = list(jaxprs_in_params(equation.params))
     if not programs:
         yield equation
@@ -159,7 +163,7 @@ def _signature(program: Any) -> list[Any]:
             said += [
                 _constant(variable.val)
                 for variable in operation.invars
-                if isinstance(variable, Literal)
+                if hasattr(variable, "val")
             ]
     return said
 

@@ -34,6 +34,8 @@ from agn_optax.service._links import GrpcLink, Link, open_direct
 from agn_optax.service._observer import as_dict
 
 PyTree = Any
+# Bytes of an answer that the center had better not keep until the next message comes.
+_LEAST_ACKNOWLEDGED = 64 << 10
 TRANSPORTS = ("auto", "memory", "socket", "grpc")
 _log = logging.getLogger("agn_optax")
 
@@ -557,9 +559,10 @@ class RemoteCenter:
             link.expect(self._schema.cast(self._wire_dtype))
             await link.send(parcel)
             answer = await self._receive(link)
-            # The answer is here; whether this arrives matters to nobody but the center.
-            with contextlib.suppress(*link.ended):
-                await link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
+            if schema.size >= _LEAST_ACKNOWLEDGED:
+                # Whether this arrives matters to nobody but the center.
+                with contextlib.suppress(*link.ended):
+                    await link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
             return answer
 
     @contextlib.asynccontextmanager

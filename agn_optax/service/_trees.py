@@ -182,14 +182,17 @@ def from_proto(schema: pb.Schema) -> Schema:
 def cast(tree: PyTree, schema: Schema) -> PyTree:
     """``tree`` in the dtypes of ``schema``; itself if it has them."""
     leaves = wire_leaves(tree)
-    dtypes = tuple(leaf.dtype for leaf in schema.leaves)
-    if all(jnp.result_type(x).name == d for x, d in zip(leaves, dtypes, strict=True)):
+    dtypes = schema.numpy_dtypes
+    if all(
+        getattr(leaf, "dtype", None) == dtype
+        for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ):
         return tree
     return build(schema, _cast(leaves, dtypes), tree)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cast(leaves: list[Any], dtypes: tuple[str, ...]) -> list[jax.Array]:
+def _cast(leaves: list[Any], dtypes: tuple[Any, ...]) -> list[jax.Array]:
     return [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
 

@@ -87,6 +87,7 @@ class Schema:
         self.offsets = tuple(offsets)
         self.size = end  # bytes of the buffer
         self.paths = tuple(leaf.path for leaf in self.leaves)
+        self.numpy_dtypes = tuple(np.dtype(leaf.dtype) for leaf in self.leaves)
         self.dtypes = frozenset(leaf.dtype for leaf in self.leaves)
         self._views = [
             (leaf.shape, np.dtype(leaf.dtype), offset)

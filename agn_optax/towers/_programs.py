@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -221,6 +220,8 @@ def _checked(train_step: Callable[..., Any], axes: _axes.Axes) -> Callable[..., 
                 "Towers(workers=...); workers need an exchange over their axis_name, "
                 "in the optimizer or with round(..., exchange=...)"
             )
+        from jax.extend.core import jaxpr_as_fun  # noqa: PLC0415 slow to import
+
         results = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 

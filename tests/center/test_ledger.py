@@ -221,6 +221,8 @@ class Commands(RuleBasedStateMachine):
             return
         waits = self.ledger.submit(name, life, sequence, anchor, self.now)
         assert waits == ((name, life, sequence) not in self.settled)
+        if waits:
+            known.acknowledged = known.settled
         if waits and known.message is None:
             missed = self.version - max(known.round_began, anchor)
             known.message = (sequence, anchor, self.now, missed)
