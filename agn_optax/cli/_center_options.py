@@ -89,6 +89,15 @@ class CenterOptions:
         str | None,
         _option(_CENTER, "Platform the center lives on.", show_default="cpu"),
     ] = None
+    direct: Annotated[
+        bool | None,
+        typer.Option(
+            "--direct/--no-direct",
+            help="Exchanges beside gRPC too, on another port and in shared memory.",
+            show_default="direct",
+            rich_help_panel=_CENTER,
+        ),
+    ] = None
     mode: Annotated[
         str | None,
         _option(
@@ -199,7 +208,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: options do not go together.
     """
-    names = ("address", "barrier", "max_workers", "lease", "dtype", "device")
+    names = ("address", "barrier", "max_workers", "lease", "dtype", "device", "direct")
     values = _options.given(options)
     made = {name: values[name] for name in (*names, "insecure") if name in values}
     credentials = _tls.server_credentials(

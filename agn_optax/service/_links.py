@@ -20,7 +20,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._frames import Parcel
 
 _PATIENCE = 1.0  # seconds to wait for a direct connection, which gRPC replaces
-_LEAST_APART = 1 << 20  # bytes that are copied on another thread than the loop's
+_LEAST_APART = 8 << 20  # bytes that are copied on another thread than the loop's
 
 
 class Link:
@@ -219,9 +219,9 @@ class DirectLink(Link):
         parcel.control.segment, buffer = self._message
         parcel.control.answer_segment = wanted
         if parcel.nbytes < _LEAST_APART:
-            parcel.schema.write(parcel.arrays, buffer)
+            _memory.write(parcel.schema, parcel.arrays, buffer)
         else:
-            await asyncio.to_thread(parcel.schema.write, parcel.arrays, buffer)
+            await asyncio.to_thread(_memory.write, parcel.schema, parcel.arrays, buffer)
         self.sent()
         return True
 

@@ -245,7 +245,7 @@ class Connection:
                 raise errors.ProtocolError(
                     f"an answer has {schema.size} bytes, and its segment {there.size}"
                 )
-            schema.write(parcel.arrays, there)
+            _memory.write(schema, parcel.arrays, there)
             parcel.control.segment = number
         *most, last = _packets.pieces(parcel, shared=bool(number))
         self._send(most)

@@ -28,9 +28,10 @@ _SILENCE = 15  # seconds after which a host that says nothing is gone, as with g
 
 def tune(end: socket.socket) -> None:
     """Settings of a socket, at either end."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
     if end.family == getattr(socket, "AF_UNIX", None):
+        # Those of TCP grow by themselves, as far as the way there needs.
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         return
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

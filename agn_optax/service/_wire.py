@@ -189,16 +189,17 @@ class Schema:
             yield flat.view(np.uint8).data
             end = offset + array.nbytes
 
-    def write(self, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
-        """Copies ``arrays`` to their places in a buffer; gaps stay as they are.
+    def places(
+        self, arrays: Sequence[np.ndarray], buffer: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each array's place in a buffer, and the array.
 
         Raises:
           ValueError: the arrays are not those of this schema.
         """
-        views = self.views(buffer)
-        for array, view in zip(arrays, views, strict=True):
+        for array, view in zip(arrays, self.views(buffer), strict=True):
             self._check(array, view.shape, view.dtype)
-            view[...] = array
+            yield view, array
 
     def _check(self, array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> None:
         if array.dtype != dtype or array.shape != shape:
