@@ -1,18 +1,10 @@
 """Train one model with many workers that talk rarely, as Optax transformations."""
 
 import importlib as _importlib
-from typing import Any as _Any
+import typing as _typing
 
-from agn_optax import errors, rules, towers
+from agn_optax import errors, rules
 from agn_optax._version import __version__
-from agn_optax.center import (
-    Center,
-    CenterState,
-    LocalCenter,
-    Snapshot,
-    Worker,
-    WorkerState,
-)
 from agn_optax.rules._center_params import center_params
 from agn_optax.rules._combinators import (
     AccumulateState,
@@ -39,17 +31,28 @@ from agn_optax.rules._optimizers import (
 )
 from agn_optax.rules._period import local_warmup, synchronous_warmup
 from agn_optax.rules._placement import Placement
-from agn_optax.towers import (
-    AllReduceState,
-    LossScaleState,
-    Towers,
-    all_reduce,
-    densify,
-    initialize_distributed,
-    loss_scale,
-    loss_scaling,
-    reduce_loss,
-)
+
+if _typing.TYPE_CHECKING:
+    from agn_optax import towers
+    from agn_optax.center import (
+        Center,
+        CenterState,
+        LocalCenter,
+        Snapshot,
+        Worker,
+        WorkerState,
+    )
+    from agn_optax.towers import (
+        AllReduceState,
+        LossScaleState,
+        Towers,
+        all_reduce,
+        densify,
+        initialize_distributed,
+        loss_scale,
+        loss_scaling,
+        reduce_loss,
+    )
 
 __all__ = [
     "AccumulateState",
@@ -95,8 +98,39 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _Any:
-    """Modules that few need are imported when used; `service` needs an extra."""
-    if name in ("planning", "service"):
+# What optimizers alone do not need is imported when it is used first.
+_MODULES = ("center", "planning", "service", "towers")
+_MODULE_OF = {
+    **dict.fromkeys(
+        ("Center", "CenterState", "LocalCenter", "Snapshot", "Worker", "WorkerState"),
+        "center",
+    ),
+    **dict.fromkeys(
+        (
+            "AllReduceState",
+            "LossScaleState",
+            "Towers",
+            "all_reduce",
+            "densify",
+            "initialize_distributed",
+            "loss_scale",
+            "loss_scaling",
+            "reduce_loss",
+        ),
+        "towers",
+    ),
+}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name in _MODULES:
         return _importlib.import_module(f"agn_optax.{name}")
+    if name in _MODULE_OF:
+        value = getattr(__getattr__(_MODULE_OF[name]), name)
+        globals()[name] = value  # it is not asked for again
+        return value
     raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

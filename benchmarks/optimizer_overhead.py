@@ -154,7 +154,7 @@ def measure(bench: Bench, repeats: int, report: Report) -> list[Row]:
     for form in forms:
         row = rows[form.name]
         row["ms_a_step"] = 1e3 * row.pop("seconds") / bench.period
-        row["temporary,_models"] = form.temporary / bench.bytes
+        row["temporary,_models"] = round(form.temporary / bench.bytes, 2)
     return list(rows.values())
 
 

@@ -52,10 +52,15 @@ def exchange(tables: Tables) -> Any:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(6.5 * len(panels), 4.5), sharey=True, squeeze=False
     )
+    colors: dict[str, str] = {}  # of forms, the same in all panels
     for axis, (network, lines) in zip(axes[0], panels.items(), strict=True):
         for form, points in lines.items():
             style = "o-" if form.startswith("agn_optax") else "o--"
-            axis.plot(*zip(*sorted(points), strict=True), style, label=form)
+            kind = "raw" if form.startswith("raw") else form
+            color = colors.setdefault(kind, f"C{len(colors)}")
+            axis.plot(
+                *zip(*sorted(points), strict=True), style, label=form, color=color
+            )
         axis.set(title=network, xlabel="MB", xscale="log", yscale="log")
         _finish(axis)
     axes[0][0].set_ylabel("GB/s, both directions")

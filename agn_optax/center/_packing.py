@@ -35,6 +35,7 @@ class Packing:
 
     def __init__(self, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
+        self._dtype = np.dtype(leaves[0].dtype)
         self._shapes = [leaf.shape for leaf in leaves]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._offsets, self._end = _layout.offsets(self._sizes)
@@ -49,7 +50,8 @@ class Packing:
     def pack(self, tree: PyTree) -> Packed:
         """The leaves of a tree in host memory, with zeros between them."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-        flat = np.zeros(self._end, leaves[0].dtype)
+        dtypes = {leaf.dtype for leaf in leaves}
+        flat = np.zeros(self._end, dtypes.pop() if len(dtypes) == 1 else self._dtype)
         for leaf, offset in zip(leaves, self._offsets, strict=True):
             flat[offset : offset + leaf.size] = leaf.reshape(-1)
         return Packed(flat[: self._middle], flat[self._middle :])

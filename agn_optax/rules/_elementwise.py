@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -79,48 +79,90 @@ def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:
     """
     move = functools.partial(_move, rule)
     try:
-        program, packed = (jax.make_jaxpr(move)(tree) for tree in (params, parts))
+        one, other = (_meanings(jax.make_jaxpr(move)(t), t) for t in (params, parts))
     except Exception:  # it has a mask for its own tree, say
         return False
-    if not all(map(_is_elementwise, _all_operations(program))):
-        return False
-    if [_constant(c) for c in program.consts] != [_constant(c) for c in packed.consts]:
-        return False
-    # What is done to numbers is done once, or for every leaf; to arrays for every one.
-    leaves, pieces = len(jax.tree.leaves(params)), len(jax.tree.leaves(parts))
-    of_tree, of_parts = (
-        collections.Counter(map(_what, _all_operations(traced)))
-        for traced in (program, packed)
-    )
-    return of_tree.keys() == of_parts.keys() and all(
-        of_tree[what] * pieces == times * leaves
-        or (what.of_numbers and of_tree[what] == times)
-        for what, times in of_parts.items()
-    )
+    return one is not None and one == other
 
 
-class _What(NamedTuple):
-    """An operation, whatever the shapes."""
+def _meanings(program: Any, tree: PyTree) -> Any:
+    """What a program makes of each leaf, if it is the same of all; else None.
 
-    of_numbers: bool
-    name: str
-    details: tuple[Any, ...]
+    Every value has a meaning: the operation that makes it, and the meanings of what
+    that reads, where a leaf of the tree is just "the leaf". A value that is made of
+    several leaves has none.
+    """
+    leaves = len(jax.tree.leaves(tree))
+    given = [_Meaning("the leaf", leaf) for leaf in range(leaves)]
+    made = _follow(program.jaxpr, program.consts, given)
+    if made is None:
+        return None
+    # The updates come first, then the state: of every leaf the same, or of none.
+    counted = collections.Counter(meaning.what for meaning in made if meaning.of_array)
+    if len({meaning.what for meaning in made[:leaves]}) > 1:
+        return None
+    if any(times % leaves for times in counted.values()):
+        return None
+    shared = [meaning.what for meaning in made if not meaning.of_array]
+    return {what: times // leaves for what, times in counted.items()}, shared
 
 
-def _what(operation: JaxprEqn) -> _What:
-    shapes = _shapes(operation.invars) | _shapes(operation.outvars)
-    constants = [_constant(v.val) for v in operation.invars if hasattr(v, "val")]
-    settings = [
-        (name, str(value))
-        for name, value in operation.params.items()
-        if name not in ("shape", "broadcast_dimensions", "sharding")
-    ]
-    dtypes = [str(variable.aval.dtype) for variable in operation.outvars]  # type: ignore[attr-defined]
-    return _What(not shapes, operation.primitive.name, (*constants, *settings, *dtypes))
+class _Meaning(NamedTuple):
+    """Of a value in a program, whatever its shape."""
+
+    what: Any  # hashable
+    leaf: int | None = None  # the one that it is made of
+    of_array: bool = True
 
 
-def _all_operations(program: Any) -> list[JaxprEqn]:
-    return [o for equation in program.jaxpr.eqns for o in _operations(equation)]
+def _follow(
+    program: Any, consts: Sequence[Any], given: Sequence[_Meaning]
+) -> list[_Meaning] | None:
+    """The meanings of a program's results, or None if a value has none."""
+    known = dict(zip(program.invars, given, strict=True))
+    for variable, value in zip(program.constvars, consts, strict=True):
+        if np.ndim(value):
+            return None
+        known[variable] = _Meaning(_constant(value), None, False)
+
+    def meaning(variable: Any) -> _Meaning:
+        if hasattr(variable, "val"):
+            return _Meaning(_constant(variable.val), None, False)
+        return known[variable]
+
+    for equation in program.eqns:
+        read = [meaning(variable) for variable in equation.invars]
+        inner = [
+            value
+            for value in equation.params.values()
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr")
+        ]
+        if inner:
+            (called,) = inner
+            body = getattr(called, "jaxpr", called)
+            made = _follow(body, getattr(called, "consts", ()), read)
+            if made is None:
+                return None
+        else:
+            of = {m.leaf for m in read if m.leaf is not None}
+            if len(of) > 1 or not _is_elementwise(equation):
+                return None
+            settings = [
+                (name, str(value))
+                for name, value in equation.params.items()
+                if name not in ("shape", "broadcast_dimensions", "sharding")
+            ]
+            what = (equation.primitive.name, *settings, *(m.what for m in read))
+            made = [
+                _Meaning(
+                    hash((*what, i, str(v.aval.dtype), bool(v.aval.shape))),
+                    next(iter(of), None),
+                    bool(v.aval.shape),
+                )
+                for i, v in enumerate(equation.outvars)
+            ]
+        known.update(zip(equation.outvars, made, strict=True))
+    return [meaning(variable) for variable in program.outvars]
 
 
 def _exchange(rule: Rule, params: PyTree) -> PyTree:

@@ -364,15 +364,16 @@ class RemoteCenter:
         """The dtype in which a contribution travels, which belongs to this center."""
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
-        if kind not in self._known:
+        if (known := self._known.get(kind)) is None:
             self._check_model(contribution, worker, "contribution", any_float=True)
             # Narrower than the center without a loss, where the contribution is.
             own = {jnp.result_type(leaf).name for leaf in leaves}
             narrow = own.pop() if len(own) == 1 else ""
             if narrow not in ("bfloat16", "float16"):
                 narrow = ""
-            self._known = {kind: self._wire_dtype or narrow}
-        return self._known[kind]
+            known = self._wire_dtype or narrow
+            self._known = {kind: known}
+        return known
 
     def _check_model(
         self,
@@ -406,8 +407,16 @@ class RemoteCenter:
     # On the loop's thread.
 
     async def _describe(self) -> pb.Description:
+        said = await self._retry(self._ask)
+        self._learn(said)
+        return said
+
+    async def _ask(self) -> pb.Description:
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        said = await self._retry(lambda: self._connection.unary("Describe", request))
+        return await self._connection.unary("Describe", request)
+
+    def _learn(self, said: pb.Description) -> None:
+        """What a center says of itself, if it is one to be used."""
         if said.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
                 f"the center at {self.address} speaks version {said.protocol} of the "
@@ -420,7 +429,6 @@ class RemoteCenter:
             schema = _trees.from_proto(said.schema)
             if self._schema is None or schema.hash != self._schema.hash:
                 self._schema, self._known = schema, {}
-        return said
 
     async def _receive(self, link: Link) -> tuple[pb.Snapshot, list[np.ndarray]]:
         while True:
@@ -478,7 +486,8 @@ class RemoteCenter:
             raise _has_left(session.worker)
         if session.link is not None:
             session.link.cancel()
-        session.link = link = await self._link()
+        link, failed = await self._link()
+        session.link = link
         waits = False
         join = pb.Join(
             protocol=_address.PROTOCOL,
@@ -498,17 +507,41 @@ class RemoteCenter:
                         self.address,
                     )
         if session.center not in ("", said.joined.center):
+            link.cancel()
             raise errors.WorkerStateError(
                 f"the center at {self.address} is not the one that worker "
                 f"{session.worker!r} joined: it was started anew, or from a snapshot, "
                 "and has not all that was exchanged. Adopt what it has with start()"
             )
         session.center = said.joined.center
+        if isinstance(link, GrpcLink):  # which works where others did not
+            self._closed_ways |= failed
 
-    async def _link(self) -> Link:
-        """The fastest way to the center that the transport allows."""
-        ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
+    async def _link(self) -> tuple[Link, set[bool]]:
+        """The fastest way to the center that the transport allows, and those closed."""
         channel = self._connection.channel()
+        link, failed = await self._direct_link()
+        if link is None and failed:
+            key = self._direct and self._direct.key
+            self._learn(await self._ask())
+            if self._direct and self._direct.key != key:  # it was started anew
+                self._closed_ways = set()
+                link, failed = await self._direct_link()
+        if link is not None:
+            return link, set()
+        if self._transport in ("memory", "socket"):
+            raise errors.CenterUnreachableError(
+                f"no direct connection to the center at {self.address}: "
+                f"{'; '.join(str(error) for error in failed.values())}"
+            )
+        if failed:
+            _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
+        call = channel.stream_stream(f"/{_address.SERVICE}/Exchange")()
+        return self._grpc_link(call), set(failed)
+
+    async def _direct_link(self) -> tuple[Link | None, dict[bool, OSError]]:
+        """A direct connection, if there is one, and what was wrong with the others."""
+        ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
         failed: dict[bool, OSError] = {}
         for shares in ways[self._transport]:
             if shares in self._closed_ways:
@@ -516,21 +549,13 @@ class RemoteCenter:
             try:
                 if self._direct is None:
                     raise OSError("the center takes no direct connections")
-                return await open_direct(
-                    self._direct, self.address, self._buffers, shares=shares
-                )
+                direct, buffers = self._direct, self._buffers
+                link = await open_direct(direct, self.address, buffers, shares=shares)
             except OSError as error:
                 failed[shares] = error
-        if self._transport in ("memory", "socket"):
-            raise errors.CenterUnreachableError(
-                f"no direct connection to the center at {self.address}: "
-                f"{'; '.join(str(error) for error in failed.values())}"
-            )
-        link = self._grpc_link(channel.stream_stream(f"/{_address.SERVICE}/Exchange")())
-        if failed and not self._connection.unreachable_since:
-            _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
-            self._closed_ways |= failed.keys()
-        return link
+            else:
+                return link, failed
+        return None, failed
 
     async def _join(self, session: _Session, timeout: float | None) -> None:
         try:

@@ -190,6 +190,9 @@ class Connection:
             raise errors.CenterUnreachableError(
                 f"nothing came for {self.timeout:.0f} s"
             ) from None
+        except errors.AgnOptaxError:  # which may be an OSError as well
+            link.cancel()
+            raise
         except link.ended:
             # Whatever went wrong, the call knows why.
             raise await link.why_it_ended() from None

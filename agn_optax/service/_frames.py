@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -28,15 +28,33 @@ class Parcel(NamedTuple):
         return 0 if self.schema is None else self.schema.size
 
 
+class Incoming(Protocol):
+    """What comes from a worker, over whatever it travels.
+
+    Attributes:
+      lends: whether the buffer that came lies where the worker may write again, once it
+        has its answer.
+    """
+
+    lends: bool
+
+    def control(self) -> pb.Frame | None:
+        """The next control part; None when the worker is gone."""
+        ...
+
+    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+        """The buffer that follows it."""
+        ...
+
+
 class Reader:
-    """What comes over a gRPC call, on the side of the service.
+    """What comes over a gRPC call: `Incoming`.
 
     Args:
       frames: of the call.
       buffers: to receive in.
     """
 
-    # Whether arrays that came lie where their sender may write again.
     lends = False
 
     def __init__(self, frames: Iterator[bytes], buffers: _memory.Buffers) -> None:

@@ -286,10 +286,28 @@ async def open_direct(
         if not direct.port:
             raise OSError("the center has no port for direct connections")
         host = address.rpartition(":")[0].strip("[]")
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, direct.port, type=socket.SOCK_STREAM
-        )
-        family, _, _, _, where = found[0]
+        async with asyncio.timeout(_PATIENCE):
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, direct.port, type=socket.SOCK_STREAM
+            )
+        error: OSError | None = None
+        for family, _, _, _, where in found:
+            try:
+                return await _greeted(family, where, direct, buffers, shares=False)
+            except OSError as failed:
+                error = error or failed
+        raise error or OSError(f"{host} has no address")
+    return await _greeted(family, where, direct, buffers, shares=shares)
+
+
+async def _greeted(
+    family: int,
+    where: Any,
+    direct: pb.Direct,
+    buffers: _memory.Buffers,
+    *,
+    shares: bool,
+) -> DirectLink:
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
         end.setblocking(False)

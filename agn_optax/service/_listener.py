@@ -46,7 +46,10 @@ class Listener:
         if not address.startswith("unix:"):
             host = address.rpartition(":")[0].strip("[]")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            end = socket.create_server((host, 0), family=family, backlog=128)
+            both = host == "::" and socket.has_dualstack_ipv6()
+            end = socket.create_server(
+                (host, 0), family=family, backlog=128, dualstack_ipv6=both
+            )
             self.direct.port = end.getsockname()[1]
             self._listening.append(end)
         if _memory.IS_SUPPORTED:
@@ -85,7 +88,11 @@ class Listener:
                 if not self._closed:
                     time.sleep(0.1)  # too many open files, perhaps not for long
                 continue
-            in_background(lambda end=end: self._serve(end), "agn-optax direct")  # type: ignore[misc]
+            try:
+                in_background(lambda end=end: self._serve(end), "agn-optax direct")  # type: ignore[misc]
+            except RuntimeError as error:  # no more threads
+                _log.warning("a direct connection is refused: %s", error)
+                end.close()
 
     def _serve(self, end: socket.socket) -> None:
         connection = Connection(end, self._buffers)
@@ -105,14 +112,16 @@ class Listener:
         except (OSError, EOFError):
             pass  # the worker is gone, or there is no such thing as a worker
         finally:
-            connection.finish()
-            with self._lock:
-                self._connections.pop(number, None)
-                if self._watch is not None:
-                    with contextlib.suppress(OSError, ValueError):
-                        self._watch.unregister(number)
-                end.close()
-            connection.ended.set()
+            try:
+                connection.finish()
+            finally:
+                with self._lock:
+                    self._connections.pop(number, None)
+                    if self._watch is not None:
+                        with contextlib.suppress(OSError, ValueError):
+                            self._watch.unregister(number)
+                    end.close()
+                connection.ended.set()
 
     def _talk(self, connection: Connection) -> None:
         try:
@@ -139,7 +148,10 @@ class Listener:
                     connection = self._connections.get(number)
                     if connection is None or not connection.is_cut():
                         continue
-                connection.finish()
+                try:
+                    connection.finish()
+                except RuntimeError as error:  # no more threads
+                    _log.warning("a worker is gone, which nobody hears: %s", error)
 
 
 class Connection:

@@ -93,7 +93,11 @@ def write(
         middle = of.size // 2
         halves[0].append((to[:middle], of[:middle]))
         halves[1].append((to[middle:], of[middle:]))
-    other = in_background(functools.partial(_copy, halves[1]), "agn-optax copy")
+    try:
+        other = in_background(functools.partial(_copy, halves[1]), "agn-optax copy")
+    except RuntimeError:  # no more threads
+        _copy(places)
+        return
     _copy(halves[0])
     other.result()
 

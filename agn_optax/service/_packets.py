@@ -36,9 +36,10 @@ def tune(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", 10),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 1),
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPALIVE", 5),  # its name on macOS
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 5),
         ("TCP_USER_TIMEOUT", 1000 * _SILENCE),
     ):
         with contextlib.suppress(OSError):
@@ -52,7 +53,8 @@ def pieces(parcel: Parcel, shared: bool) -> list[memoryview]:
     if parcel.schema is None or shared:
         return [memoryview(HEAD.pack(len(control), 0) + control)]
     head = HEAD.pack(len(control), parcel.nbytes) + control
-    return [memoryview(head), *parcel.schema.pieces(parcel.arrays)]
+    buffer = parcel.schema.pieces(parcel.arrays)
+    return [memoryview(head), *(piece for piece in buffer if len(piece))]
 
 
 def after(sent: int, of: list[memoryview]) -> list[memoryview]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import socket
 import threading
 import uuid
@@ -28,6 +29,7 @@ from agn_optax.service._listener import Listener
 from agn_optax.service._servicer import Servicer
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class Server:
@@ -242,8 +244,11 @@ def start(
     made = Server(servicer.center, servicer, address)
     made._health, made._grpc, made._threads = checks, server, pool
     if direct and credentials is None:
-        made._listener = Listener(servicer, address)
-        servicer.direct = made._listener.direct
+        try:
+            made._listener = Listener(servicer, address)
+            servicer.direct = made._listener.direct
+        except OSError as error:  # there is gRPC
+            _log.warning("no direct connections at %s: %s", address, error)
     server.start()
     atexit.register(made.stop, grace=5.0)
     for name in ("", _address.SERVICE):

@@ -173,7 +173,7 @@ class Servicer:
             parcel = self._parcel(snapshot, version, request.wire_dtype)
         yield parcel
 
-    def exchange(self, reader: _frames.Reader | Any, context: Any) -> Iterator[Parcel]:
+    def exchange(self, reader: _frames.Incoming, context: Any) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
 
         Args:
@@ -288,7 +288,7 @@ class Servicer:
         self,
         join: pb.Join,
         message: pb.Message,
-        reader: _frames.Reader | Any,
+        reader: _frames.Incoming,
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
         schema = self._schema_of(message)
@@ -369,7 +369,7 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)
 
 
-def _first(reader: _frames.Reader | Any) -> pb.Frame:
+def _first(reader: _frames.Incoming) -> pb.Frame:
     control = reader.control()
     if control is None:
         raise errors.ProtocolError("a call ended before its first frame")

@@ -108,11 +108,31 @@ def by_shape(params):
             {"0": optax.sgd(0.1), "1": optax.sgd(0.2)},
             {str(i): str(i % 2) for i in range(len(SHAPES))},
         ),
+        optax.multi_transform(
+            {
+                "": optax.sgd(optax.linear_schedule(0.1, 0.2, 5)),
+                "vector": optax.sgd(optax.cosine_decay_schedule(0.1, 5)),
+            },
+            by_shape,
+        ),
         optax.add_noise(0.1, 0.1, 0),
     ],
 )
 def test_rules_that_look_at_leaves_keep_them(optimizer):
     assert packing_of(rules.agn(optimizer), arrays(0)) is None
+
+
+def test_a_mask_that_takes_half_of_either():
+    """Its paths are those of the two arrays, too."""
+
+    def first(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "first" in jax.tree_util.keystr(path), params
+        )
+
+    params = {"first": jnp.ones(64), "second": jnp.ones(64)}
+    rule = rules.agn(optax.adamw(0.1, mask=first))
+    assert packing_of(rule, params) is None
 
 
 def test_what_is_not_worth_it_or_cannot_be():

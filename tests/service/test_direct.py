@@ -36,9 +36,13 @@ def transport(request):
     return request.param
 
 
+def center_params():
+    return {"w": jnp.ones(SIZE), "b": jnp.zeros(3)}
+
+
 @contextlib.contextmanager
 def made(transport="auto", rule=RULE, params=None, **settings):
-    params = {"w": jnp.ones(SIZE), "b": jnp.zeros(3)} if params is None else params
+    params = center_params() if params is None else params
     with (
         service.serve(rule, params, **settings) as server,
         service.connect(server.address, rule, timeout=LIMIT, transport=transport) as c,
@@ -305,6 +309,44 @@ def test_a_broken_connection_is_made_again(way_of):
             loop = worker.exchange(optax.apply_updates(params, updates), state)
         assert server.center.version == worker.exchanges == 6
         np.testing.assert_array_equal(server.center.pull().params["w"], 1.0 - 6)
+
+
+@pytest.mark.parametrize(
+    "way_of", [pytest.param("memory", marks=shares), "socket", "auto"]
+)
+def test_a_center_that_was_started_anew_is_found_again(way_of):
+    """It has another key, and another port beside that of gRPC."""
+    with made(way_of) as (server, center):
+        center.join("anna")
+        before = way(center)
+        address = server.address
+        center.leave("anna")
+        server.stop()
+        with service.serve(RULE, center_params(), address=address):
+            center.join("anna")
+            assert way(center) == before != "grpc"
+
+
+@pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
+def test_what_a_center_says_at_its_end_is_heard(way_of):
+    """Some exceptions are errors of the system, too, and a broken connection is not."""
+    with made(way_of, mode=Synchronous()) as (server, center):
+        center.join("other")
+        ones = jax.tree.map(jnp.ones_like, center.pull().params)
+        said = []
+
+        def exchange():
+            with pytest.raises(errors.CenterClosedError) as caught:
+                center.exchange(ones, anchor_version=0, worker="anna")
+            said.append(str(caught.value))
+
+        center._retry = lambda attempt, within=0.0: attempt()
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        wait_for(lambda: "anna" in server.center.members()[2])
+        server.center.close("for the holidays")
+        thread.join(LIMIT)
+        assert said == ["for the holidays"]
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
