@@ -154,7 +154,8 @@ def main() -> None:
     add("--workers", type=int, nargs="+", default=[1, 4])
     add("--exchanges", type=int, default=5, help="of every worker")
     add("--transports", nargs="+", default=centers.TRANSPORTS)
-    args = parse(parser, megabytes=20, workers=[1], exchanges=2)
+    small = {"megabytes": 20, "workers": [1], "exchanges": 2}
+    args = parse(parser, transports=["memory"], **small)
     report = Report(args.json)
     rows = [
         row

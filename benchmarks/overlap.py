@@ -167,7 +167,8 @@ def main() -> None:
     add("--batch", type=int, default=64, help="of that; larger ones have less")
     add("--rounds", type=int, default=8)
     add("--transports", nargs="+", default=centers.TRANSPORTS)
-    args = parse(parser, megabytes=5, width=500, trained=1, batch=64, rounds=2)
+    small = {"megabytes": 5, "width": 500, "trained": 1, "batch": 64, "rounds": 2}
+    args = parse(parser, transports=["memory"], **small)
     report = Report(args.json)
     layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
     trained = min(args.trained, layers - 1)

@@ -34,7 +34,7 @@ from agn_optax.service._links import GrpcLink, Link, open_direct
 from agn_optax.service._observer import as_dict
 
 PyTree = Any
-# Bytes of an answer that the center had better not keep until the next message comes.
+# Bytes of an exchange whose answer the center had better not keep until the next one.
 _LEAST_ACKNOWLEDGED = 64 << 10
 TRANSPORTS = ("auto", "memory", "socket", "grpc")
 _log = logging.getLogger("agn_optax")
@@ -585,9 +585,10 @@ class RemoteCenter:
             await link.send(parcel)
             answer = await self._receive(link)
             if schema.size >= _LEAST_ACKNOWLEDGED:
-                # Whether this arrives matters to nobody but the center.
-                with contextlib.suppress(*link.ended):
+                try:
                     await link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
+                except link.ended:  # the next exchange has another link
+                    link.cancel()
             return answer
 
     @contextlib.asynccontextmanager

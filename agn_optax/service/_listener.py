@@ -194,9 +194,9 @@ class Connection:
                 head, descriptors = self._head()
             except (EOFError, ConnectionError):
                 return None
-            length, self._length = _packets.lengths(head)
-            frame = _frames.parse_control(self._read(length))
             try:
+                length, self._length = _packets.lengths(head)
+                frame = _frames.parse_control(self._read(length))
                 if not frame.HasField("attach"):
                     break
                 self._attach(frame.attach, descriptors)

@@ -11,7 +11,15 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 DRAWN = ("exchange", "fan_in", "size")
-OTHERS = ("memory", "overlap", "startup", "towers", "train_step")
+OTHERS = (
+    "journal",
+    "memory",
+    "optimizer_overhead",
+    "overlap",
+    "startup",
+    "towers",
+    "train_step",
+)
 
 
 def run(program, *options):
