@@ -5,6 +5,7 @@ Both carry parcels. They live on the thread of the connection's loop.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import socket
 from collections.abc import Callable
@@ -23,7 +24,7 @@ _PATIENCE = 1.0  # seconds to wait for a direct connection, which gRPC replaces
 _LEAST_APART = 8 << 20  # bytes that are copied on another thread than the loop's
 
 
-class Link:
+class Link(abc.ABC):
     """What goes over a call, each way.
 
     Attributes:
@@ -36,32 +37,32 @@ class Link:
     sent: Callable[[], None]
     heard: Callable[[], None]
 
-    def expect(self, schema: _wire.Schema) -> None:
+    def expect(self, schema: _wire.Schema) -> None:  # noqa: B027 most need not know
         """The next parcel asks for a buffer of ``schema`` in return."""
 
+    @abc.abstractmethod
     async def send(self, parcel: Parcel) -> None:
         """Sends a parcel, or waits until it can be sent."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def control(self) -> pb.Frame:
         """The next control part."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
         """The buffer that follows it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def why_it_ended(self) -> errors.AgnOptaxError:
         """The exception that the call ended with."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def done(self) -> bool:
         """Whether it is known to have ended."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def cancel(self) -> None:
         """Ends it."""
-        raise NotImplementedError
 
 
 class GrpcLink(Link):
