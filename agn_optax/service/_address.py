@@ -78,8 +78,13 @@ def is_local(address: str) -> bool:
     """Whether nothing leaves this machine."""
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
+    name = host(address)
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return host == "localhost"
+        return name == "localhost"
+
+
+def host(address: str) -> str:
+    """Of an address with a port, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")

@@ -16,7 +16,7 @@ import grpc.aio
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.service import _frames, _memory, _packets, _status, _wire
+from agn_optax.service import _address, _frames, _memory, _packets, _status, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._frames import Parcel
 
@@ -286,7 +286,7 @@ async def open_direct(
     else:
         if not direct.port:
             raise OSError("the center has no port for direct connections")
-        host = address.rpartition(":")[0].strip("[]")
+        host = _address.host(address)
         async with asyncio.timeout(_PATIENCE):
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, direct.port, type=socket.SOCK_STREAM

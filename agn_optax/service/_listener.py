@@ -15,7 +15,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center._background import in_background
-from agn_optax.service import _frames, _memory, _packets, _status, _wire
+from agn_optax.service import _address, _frames, _memory, _packets, _status, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._frames import Parcel
 from agn_optax.service._servicer import Servicer
@@ -44,7 +44,7 @@ class Listener:
         self.direct = pb.Direct(key=secrets.token_bytes(_packets.KEY_SIZE))
         self._listening: list[socket.socket] = []
         if not address.startswith("unix:"):
-            host = address.rpartition(":")[0].strip("[]")
+            host = _address.host(address)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             both = host == "::" and socket.has_dualstack_ipv6()
             end = socket.create_server(

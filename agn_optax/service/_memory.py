@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax.center._background import in_background
 from agn_optax.service import _wire
 
-_LEAST_SHARED_OUT = 8 << 20  # bytes that two threads copy
+_LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
 
 try:
     import fcntl
@@ -83,7 +83,7 @@ def write(
       ValueError: the arrays are not those of the schema.
     """
     places = list(schema.places(arrays, buffer))
-    if schema.size < _LEAST_SHARED_OUT:
+    if schema.size < _LEAST_FOR_TWO:
         _copy(places)
         return
     # One core alone does not reach what memory can do; the other side waits meanwhile.
