@@ -151,6 +151,8 @@ class Worker:
         self._period = _period.as_schedule(period)
         self._anchor: Snapshot | None = None
         self._message: _Message | None = None  # of an exchange not yet adopted
+        # A contribution and parameters of an exchange that is over, to be written over.
+        self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
         self._local_steps = 0
         self._round_length = 0
@@ -187,18 +189,18 @@ class Worker:
             params = _exchange.adopt(rule, params, center)
             return params, _exchange.begin_round(rule, state, params, center)
 
-        def contribute_own_fn(
-            state: LocalState, params: PyTree, anchor: PyTree
+        # What local steps may not touch while it is on its way lies in buffers of its
+        # own, which the next departure writes over: fresh ones would take longer.
+        def contribute_into_fn(
+            into: PyTree, state: LocalState, params: PyTree, anchor: PyTree
         ) -> PyTree:
-            # What a rule sends as it is would share its buffers with what goes on.
-            inputs = {id(leaf) for leaf in jax.tree.leaves((state, params, anchor))}
-            return jax.tree.map(
-                lambda leaf: jnp.copy(leaf) if id(leaf) in inputs else leaf,
-                _exchange.contribute(rule, state, params, anchor),
-            )
+            contribution = _exchange.contribute(rule, state, params, anchor)
+            return _exchange.overwrite(into, contribution)
 
-        def depart_fn(params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-            sent = _trees.copy(params)
+        def depart_fn(
+            into: PyTree, params: PyTree, state: LocalState
+        ) -> tuple[PyTree, LocalState]:
+            sent = _exchange.overwrite(into, params)
             return sent, _exchange.empty_record(rule, state, params, params)
 
         def land_fn(
@@ -210,9 +212,9 @@ class Worker:
         self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
         self._start = jax.jit(start_fn)
         self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
-        self._contribute_own = jax.jit(contribute_own_fn)
+        self._contribute_into = jax.jit(contribute_into_fn, donate_argnums=0)
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
-        self._depart_program = jax.jit(depart_fn, donate_argnums=1)
+        self._depart_program = jax.jit(depart_fn, donate_argnums=(0, 2))
         self._land_program = jax.jit(land_fn, donate_argnums=(0, 1))
 
     def start(
@@ -440,12 +442,18 @@ class Worker:
         message = self._message
         overlaps = self.overlap and self.exchanges > 0
         if message is None:
-            contribute = self._contribute_own if overlaps else self._contribute
-            contribution = contribute(state, params, anchor.params)
+            inputs = state, params, anchor.params
+            spare = None
+            if overlaps:
+                spare = self._spare or _trees.copy((self._contribute(*inputs), params))
+                self._spare = None
+                contribution = self._contribute_into(spare[0], *inputs)
+            else:
+                contribution = self._contribute(*inputs)
             message = _Message(contribution, anchor.version, self._local_steps)
             self._message = message
-            if overlaps:
-                return self._depart(params, state, message, length)
+            if spare is not None:
+                return self._depart(params, state, message, length, into=spare[1])
         if message.answer is None:
             try:
                 message.answer = self._send(message)
@@ -453,7 +461,8 @@ class Worker:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
                 message.contribution = _trees.copy(message.contribution)
-                return self._depart(params, state, message, length)
+                into = _trees.copy(params)
+                return self._depart(params, state, message, length, into=into)
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
@@ -476,12 +485,21 @@ class Worker:
         return self._message is not None and self._message.sent is not None
 
     def _depart(
-        self, params: PyTree, state: LocalState, message: _Message, length: int
+        self,
+        params: PyTree,
+        state: LocalState,
+        message: _Message,
+        length: int,
+        *,
+        into: PyTree,
     ) -> tuple[PyTree, LocalState]:
-        """Local steps go on while the message is on its way."""
+        """Local steps go on while the message is on its way.
+
+        What the parameters are now is kept in the buffers of ``into``.
+        """
         for leaf in jax.tree.leaves(message.contribution):
             leaf.copy_to_host_async()
-        message.sent, state = self._depart_program(params, state)
+        message.sent, state = self._depart_program(into, params, state)
         self._local_steps = 0
         self._round_length = length
         self._take_off(message)
@@ -538,6 +556,8 @@ class Worker:
         assert message.answer is not None
         answer = self._place(message.answer, params)
         params, state = self._land_program(params, state, message.sent, answer.params)
+        if self.overlap:
+            self._spare = message.contribution, message.sent
         self._landed(answer)
         self._keep_anchor(answer)
         return params, state
@@ -560,6 +580,7 @@ class Worker:
     def _begin(
         self, params: PyTree, state: LocalState, anchor: Snapshot, length: int
     ) -> None:
+        self._spare = None
         self._like = jax.eval_shape(lambda loop: loop, (params, state))
         self._begin_round(anchor, length)
 

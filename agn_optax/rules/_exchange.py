@@ -148,7 +148,7 @@ def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
     """The parameters after taking back ``center``, the version that the rule adopts."""
     if rule.adopt is not None:
         return rule.adopt(params, center)
-    return _overwrite(params, center)
+    return overwrite(params, center)
 
 
 def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTree:
@@ -208,7 +208,7 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
     """The anchor, where the state keeps one, is what was adopted."""
     if state.anchor is None:
         return state
-    return state._replace(anchor=_overwrite(state.anchor, adopted))
+    return state._replace(anchor=overwrite(state.anchor, adopted))
 
 
 def exchange(
@@ -251,21 +251,21 @@ def exchange(
     return adopting, state, center, center_state
 
 
-def _overwrite(old: PyTree, new: PyTree) -> PyTree:
-    """Exactly ``new``, in the dtypes of ``old``.
+def overwrite(old: PyTree, new: PyTree) -> PyTree:
+    """Exactly ``new``, in the dtypes of ``old`` and in its buffers, if it is donated.
 
     The select reads ``old`` in name only. Without it jit would drop ``old`` as unused,
     its donated buffer would be lost, and the outputs that follow would each take the
     buffer of their neighbor, with a copy.
     """
 
-    def overwrite(o: Any, n: jax.Array) -> jax.Array:
+    def over(o: Any, n: jax.Array) -> jax.Array:
         # A narrow center is adopted as it is kept, not as it was before rounding.
         dtype = jnp.result_type(o)
         wide = n.astype(_trees.wider(n.dtype, dtype))
         return jnp.where(True, _trees.rounded(wide, n.dtype).astype(dtype), o)
 
-    return jax.tree.map(overwrite, old, new)
+    return jax.tree.map(over, old, new)
 
 
 def check_step(grads: PyTree, params: PyTree, who: str) -> None:

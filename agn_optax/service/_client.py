@@ -196,7 +196,7 @@ class RemoteCenter:
         self._direct: pb.Direct | None = None
         # Ways that did not work while gRPC did: they are not tried again.
         self._closed_ways: set[bool] = set()
-        self._buffers = _memory.Buffers()
+        self._buffers, self._wide_buffers = _memory.Buffers(), _memory.Buffers()
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
         try:
@@ -283,7 +283,7 @@ class RemoteCenter:
             self.join(worker)
         session = self._sessions[worker]
         schema = self._schema.cast(dtype := self._checked(contribution, worker))
-        arrays = _trees.host_arrays(_trees.cast(contribution, schema))
+        arrays = _trees.host_arrays(contribution, schema)
         is_int = isinstance(anchor_version, int | np.integer) and anchor_version >= 0
         if not is_int:
             raise errors.InvalidArgumentError(
@@ -304,7 +304,7 @@ class RemoteCenter:
         )
         session.sequence += 1
         return Snapshot(
-            self._tree(_trees.to_device(arrays), session.like),
+            self._tree(_trees.to_device(self._widened(arrays)), session.like),
             snapshot.version,
             snapshot.staleness,
             np.float32(snapshot.norm) if snapshot.HasField("norm") else None,
@@ -343,8 +343,18 @@ class RemoteCenter:
     def _pull(self, wait: float) -> Snapshot:
         snapshot, arrays = self._run(self._retry(lambda: self._pull_once(wait)))
         # No program is compiled for what happens once.
-        leaves = jax.device_put(arrays)
+        leaves = jax.device_put(self._widened(arrays))
         return Snapshot(self._tree(leaves, self._like), snapshot.version)
+
+    def _widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """What travelled narrow, as wide as the center again, its values rounded."""
+        schema = self._schema
+        assert schema is not None
+        if not self._wire_dtype or jax.default_backend() != "cpu":  # `_tree` does it
+            return arrays
+        buffer = self._wide_buffers.take(schema.size)
+        _memory.write(schema, arrays, buffer)
+        return schema.views(buffer)
 
     def _tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
         """What came, in the containers of ``like``."""
@@ -357,7 +367,7 @@ class RemoteCenter:
                     "jax.config.update('jax_enable_x64', True) here"
                 )
         tree = _trees.build(schema, leaves, like)
-        # What travelled narrow is as wide as the center again, its values rounded.
+        # On the device, where that is an accelerator: fewer bytes go there.
         return _trees.cast(tree, schema) if self._wire_dtype else tree
 
     def _checked(self, contribution: PyTree, worker: str) -> str:

@@ -159,15 +159,15 @@ class DirectLink(Link):
         size = parcel.nbytes
         if self._segments is not None and size >= _packets.LEAST_SHARED:
             shared = await self._share(self._segments, parcel)
-        left = _packets.pieces(parcel, shared)
-        while left:
-            try:
-                sent = self._end.sendmsg(_packets.batch(left))
-            except BlockingIOError:
-                await self._ready(self._loop.add_writer, self._loop.remove_writer)
-                continue
-            left = _packets.after(sent, left)
-            self.sent()
+        for left in _packets.batches(parcel, shared):
+            while left:
+                try:
+                    sent = self._end.sendmsg(left)
+                except BlockingIOError:
+                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                    continue
+                left = _packets.after(sent, left)
+                self.sent()
 
     async def control(self) -> pb.Frame:
         head = bytearray(_packets.HEAD.size)
@@ -233,7 +233,7 @@ class DirectLink(Link):
         number, descriptor, array = segments.take(size)
         if descriptor is not None:
             frame = pb.Frame(attach=pb.Segment(number=number, size=size))
-            (head,) = _packets.pieces(Parcel(frame), shared=True)
+            ((head,),) = _packets.batches(Parcel(frame), shared=True)
             try:
                 # Short, and at the beginning of a message: the socket takes it whole.
                 socket.send_fds(self._end, [head], [descriptor])

@@ -259,15 +259,13 @@ class Connection:
                 )
             _memory.write(schema, parcel.arrays, there)
             parcel.control.segment = number
-        *most, last = _packets.pieces(parcel, shared=bool(number))
-        self._send(most)
-        if parcel.until is not None:
-            try:
-                parcel.until()
-            except errors.AgnOptaxError as error:
-                # Nothing can be said within a packet; the next connection will hear it.
-                raise ConnectionAbortedError from error
-        self._send([last])
+        try:
+            for left in _packets.batches(parcel, shared=bool(number)):
+                while left:
+                    left = _packets.after(self._end.sendmsg(left), left)
+        except errors.AgnOptaxError as error:  # of parcel.until
+            # Nothing can be said within a packet; the next connection will hear it.
+            raise ConnectionAbortedError from error
 
     def refuse(self, refused: pb.Refused) -> None:
         """Says why the connection ends, and ends it."""
@@ -290,10 +288,6 @@ class Connection:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-
-    def _send(self, left: list[memoryview]) -> None:
-        while left:
-            left = _packets.after(self._end.sendmsg(_packets.batch(left)), left)
 
     def _head(self) -> tuple[bytes, list[int]]:
         if self._end.family != socket.AF_UNIX:

@@ -77,7 +77,7 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
 def write(
     schema: _wire.Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray
 ) -> None:
-    """Copies arrays to their places in a buffer; what lies between them stays.
+    """Copies arrays to their places in a buffer, in its dtypes; gaps stay as they are.
 
     Raises:
       ValueError: the arrays are not those of the schema.
@@ -104,7 +104,7 @@ def write(
 
 def _copy(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     for place, array in places:
-        place[...] = array
+        _wire.assign(place, array)
 
 
 def close(descriptor: int) -> None:

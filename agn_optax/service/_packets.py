@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from agn_optax import errors
 from agn_optax.service import _address
@@ -22,6 +22,7 @@ KEY_SIZE = 16  # bytes
 LEAST_SHARED = 64 << 10  # bytes
 MOST_SEGMENTS = 16  # of one connection
 _MOST_PIECES = 512  # of one call of sendmsg; systems take 1,024
+_ENOUGH = 1 << 20  # bytes of one call
 _BUFFER = 4 << 20  # bytes; more than a copy through the kernel gains from
 _SILENCE = 15  # seconds after which a host that says nothing is gone, as with gRPC
 
@@ -47,14 +48,28 @@ def tune(end: socket.socket) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def pieces(parcel: Parcel, shared: bool) -> list[memoryview]:
-    """The bytes of a packet; without the buffer if that is in ``shared`` memory."""
+def batches(parcel: Parcel, shared: bool) -> Iterator[list[memoryview]]:
+    """The bytes of a packet, as many pieces at a time as go out in one call.
+
+    Without the buffer if that is in ``shared`` memory.
+    """
     control = parcel.control.SerializeToString()
-    if parcel.schema is None or shared:
-        return [memoryview(HEAD.pack(len(control), 0) + control)]
-    head = HEAD.pack(len(control), parcel.nbytes) + control
-    buffer = parcel.schema.pieces(parcel.arrays)
-    return [memoryview(head), *(piece for piece in buffer if len(piece))]
+    length = 0 if shared else parcel.nbytes
+    batch, size = [memoryview(HEAD.pack(len(control), length) + control)], 0
+    if parcel.schema is not None and not shared:
+        for piece in parcel.schema.pieces(parcel.arrays):
+            if len(batch) == _MOST_PIECES or size >= _ENOUGH:
+                yield batch
+                batch, size = [], 0
+            if len(piece):
+                batch.append(piece)
+                size += len(piece)
+    if parcel.until is not None:
+        if len(batch) > 1:
+            yield batch[:-1]
+        parcel.until()
+        batch = batch[-1:]
+    yield batch
 
 
 def after(sent: int, of: list[memoryview]) -> list[memoryview]:
@@ -64,11 +79,6 @@ def after(sent: int, of: list[memoryview]) -> list[memoryview]:
             return [piece[sent:], *of[i + 1 :]]
         sent -= len(piece)
     return []
-
-
-def batch(of: Sequence[memoryview]) -> Sequence[memoryview]:
-    """As many pieces as go out in one call."""
-    return of[:_MOST_PIECES]
 
 
 def lengths(head: bytes | bytearray | memoryview) -> tuple[int, int]:

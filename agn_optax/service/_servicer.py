@@ -347,8 +347,10 @@ class Servicer:
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        # A part of an answer is none: the rest may travel while the disk is busy.
-        until = functools.partial(self.center.wait_until_kept, answer)
+        until = None
+        if answer.recorded:
+            # A part of an answer is none: the rest may travel while the disk is busy.
+            until = functools.partial(self.center.wait_until_kept, answer)
         return self._parcel(snapshot, answer.version, wire_dtype, until)
 
     def _parcel(
@@ -365,7 +367,7 @@ class Servicer:
         snapshot.schema_hash = schema.hash
         params = version.params if self._packed else self.center.tree(version)
         sent = schema.packed if self._packed else schema
-        arrays = _trees.host_arrays(_trees.cast(params, sent))
+        arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)
 
 

@@ -1,7 +1,8 @@
 """Trees as bytes: the layout of leaves in one buffer, and frames that carry it.
 
 Knows numpy, and neither JAX nor gRPC nor protobuf. The only copies of the bulk are the
-one into a frame and the one out of it.
+one into a frame and the one out of it; where the wire is narrower than the arrays, the
+copy rounds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from agn_optax.center import _layout
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
 _GAP = bytes(_layout.ALIGNMENT * 8)
+_ROUNDED = 1 << 16  # numbers that are rounded at a time: what a cache holds
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
 _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
 _DTYPES = {*_FLOATS, *_INTEGERS, "bool"}
 
@@ -154,7 +156,7 @@ class Schema:
     def chunks(
         self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE
     ) -> Iterator[tuple[int, list[memoryview]]]:
-        """The buffer in chunks: ``(offset, pieces)``, where pieces lie in ``arrays``.
+        """The buffer in chunks: ``(offset, pieces)``, of what `pieces` has.
 
         Raises:
           ValueError: the arrays are not those of this schema.
@@ -177,6 +179,8 @@ class Schema:
     def pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview]:
         """The buffer in pieces that lie in ``arrays``, and gaps.
 
+        Floating numbers of another dtype are cast, a piece at a time.
+
         Raises:
           ValueError: the arrays are not those of this schema.
         """
@@ -186,13 +190,19 @@ class Schema:
             if offset > end:
                 yield memoryview(_GAP)[: offset - end]
             flat = np.ascontiguousarray(array).reshape(-1)
-            yield flat.view(np.uint8).data
-            end = offset + array.nbytes
+            if flat.dtype == dtype:
+                yield flat.view(np.uint8).data
+            else:
+                for begin in range(0, flat.size, _ROUNDED):
+                    part = flat[begin : begin + _ROUNDED]
+                    assign(cast := np.empty(part.shape, dtype), part)
+                    yield cast.view(np.uint8).data
+            end = offset + flat.size * dtype.itemsize
 
     def places(
         self, arrays: Sequence[np.ndarray], buffer: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each array's place in a buffer, and the array.
+        """Each array's place in a buffer, and the array, to `assign` to it.
 
         Raises:
           ValueError: the arrays are not those of this schema.
@@ -202,10 +212,17 @@ class Schema:
             yield view, array
 
     def _check(self, array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> None:
-        if array.dtype != dtype or array.shape != shape:
+        fits = array.dtype == dtype or {array.dtype.name, dtype.name} <= _FLOATS
+        if not fits or array.shape != shape:
             raise ValueError(
                 f"{dtype}{list(shape)} expected, got {array.dtype}{list(array.shape)}"
             )
+
+
+def assign(place: np.ndarray, array: np.ndarray) -> None:
+    """Copies, and rounds where dtypes differ; what is too large becomes infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(place, array, casting="unsafe")
 
 
 def allocate(size: int) -> np.ndarray:
