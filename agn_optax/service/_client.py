@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -12,11 +11,10 @@ import math
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
-import grpc.aio
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,7 +184,7 @@ class RemoteCenter:
         self.rule = rule
         self.address = address
         self._connection = Connection(address, timeout, credentials)
-        self._run, self._retry = self._connection.run, self._connection.retry
+        self._retry = self._connection.retry
         self._wire_dtype = wire_dtype
         self._like = like
         self._sessions: dict[str, _Session] = {}
@@ -200,7 +198,7 @@ class RemoteCenter:
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
         try:
-            self._run(self._describe())
+            self._describe()
         except BaseException:
             self.close()
             raise
@@ -222,11 +220,11 @@ class RemoteCenter:
             self._like = jax.tree.map(lambda _: 0, params)
         old = self._sessions.pop(worker, None)
         if old is not None:  # which this process has given up
-            self._run(self._leave(old))
+            self._leave(old)
         session = _Session(worker, like=self._like)
         self._sessions[worker] = session
         try:
-            self._run(self._join(session, timeout))
+            self._join(session, timeout)
         except BaseException:
             self.leave(worker)
             raise
@@ -235,7 +233,7 @@ class RemoteCenter:
         """A worker goes: see `Center.leave`."""
         session = self._sessions.pop(worker, None)
         if session is not None:
-            self._run(self._leave(session))
+            self._leave(session)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
@@ -244,7 +242,7 @@ class RemoteCenter:
             self._check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
-        self._run(self._retry(lambda: self._initialize(schema, arrays, worker)))
+        self._retry(lambda: self._initialize(schema, arrays, worker))
         return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -276,7 +274,7 @@ class RemoteCenter:
     ) -> Snapshot:
         """Sends what a worker contributes: see `Center.exchange`."""
         if self._schema is None:
-            self._run(self._describe())
+            self._describe()
         if self._schema is None:
             raise _not_initialized(self.address)
         if worker not in self._sessions:
@@ -297,10 +295,8 @@ class RemoteCenter:
             wire_dtype=dtype,
             steps=steps,
         )
-        snapshot, arrays = self._run(
-            self._retry(
-                lambda: self._exchange(session, message, schema, arrays), within=SOON
-            )
+        snapshot, arrays = self._retry(
+            lambda: self._exchange(session, message, schema, arrays), within=SOON
         )
         session.sequence += 1
         return Snapshot(
@@ -317,20 +313,24 @@ class RemoteCenter:
         """Who is there: what ``agn-optax status --json`` prints."""
         request = pb.StatusRequest()
         ask = functools.partial(self._connection.unary, "Status", request)
-        return as_dict(self._run(self._retry(ask)))
+        return as_dict(self._retry(ask))
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""
-        return self._run(self._describe())
+        return self._describe()
 
     def close(self) -> None:
         """Leaves with all workers of this connection, and closes it."""
         if self._connection.closed:
             return
         _open_centers.discard(self)
-        with contextlib.suppress(Exception):
-            self._run(self._close(), timeout=2.0)
-        self._connection.closed = True
+        end = time.monotonic() + 2.0
+        try:
+            while self._sessions:
+                _, session = self._sessions.popitem()
+                self._leave(session, max(0.1, min(1.0, end - time.monotonic())))
+        finally:
+            self._connection.close()
 
     def __enter__(self) -> RemoteCenter:
         return self
@@ -338,10 +338,8 @@ class RemoteCenter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # On the caller's thread.
-
     def _pull(self, wait: float) -> Snapshot:
-        snapshot, arrays = self._run(self._retry(lambda: self._pull_once(wait)))
+        snapshot, arrays = self._retry(lambda: self._pull_once(wait))
         # No program is compiled for what happens once.
         leaves = jax.device_put(self._widened(arrays))
         return Snapshot(self._tree(leaves, self._like), snapshot.version)
@@ -395,7 +393,7 @@ class RemoteCenter:
     ) -> None:
         _check.float_leaves(tree, what)
         if self._schema is None:
-            self._run(self._describe())
+            self._describe()
         if self._schema is None:
             return
         dtype = "float32" if any_float or self._dtype else ""
@@ -414,16 +412,14 @@ class RemoteCenter:
                 "worker must have all addresses, in one order)"
             )
 
-    # On the loop's thread.
-
-    async def _describe(self) -> pb.Description:
-        said = await self._retry(self._ask)
+    def _describe(self) -> pb.Description:
+        said = self._retry(self._ask)
         self._learn(said)
         return said
 
-    async def _ask(self) -> pb.Description:
+    def _ask(self) -> pb.Description:
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        return await self._connection.unary("Describe", request)
+        return self._connection.unary("Describe", request)
 
     def _learn(self, said: pb.Description) -> None:
         """What a center says of itself, if it is one to be used."""
@@ -440,64 +436,77 @@ class RemoteCenter:
             if self._schema is None or schema.hash != self._schema.hash:
                 self._schema, self._known = schema, {}
 
-    async def _receive(self, link: Link) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    def _receive(self, link: Link) -> tuple[pb.Snapshot, list[np.ndarray]]:
         while True:
-            said = await link.control()
+            said = link.control()
             if said.HasField("snapshot"):
                 break
             if not said.HasField("waiting"):
                 raise errors.ProtocolError("a snapshot was expected, got another frame")
         if self._schema is None:
-            await self._describe()
+            self._describe()
             assert self._schema is not None
         schema = self._schema.cast(self._wire_dtype)
         if said.snapshot.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 f"the center at {self.address} holds another tree than it did before"
             )
-        buffer = await link.buffer(schema, "an answer")
+        buffer = link.buffer(schema, "an answer")
         return said.snapshot, schema.views(buffer)
 
-    def _grpc_link(self, call: Any) -> GrpcLink:
-        return GrpcLink(call, self.address, self._buffers)
+    def _grpc_link(self, begin: Callable[[Any, Iterator[bytes]], Any]) -> GrpcLink:
+        """A call that ``begin(channel, frames)`` begins."""
 
-    async def _pull_once(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        def begun(frames: Iterator[bytes]) -> Any:
+            return self._connection.begin(lambda channel: begin(channel, frames))
+
+        return GrpcLink(begun, self.address, self._buffers)
+
+    def _pull_once(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         request = pb.PullRequest(wire_dtype=self._wire_dtype, wait=wait)
-        call = self._connection.channel().unary_stream(
-            f"/{_address.SERVICE}/Pull",
-            request_serializer=pb.PullRequest.SerializeToString,
-        )(request)
-        link = self._grpc_link(call)
-        async with self._connection.watching(link):
-            return await self._receive(link)
 
-    async def _initialize(
+        def begin(channel: Any, _: Any) -> Any:
+            return channel.unary_stream(
+                f"/{_address.SERVICE}/Pull",
+                request_serializer=pb.PullRequest.SerializeToString,
+            )(request)
+
+        link = self._grpc_link(begin)
+        with self._connection.watching(link):
+            return self._receive(link)
+
+    def _initialize(
         self, schema: _wire.Schema, arrays: list[np.ndarray], worker: str
     ) -> None:
-        call = self._connection.channel().stream_unary(
-            f"/{_address.SERVICE}/Initialize",
-            response_deserializer=pb.Initialized.FromString,
-        )()
+        def begin(channel: Any, frames: Iterator[bytes]) -> Any:
+            return channel.stream_unary(
+                f"/{_address.SERVICE}/Initialize",
+                response_deserializer=pb.Initialized.FromString,
+            ).future(frames)
+
         start = pb.Start(
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
-        link = self._grpc_link(call)
-        async with self._connection.watching(link):
-            # A center that has parameters ends the call before it has come to its end.
-            with contextlib.suppress(*link.ended):
-                await link.send(Parcel(pb.Frame(start=start), schema, arrays))
-                await call.done_writing()
-            await call
-        await self._describe()
+        link = self._grpc_link(begin)
+        with self._connection.watching(link):
+            link.send(Parcel(pb.Frame(start=start), schema, arrays))
+            link.no_more()
+            link.result()
+        self._describe()
 
-    async def _open(self, session: _Session) -> None:
-        """A call in which a worker lives; the old one, if any, has broken."""
-        if session.left:
-            raise _has_left(session.worker)
+    def _open(self, session: _Session, until: float = math.inf) -> None:
+        """A call in which a worker lives; the old one, if any, has broken.
+
+        Raises:
+          TimeoutError: the center still had not enough workers ``until`` then.
+        """
         if session.link is not None:
             session.link.cancel()
-        link, failed = await self._link()
+        link, failed = self._link()
         session.link = link
+        if session.left:
+            link.cancel()
+            raise _has_left(session.worker)
         waits = False
         join = pb.Join(
             protocol=_address.PROTOCOL,
@@ -505,9 +514,9 @@ class RemoteCenter:
             incarnation=session.incarnation,
             wire_dtype=self._wire_dtype,
         )
-        async with self._connection.watching(link):
-            await link.send(Parcel(pb.Frame(join=join)))
-            while (said := await link.control()).HasField("waiting"):
+        with self._connection.watching(link, until):
+            link.send(Parcel(pb.Frame(join=join)))
+            while (said := link.control()).HasField("waiting"):
                 if not waits:
                     waits = True
                     _log.warning(
@@ -527,16 +536,15 @@ class RemoteCenter:
         if isinstance(link, GrpcLink):  # which works where others did not
             self._closed_ways |= failed
 
-    async def _link(self) -> tuple[Link, set[bool]]:
+    def _link(self) -> tuple[Link, set[bool]]:
         """The fastest way to the center that the transport allows, and those closed."""
-        channel = self._connection.channel()
-        link, failed = await self._direct_link()
+        link, failed = self._direct_link()
         if link is None and failed:
             key = self._direct and self._direct.key
-            self._learn(await self._ask())
+            self._learn(self._ask())
             if self._direct and self._direct.key != key:  # it was started anew
                 self._closed_ways = set()
-                link, failed = await self._direct_link()
+                link, failed = self._direct_link()
         if link is not None:
             return link, set()
         if self._transport in ("memory", "socket"):
@@ -546,10 +554,13 @@ class RemoteCenter:
             )
         if failed:
             _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
-        call = channel.stream_stream(f"/{_address.SERVICE}/Exchange")()
-        return self._grpc_link(call), set(failed)
+        name = f"/{_address.SERVICE}/Exchange"
+        link = self._grpc_link(
+            lambda channel, frames: channel.stream_stream(name)(frames)
+        )
+        return link, set(failed)
 
-    async def _direct_link(self) -> tuple[Link | None, dict[bool, OSError]]:
+    def _direct_link(self) -> tuple[Link | None, dict[bool, OSError]]:
         """A direct connection, if there is one, and what was wrong with the others."""
         ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
         failed: dict[bool, OSError] = {}
@@ -560,25 +571,26 @@ class RemoteCenter:
                 if self._direct is None:
                     raise OSError("the center takes no direct connections")
                 direct, buffers = self._direct, self._buffers
-                link = await open_direct(direct, self.address, buffers, shares=shares)
+                link = open_direct(direct, self.address, buffers, shares=shares)
             except OSError as error:
                 failed[shares] = error
             else:
                 return link, failed
         return None, failed
 
-    async def _join(self, session: _Session, timeout: float | None) -> None:
+    def _join(self, session: _Session, timeout: float | None) -> None:
+        within = math.inf if timeout is None else timeout
+        until = time.monotonic() + within
         try:
-            async with asyncio.timeout(timeout):
-                await self._retry(lambda: self._open(session))
+            self._retry(lambda: self._open(session, until), within)
         except TimeoutError:
-            barrier = (await self._describe()).barrier
+            barrier = self._describe().barrier
             raise errors.NotInitializedError(
                 f"worker {session.worker!r} waited {timeout} s for {barrier} workers "
                 "to start together"
             ) from None
 
-    async def _exchange(
+    def _exchange(
         self,
         session: _Session,
         message: pb.Message,
@@ -586,23 +598,23 @@ class RemoteCenter:
         arrays: list[np.ndarray],
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         if session.link is None or session.link.done():
-            await self._open(session)
+            self._open(session)
         link = session.link
         assert link is not None and self._schema is not None  # noqa: PT018
         parcel = Parcel(pb.Frame(message=message), schema, arrays)
-        async with self._living(session), self._connection.watching(link):
+        with self._living(session), self._connection.watching(link):
             link.expect(self._schema.cast(self._wire_dtype))
-            await link.send(parcel)
-            answer = await self._receive(link)
+            link.send(parcel)
+            answer = self._receive(link)
             if schema.size >= _LEAST_ACKNOWLEDGED:
                 try:
-                    await link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
+                    link.send(Parcel(pb.Frame(acknowledge=message.sequence)))
                 except link.ended:  # the next exchange has another link
                     link.cancel()
             return answer
 
-    @contextlib.asynccontextmanager
-    async def _living(self, session: _Session) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _living(self, session: _Session) -> Iterator[None]:
         """Around an exchange, which ends with its worker and not with the center."""
         try:
             yield
@@ -611,24 +623,15 @@ class RemoteCenter:
                 raise _has_left(session.worker) from None
             raise
 
-    async def _leave(self, session: _Session) -> None:
+    def _leave(self, session: _Session, timeout: float = 1.0) -> None:
         session.left = True
         request = pb.LeaveRequest(
             worker=session.worker, incarnation=session.incarnation
         )
-        with contextlib.suppress(errors.AgnOptaxError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._connection.unary("Leave", request)
+        with contextlib.suppress(errors.AgnOptaxError):
+            self._connection.unary("Leave", request, timeout)
         if session.link is not None:
             session.link.cancel()
-
-    async def _close(self) -> None:
-        sessions = list(self._sessions.values())
-        self._sessions.clear()
-        try:
-            await asyncio.gather(*(self._leave(session) for session in sessions))
-        finally:
-            await self._connection.close()
 
 
 def _abstract(leaf: Any) -> Any:

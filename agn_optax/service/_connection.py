@@ -1,24 +1,21 @@
 """A connection to a center: calls that are tried again, as long as there is hope.
 
-grpc.aio's objects belong to one thread. It is that of a loop which all connections of
-the process share; callers on other threads hand it coroutines with `Connection.run`.
+Calls are made on the thread of whoever makes them. One more thread, which all
+connections of the process share, ends those that nothing is heard of for too long.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 
 from agn_optax import errors
 from agn_optax.service import _address, _status
@@ -50,7 +47,6 @@ class Connection:
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
-      closed: whether it takes no more calls.
     """
 
     def __init__(
@@ -62,27 +58,18 @@ class Connection:
         self.address = address
         self.timeout = timeout
         self.unreachable_since: float | None = None
-        self.closed = False
         self._credentials = credentials
+        self._lock = threading.Lock()
         self._channel: Any = None
+        self._closed = threading.Event()
         self._heard = -math.inf  # when something came; monotonic seconds
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """What ``work`` returns, run on the loop's thread and waited for here."""
-        future = asyncio.run_coroutine_threadsafe(work, _loop())
-        try:
-            return future.result(timeout)
-        except concurrent.futures.CancelledError:
-            raise self._is_closed() from None
-        except BaseException:
-            future.cancel()  # Ctrl-C: nothing goes on behind the caller's back
-            raise
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._closed.is_set()
 
-    # On the loop's thread.
-
-    async def retry(
-        self, attempt: Callable[[], Awaitable[T]], within: float = math.inf
-    ) -> T:
+    def retry(self, attempt: Callable[[], T], within: float = math.inf) -> T:
         """What ``attempt`` returns, in as many attempts as the time allows.
 
         Args:
@@ -102,7 +89,7 @@ class Connection:
             attempts += 1
             began = time.monotonic()
             try:
-                result = await attempt()
+                result = attempt()
             except errors.CenterUnreachableError as error:
                 if self.closed:
                     raise
@@ -133,78 +120,105 @@ class Connection:
                     f"the center at {self.address} does not answer since {since} "
                     f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
                 )
-            await asyncio.sleep(pause)
+            self._closed.wait(pause)
 
-    def channel(self) -> Any:
-        """The gRPC channel, opened when it is needed first.
+    def begin(self, call: Callable[[Any], T]) -> T:
+        """What ``call`` returns, which begins a call on the gRPC channel.
 
         Raises:
           CenterClosedError: the connection is closed.
         """
-        if self.closed:
-            raise self._is_closed()
-        if self._channel is None:
-            options = _address.client_options(self.address)
-            self._channel = (
-                grpc.aio.insecure_channel(self.address, options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(self.address, self._credentials, options)
-            )
-        return self._channel
-
-    async def unary(self, name: str, request: Any) -> Any:
-        """The reply to a call without streams."""
-        call = self.channel().unary_unary(
-            f"/{_address.SERVICE}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=_REPLIES[name].FromString,
-        )
         try:
-            return await call(request, timeout=self.timeout)
-        except grpc.aio.AioRpcError as error:
-            raise _status.exception_of(error, self.address) from None
+            return call(self._open_channel())
+        except ValueError:  # of a channel that has been closed meanwhile
+            if not self.closed:
+                raise
+            raise self._is_closed() from None
 
-    @contextlib.asynccontextmanager
-    async def watching(self, link: Link) -> AsyncIterator[None]:
+    def unary(self, name: str, request: Any, timeout: float | None = None) -> Any:
+        """The reply to a call without streams."""
+
+        def call(channel: Any) -> Any:
+            return channel.unary_unary(
+                f"/{_address.SERVICE}/{name}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=_REPLIES[name].FromString,
+            )(request, timeout=timeout or self.timeout)
+
+        try:
+            return self.begin(call)
+        except grpc.RpcError as error:
+            raise self._failure(_status.exception_of(error, self.address)) from None
+
+    def _open_channel(self) -> Any:
+        with self._lock:
+            if self.closed:
+                raise self._is_closed()
+            if self._channel is None:
+                options = _address.client_options(self.address)
+                self._channel = (
+                    grpc.insecure_channel(self.address, options)
+                    if self._credentials is None
+                    else grpc.secure_channel(self.address, self._credentials, options)
+                )
+            return self._channel
+
+    @contextlib.contextmanager
+    def watching(self, link: Link, until: float = math.inf) -> Iterator[None]:
         """Around a use of a link, which is cancelled if anything goes wrong.
 
+        Args:
+          link: that is used.
+          until: when to give up in any case; monotonic seconds.
+
         Raises:
+          TimeoutError: it was not over then.
           CenterUnreachableError: nothing came, or could be sent, for too long.
           AgnOptaxError: the center ended the call, with this.
         """
-        loop = asyncio.get_running_loop()
+        watched = _Watched(link, min(until, time.monotonic() + self.timeout))
+
+        def sent() -> None:
+            watched.deadline = min(until, time.monotonic() + self.timeout)
+
+        def heard() -> None:
+            self._heard = time.monotonic()
+            sent()
+
+        link.sent, link.heard = sent, heard
         try:
-            async with asyncio.timeout(self.timeout) as watch:
-
-                def sent() -> None:
-                    watch.reschedule(loop.time() + self.timeout)
-
-                def heard() -> None:
-                    self._heard = time.monotonic()
-                    sent()
-
-                link.sent, link.heard = sent, heard
+            with link.held(), _watchdog.watching(watched):
                 yield
-        except TimeoutError:
+        except BaseException as error:  # Ctrl-C, too: nothing goes on by itself
             link.cancel()
-            raise errors.CenterUnreachableError(
-                f"nothing came for {self.timeout:.0f} s"
-            ) from None
-        except errors.AgnOptaxError:  # which may be an OSError as well
-            link.cancel()
-            raise
-        except link.ended:
+            is_ours = isinstance(error, errors.AgnOptaxError)
+            if not is_ours and not isinstance(error, link.ended):
+                raise
+            if watched.is_late:
+                raise self._lateness(until) from None
             # Whatever went wrong, the call knows why.
-            raise await link.why_it_ended() from None
-        except BaseException:
-            link.cancel()
-            raise
+            raise self._failure(error if is_ours else link.why_it_ended()) from None
 
-    async def close(self) -> None:
+    def stop(self) -> None:
+        """Takes no more calls, and does not try any again."""
+        self._closed.set()
+
+    def close(self) -> None:
         """Ends all calls."""
-        self.closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        self.stop()
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _lateness(self, until: float) -> Exception:
+        if time.monotonic() >= until:
+            return TimeoutError()
+        return errors.CenterUnreachableError(f"nothing came for {self.timeout:.0f} s")
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """An error as the caller is to see it: a closed connection is the cause."""
+        is_lost = isinstance(error, errors.CenterUnreachableError)
+        return self._is_closed() if self.closed and is_lost else error
 
     def _is_closed(self) -> errors.CenterClosedError:
         return errors.CenterClosedError(
@@ -212,16 +226,60 @@ class Connection:
         )
 
 
-_lock = threading.Lock()
-_running: asyncio.AbstractEventLoop | None = None
+class _Watched:
+    """A link in use, and when to give it up; monotonic seconds."""
+
+    def __init__(self, link: Link, deadline: float) -> None:
+        self.link = link
+        self.deadline = deadline
+        self.is_late = False
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    global _running
-    with _lock:
-        if _running is None:
-            _running = asyncio.new_event_loop()
-            threading.Thread(
-                target=_running.run_forever, name="agn-optax client", daemon=True
-            ).start()
-        return _running
+class _Watchdog:
+    """Cancels links whose time is over.
+
+    Its thread looks when the earliest deadline that it knows of is over, and not at
+    every exchange: deadlines are mostly later by then.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watched: set[_Watched] = set()
+        self._looks = math.inf  # when
+        self._runs = False
+
+    @contextlib.contextmanager
+    def watching(self, watched: _Watched) -> Iterator[None]:
+        """Cancels ``watched`` if it is late."""
+        with self._changed:
+            self._watched.add(watched)
+            if not self._runs:
+                self._runs = True
+                thread = threading.Thread(
+                    target=self._run, name="agn-optax watchdog", daemon=True
+                )
+                thread.start()
+            if watched.deadline < self._looks:
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._watched.discard(watched)
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                late = [each for each in self._watched if each.deadline <= now]
+                for each in late:
+                    each.is_late = True
+                    each.link.cancel()
+                self._watched.difference_update(late)
+                deadlines = [each.deadline for each in self._watched]
+                self._looks = min(deadlines, default=math.inf)
+                left = self._looks - now
+                self._changed.wait(None if left == math.inf else left)
+
+
+_watchdog = _Watchdog()

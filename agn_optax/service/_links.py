@@ -1,18 +1,19 @@
 """The worker's end of a call: a gRPC call, or a direct connection in place of one.
 
-Both carry parcels. They live on the thread of the connection's loop.
+Both carry parcels. One thread at a time uses a link; any other may cancel it.
 """
 
 from __future__ import annotations
 
 import abc
-import asyncio
+import contextlib
+import queue
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
-import grpc.aio
 import numpy as np
 
 from agn_optax import errors
@@ -21,7 +22,10 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._frames import Parcel
 
 _PATIENCE = 1.0  # seconds to wait for a direct connection, which gRPC replaces
-_LEAST_APART = 8 << 20  # bytes that are copied on another thread than the loop's
+
+
+def _nothing() -> None:
+    pass
 
 
 class Link(abc.ABC):
@@ -33,27 +37,34 @@ class Link(abc.ABC):
       heard: called when something came.
     """
 
-    ended: tuple[type[BaseException], ...]
-    sent: Callable[[], None]
-    heard: Callable[[], None]
+    ended: tuple[type[Exception], ...]
+
+    def __init__(self) -> None:
+        self.sent: Callable[[], None] = _nothing
+        self.heard: Callable[[], None] = _nothing
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a use of it, during which its resources stay."""
+        yield
 
     def expect(self, schema: _wire.Schema) -> None:  # noqa: B027 most need not know
         """The next parcel asks for a buffer of ``schema`` in return."""
 
     @abc.abstractmethod
-    async def send(self, parcel: Parcel) -> None:
-        """Sends a parcel, or waits until it can be sent."""
+    def send(self, parcel: Parcel) -> None:
+        """Sends a parcel; its arrays are read until the answer is there."""
 
     @abc.abstractmethod
-    async def control(self) -> pb.Frame:
+    def control(self) -> pb.Frame:
         """The next control part."""
 
     @abc.abstractmethod
-    async def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
         """The buffer that follows it."""
 
     @abc.abstractmethod
-    async def why_it_ended(self) -> errors.AgnOptaxError:
+    def why_it_ended(self) -> errors.AgnOptaxError:
         """The exception that the call ended with."""
 
     @abc.abstractmethod
@@ -62,53 +73,55 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Ends it."""
+        """Ends it, from any thread."""
 
 
 class GrpcLink(Link):
-    """A call of grpc.aio.
+    """A call of gRPC.
 
     Args:
-      call: one that sends frames, or receives frames, or both.
+      begin: begins it, with an iterator of the frames to be sent.
       address: of the center.
       buffers: to receive in.
     """
 
-    # What grpc.aio raises at a call that has ended.
-    ended = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+    ended = (grpc.RpcError, grpc.FutureCancelledError, EOFError)
 
-    def __init__(self, call: Any, address: str, buffers: _memory.Buffers) -> None:
-        self._call = call
+    def __init__(
+        self,
+        begin: Callable[[Iterator[bytes]], Any],
+        address: str,
+        buffers: _memory.Buffers,
+    ) -> None:
+        super().__init__()
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._call = begin(self._outgoing())
+        self._call.add_done_callback(lambda _: self.no_more())
         self._address = address
-        self._buffers = buffers
-        self._offset = 0
-        self._chunk: memoryview | bytes = b""
+        self._reader = _frames.Reader(self._incoming(), buffers)
 
-    async def send(self, parcel: Parcel) -> None:
-        for frame in _frames.split(parcel):
-            await self._call.write(frame)
-            self.sent()
+    def send(self, parcel: Parcel) -> None:
+        self._parcels.put(parcel)
 
-    async def control(self) -> pb.Frame:
-        control, self._offset, self._chunk = _frames.parse(await self._read())
+    def no_more(self) -> None:
+        """Nothing will be sent any more."""
+        self._parcels.put(None)
+
+    def control(self) -> pb.Frame:
+        control = self._reader.control()
+        assert control is not None  # `_incoming` has no end
         return control
 
-    async def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
-        assembler = _wire.Assembler(schema, self._buffers.take(schema.size))
-        assembler.feed(self._offset, self._chunk)
-        while not assembler.complete:
-            _frames.feed(assembler, await self._read(), what)
-        return assembler.buffer
+    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+        return self._reader.buffer(schema, what)
 
-    async def why_it_ended(self) -> errors.AgnOptaxError:
+    def result(self) -> Any:
+        """The reply to a call whose answer is no stream."""
+        return self._call.result()
+
+    def why_it_ended(self) -> errors.AgnOptaxError:
         self._call.cancel()  # does nothing to a call that has ended
-        error = grpc.aio.AioRpcError(
-            await self._call.code(),
-            await self._call.initial_metadata(),
-            await self._call.trailing_metadata(),
-            await self._call.details(),
-        )
-        return _status.exception_of(error, self._address)
+        return _status.exception_of(self._call, self._address)
 
     def done(self) -> bool:
         return bool(self._call.done())
@@ -116,12 +129,20 @@ class GrpcLink(Link):
     def cancel(self) -> None:
         self._call.cancel()
 
-    async def _read(self) -> bytes:
-        frame = await self._call.read()
-        if frame is grpc.aio.EOF:
-            raise asyncio.InvalidStateError("the call has ended")
-        self.heard()
-        return frame
+    def _outgoing(self) -> Iterator[bytes]:
+        """On a thread of gRPC's."""
+        while (parcel := self._parcels.get()) is not None:
+            for frame in _frames.split(parcel):
+                yield frame
+                self.sent()
+                del frame
+            del parcel  # whose arrays may be written over, once there is an answer
+
+    def _incoming(self) -> Iterator[bytes]:
+        for frame in self._call:
+            self.heard()
+            yield frame
+        raise EOFError("the call has ended")
 
 
 class DirectLink(Link):
@@ -138,8 +159,8 @@ class DirectLink(Link):
     def __init__(
         self, end: socket.socket, buffers: _memory.Buffers, *, shares: bool
     ) -> None:
+        super().__init__()
         self._end = end
-        self._loop = asyncio.get_running_loop()
         self._buffers = buffers
         self._segments = _memory.Segments(_packets.MOST_SEGMENTS) if shares else None
         # The segment of all messages, and that of the answer to come.
@@ -148,40 +169,41 @@ class DirectLink(Link):
         self._wanted = 0  # bytes of that
         self._frame = pb.Frame()  # that came last
         self._length = 0  # of the buffer that follows it
-        self._waits = asyncio.Event()
+        self._lock = threading.Lock()
+        self._holders = 0
         self._done = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if self._done and not self._holders:
+                    self._end.close()
 
     def expect(self, schema: _wire.Schema) -> None:
         self._wanted = schema.size
 
-    async def send(self, parcel: Parcel) -> None:
+    def send(self, parcel: Parcel) -> None:
         shared = False
-        size = parcel.nbytes
-        if self._segments is not None and size >= _packets.LEAST_SHARED:
-            shared = await self._share(self._segments, parcel)
-        for left in _packets.batches(parcel, shared):
-            while left:
-                try:
-                    sent = self._end.sendmsg(left)
-                except BlockingIOError:
-                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
-                    continue
-                left = _packets.after(sent, left)
-                self.sent()
+        if self._segments is not None and parcel.nbytes >= _packets.LEAST_SHARED:
+            shared = self._share(self._segments, parcel)
+        _packets.send(self._end, parcel, shared, self.sent)
 
-    async def control(self) -> pb.Frame:
-        head = bytearray(_packets.HEAD.size)
-        await self._fill(memoryview(head))
+    def control(self) -> pb.Frame:
+        head = _packets.read(self._end, _packets.HEAD.size)
         length, self._length = _packets.lengths(head)
-        control = bytearray(length)
-        await self._fill(memoryview(control))
-        self._frame = _frames.parse_control(bytes(control))
+        self._frame = _frames.parse_control(_packets.read(self._end, length))
+        self.heard()
         if self._frame.HasField("refused"):
-            self.cancel()
             raise _status.exception_in(self._frame.refused)
         return self._frame
 
-    async def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
         if self._frame.segment:
             answer, self._answer = self._answer, None
             if answer is None or answer.size < schema.size:
@@ -189,25 +211,29 @@ class DirectLink(Link):
             return answer[: schema.size]
         _packets.check_buffer(self._length, schema.size, what)
         buffer = self._buffers.take(schema.size)
-        await self._fill(buffer.data)
+        _packets.fill(self._end, buffer.data, self.heard)
         return buffer
 
-    async def why_it_ended(self) -> errors.AgnOptaxError:
-        self.cancel()
+    def why_it_ended(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")
 
     def done(self) -> bool:
         return self._done
 
     def cancel(self) -> None:
-        if not self._done:
+        with self._lock:
+            if self._done:
+                return
             self._done = True
-            self._loop.remove_reader(self._end)
-            self._loop.remove_writer(self._end)
-            self._end.close()
-            self._waits.set()  # whoever waits finds it closed
+            # Whoever waits for it finds it shut; closed, its number might be that of
+            # another file by then.
+            if self._holders:
+                with contextlib.suppress(OSError):
+                    self._end.shutdown(socket.SHUT_RDWR)
+            else:
+                self._end.close()
 
-    async def _share(self, segments: _memory.Segments, parcel: Parcel) -> bool:
+    def _share(self, segments: _memory.Segments, parcel: Parcel) -> bool:
         """Puts the buffer into shared memory; False if there is none."""
         assert parcel.schema is not None
         try:
@@ -219,10 +245,7 @@ class DirectLink(Link):
             return False
         parcel.control.segment, buffer = self._message
         parcel.control.answer_segment = wanted
-        if parcel.nbytes < _LEAST_APART:
-            _memory.write(parcel.schema, parcel.arrays, buffer)
-        else:
-            await asyncio.to_thread(_memory.write, parcel.schema, parcel.arrays, buffer)
+        _memory.write(parcel.schema, parcel.arrays, buffer)
         self.sent()
         return True
 
@@ -241,30 +264,8 @@ class DirectLink(Link):
                 _memory.close(descriptor)
         return number, array
 
-    async def _fill(self, view: memoryview) -> None:
-        while view:
-            try:
-                got = self._end.recv_into(view)
-            except BlockingIOError:
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
-                continue
-            if not got:
-                raise EOFError
-            view = view[got:]
-            self.heard()
 
-    async def _ready(self, add: Any, remove: Any) -> None:
-        """Until the socket can be read, or written to."""
-        self._waits.clear()
-        add(self._end, self._waits.set)
-        try:
-            await self._waits.wait()
-        finally:
-            if not self._done:
-                remove(self._end)
-
-
-async def open_direct(
+def open_direct(
     direct: pb.Direct, address: str, buffers: _memory.Buffers, *, shares: bool
 ) -> DirectLink:
     """A direct connection to a center.
@@ -281,51 +282,32 @@ async def open_direct(
     if shares or address.startswith("unix:"):
         if not (direct.socket and _memory.IS_SUPPORTED):
             raise OSError("the center has no Unix socket")
-        family: int = socket.AF_UNIX
-        where: Any = "\0" + direct.socket
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _closed_if_it_fails(end):
+            end.settimeout(_PATIENCE)
+            end.connect("\0" + direct.socket)
     else:
         if not direct.port:
             raise OSError("the center has no port for direct connections")
-        host = _address.host(address)
-        async with asyncio.timeout(_PATIENCE):
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, direct.port, type=socket.SOCK_STREAM
-            )
-        error: OSError | None = None
-        for family, _, _, _, where in found:
-            try:
-                return await _greeted(family, where, direct, buffers, shares=False)
-            except OSError as failed:
-                error = error or failed
-        raise error or OSError(f"{host} has no address")
-    return await _greeted(family, where, direct, buffers, shares=shares)
-
-
-async def _greeted(
-    family: int,
-    where: Any,
-    direct: pb.Direct,
-    buffers: _memory.Buffers,
-    *,
-    shares: bool,
-) -> DirectLink:
-    end = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        end.setblocking(False)
+        where = _address.host(address), direct.port
+        end = socket.create_connection(where, timeout=_PATIENCE)
+    with _closed_if_it_fails(end):
         _packets.tune(end)
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(_PATIENCE):
-            await loop.sock_connect(end, where)
-            await loop.sock_sendall(end, _packets.GREETING + direct.key)
-            heard = b""
-            while len(heard) < len(_packets.GREETING):
-                more = await loop.sock_recv(end, len(_packets.GREETING) - len(heard))
-                if not more:
-                    raise ConnectionError("the greeting was refused")
-                heard += more
+        end.sendall(_packets.GREETING + direct.key)
+        try:
+            heard = _packets.read(end, len(_packets.GREETING))
+        except EOFError:
+            raise ConnectionError("the greeting was refused") from None
         if heard != _packets.GREETING:
             raise ConnectionError("something else than a center answers")
+        end.settimeout(None)  # from now on, the watchdog looks after it
         return DirectLink(end, buffers, shares=shares)
+
+
+@contextlib.contextmanager
+def _closed_if_it_fails(end: socket.socket) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         end.close()
         raise

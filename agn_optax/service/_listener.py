@@ -222,7 +222,7 @@ class Connection:
             return there[: schema.size]
         _packets.check_buffer(self._length, schema.size, what)
         buffer = self._buffers.take(schema.size)
-        self._fill(buffer.data)
+        _packets.fill(self._end, buffer.data)
         return buffer
 
     # As the context of a gRPC call.
@@ -260,9 +260,7 @@ class Connection:
             _memory.write(schema, parcel.arrays, there)
             parcel.control.segment = number
         try:
-            for left in _packets.batches(parcel, shared=bool(number)):
-                while left:
-                    left = _packets.after(self._end.sendmsg(left), left)
+            _packets.send(self._end, parcel, bool(number), lambda: None)
         except errors.AgnOptaxError as error:  # of parcel.until
             # Nothing can be said within a packet; the next connection will hear it.
             raise ConnectionAbortedError from error
@@ -306,13 +304,4 @@ class Connection:
         self._segments[segment.number] = there
 
     def _read(self, size: int) -> bytes:
-        heard = bytearray(size)
-        self._fill(memoryview(heard))
-        return bytes(heard)
-
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            got = self._end.recv_into(view)
-            if not got:
-                raise EOFError
-            view = view[got:]
+        return _packets.read(self._end, size)

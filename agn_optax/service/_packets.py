@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from agn_optax import errors
 from agn_optax.service import _address
@@ -72,7 +72,44 @@ def batches(parcel: Parcel, shared: bool) -> Iterator[list[memoryview]]:
     yield batch
 
 
-def after(sent: int, of: list[memoryview]) -> list[memoryview]:
+def send(
+    end: socket.socket, parcel: Parcel, shared: bool, sent: Callable[[], None]
+) -> None:
+    """Sends a packet; ``sent`` is called whenever some of it has gone."""
+    for batch in batches(parcel, shared):
+        while batch:
+            batch = _after(end.sendmsg(batch), batch)
+            sent()
+
+
+def read(end: socket.socket, size: int) -> bytes:
+    """The next bytes that come, so many of them.
+
+    Raises:
+      EOFError: nothing more comes.
+    """
+    heard = bytearray(size)
+    fill(end, memoryview(heard))
+    return bytes(heard)
+
+
+def fill(
+    end: socket.socket, view: memoryview, heard: Callable[[], None] = lambda: None
+) -> None:
+    """Reads as many bytes as go into ``view``; calls ``heard`` when some came.
+
+    Raises:
+      EOFError: nothing more comes.
+    """
+    while view:
+        got = end.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+        heard()
+
+
+def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
     """What is left of pieces whose first ``sent`` bytes are gone."""
     for i, piece in enumerate(of):
         if sent < len(piece):

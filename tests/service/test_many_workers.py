@@ -4,7 +4,6 @@ Every message has an element of the center for itself, and is 1 there: the cente
 exactly which messages it has applied, and how often.
 """
 
-import asyncio
 import contextlib
 import os
 import pathlib
@@ -19,7 +18,7 @@ import talking
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _client, _connection, _frames, _memory
+from agn_optax.service import _client, _frames, _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6
@@ -27,33 +26,26 @@ RULE = rules.downpour()
 LIMIT = 60  # seconds that nothing here takes
 
 
-def on_the_loop(work):
-    return asyncio.run_coroutine_threadsafe(work, _connection._loop()).result(LIMIT)
-
-
 def crash(center):
     """Ends a connection as the death of its process would: nobody leaves."""
-    center._connection.closed = True
+    center._connection.stop()
     _client._open_centers.discard(center)
-    on_the_loop(broken(center))
-
-
-async def broken(center):
     for session in center._sessions.values():
         if session.link is not None:
             session.link.cancel()
-    await center._connection._channel.close()
+    center._connection.close()
 
 
 def lose_an_answer(center, *, after, dies):
     """The next exchange loses its connection, before or after its answer came."""
     receive = center._receive
 
-    async def lost(link):
+    def lost(link):
         center._receive = receive
         if after:
-            await receive(link)
-        center._connection.closed = dies  # then it is not tried again
+            receive(link)
+        if dies:
+            center._connection.stop()  # then it is not tried again
         link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
@@ -292,10 +284,9 @@ def test_a_repeated_exchange_is_told_that_it_was_dropped():
         lose_an_answer(bert, after=True, dies=False)
         again = bert._open
 
-        async def open_late(session):
-            while "bert" in members(server):
-                await asyncio.sleep(0.01)
-            await again(session)
+        def open_late(session):
+            wait_for(server, lambda: "bert" not in members(server))
+            again(session)
 
         bert._open = open_late
         answer = send(bert, "bert", 1)
@@ -365,20 +356,20 @@ def test_a_worker_that_left_does_not_come_back_by_itself():
     with served(mode=Synchronous()) as (server, connected):
         center = connected()
         center.join("anna")
-        repeats, may_go_on = threading.Event(), asyncio.Event()
+        repeats, may_go_on = threading.Event(), threading.Event()
         exchange = center._exchange
 
-        async def repeated(*args):
+        def repeated(*args):
             center._exchange = exchange
             repeats.set()
-            await may_go_on.wait()
+            may_go_on.wait()
             raise errors.CenterUnreachableError("the test has cut it")
 
         center._exchange = repeated
         sent = in_background(send, center, "anna", 0)
         assert repeats.wait(LIMIT)
         center.leave("anna")
-        _connection._loop().call_soon_threadsafe(may_go_on.set)
+        may_go_on.set()
         with pytest.raises(errors.WorkerStateError, match=r"'anna' has left"):
             sent()
         assert not members(server)
@@ -444,22 +435,18 @@ def test_a_process_is_killed_while_its_message_waits(workers):
         all_answer([anna, bert], 1, {0, 2})
 
 
-def test_a_server_that_stops_leaves_no_threads():
-    before = {*threading.enumerate(), *client_threads()}
-    with served() as (_, connected):
-        center = connected()
-        center.join("anna")
-        send(center, "anna", 0)
-    for thread in {*threading.enumerate()} - before - client_threads():
-        thread.join(LIMIT)
-        assert not thread.is_alive(), thread
-
-
-def client_threads():
-    """Which all clients share, and gRPC's own."""
-    _connection._loop()
-    named = ("agn-optax client", "Thread-")
-    return {t for t in threading.enumerate() if t.name.startswith(named)}
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+def test_a_server_and_a_client_that_stop_leave_no_threads(transport):
+    before = {*threading.enumerate()}
+    with served() as (server, _):
+        center = service.connect(server.address, RULE, transport=transport)
+        with center:
+            center.join("anna")
+            send(center, "anna", 0)
+    for thread in {*threading.enumerate()} - before:
+        if thread.name != "agn-optax watchdog":  # which all connections share
+            thread.join(LIMIT)
+            assert not thread.is_alive(), thread
 
 
 def test_a_process_that_fails_ends_though_workers_are_there():
