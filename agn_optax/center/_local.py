@@ -459,6 +459,23 @@ class LocalCenter:
         """
         self._wait_until_kept(answer.recorded)
 
+    def detach(self, worker: str, answer: Answer, params: PyTree) -> Answer:
+        """The same answer with a copy of its version, which may then be written over.
+
+        Args:
+          worker: whose answer it is.
+          answer: to its last exchange.
+          params: the copy, as the version keeps them.
+        """
+        with self._changed:
+            copied = dataclasses.replace(
+                answer, version=Version(params, answer.version.number, readers=1)
+            )
+            if self._answers.get(worker) is answer:
+                self._answers[worker] = copied
+                answer.version.readers -= 1
+        return copied
+
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has its answer, which need not be kept."""
         with self._changed:

@@ -33,6 +33,7 @@ from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service._frames import Parcel
 
 PyTree = Any
+_LEAST_COPIED = 1 << 20  # bytes
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 
 
@@ -66,6 +67,10 @@ class Servicer:
         # Around what is decided of a worker and its call: taken before the center's.
         self._calls = threading.Lock()
         self._busy = 0  # exchanges that are being applied and answered
+        self._talking = 0  # and those whose message is still coming
+        # Around a large message and the copy of its answer, which the next one's move
+        # in place has to wait for.
+        self._turn = threading.Lock()
         self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _wire.Schema | None = None
@@ -292,6 +297,22 @@ class Servicer:
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
         schema = self._schema_of(message)
+        with self._lock:
+            self._talking += 1
+        try:
+            yield from self._answered(join, message, schema, reader, traffic)
+        finally:
+            with self._lock:
+                self._talking -= 1
+
+    def _answered(
+        self,
+        join: pb.Join,
+        message: pb.Message,
+        schema: _wire.Schema,
+        reader: _frames.Incoming,
+        traffic: _Traffic,
+    ) -> Iterator[Parcel]:
         buffer = reader.buffer(schema, "a message")
         traffic.received += schema.size
         traffic.period = message.steps
@@ -299,24 +320,20 @@ class Servicer:
         with self._lock:
             self._busy += 1
         try:
-            submit = functools.partial(
-                self.center.submit,
-                self._contribution(schema, buffer),
-                anchor_version=message.anchor_version,
-                worker=join.worker,
-                incarnation=join.incarnation,
-                sequence=message.sequence,
+            hand_in = functools.partial(
+                self._hand_in, join, message, schema, buffer, lends=reader.lends
             )
             if schema.hash in self._compiled:
-                submit()
+                answer = hand_in()
             else:  # which may take minutes, for thousands of leaves
-                submitted = in_background(submit, "agn-optax first exchange")
-                while wait([submitted], WAITING_INTERVAL).not_done:
+                handed_in = in_background(hand_in, "agn-optax first exchange")
+                while wait([handed_in], WAITING_INTERVAL).not_done:
                     yield _WAITING
-                submitted.result()
+                answer = handed_in.result()
+                del handed_in
                 self._compiled.add(schema.hash)
-            del buffer, submit
-            while (answer := self._collect(who)) is None:
+            del hand_in, buffer
+            while answer is None and (answer := self._collect(who)) is None:
                 yield _WAITING
             if reader.lends:  # the worker writes its next message over this one
                 self.center.wait_until_moved()
@@ -330,14 +347,67 @@ class Servicer:
                 self._busy -= 1
                 self._idle.notify_all()
 
+    def _hand_in(
+        self,
+        join: pb.Join,
+        message: pb.Message,
+        schema: _wire.Schema,
+        buffer: np.ndarray,
+        *,
+        lends: bool,
+    ) -> Answer | None:
+        """Hands a message in; returns its answer if that is to lie in ``buffer``."""
+
+        def submit() -> None:
+            self.center.submit(
+                self._contribution(schema, buffer),
+                anchor_version=message.anchor_version,
+                worker=join.worker,
+                incarnation=join.incarnation,
+                sequence=message.sequence,
+            )
+
+        if lends or schema.size < _LEAST_COPIED:
+            submit()
+            return None
+        with self._turn:
+            submit()
+            who = (join.worker, join.incarnation, message.sequence)
+            answer = self._collect(who, timeout=0.0)
+            if answer is None or self._talking == 1:
+                return answer
+            return self._copied(join, answer, schema, buffer)
+
     def _contribution(self, schema: _wire.Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
         return _trees.build(schema, schema.views(buffer), self.center.like)
 
-    def _collect(self, who: tuple[str, str, int]) -> Answer | None:
-        return self.center.collect(*who, timeout=WAITING_INTERVAL)
+    def _copied(
+        self, join: pb.Join, answer: Answer, schema: _wire.Schema, buffer: np.ndarray
+    ) -> Answer:
+        """An answer that lies where its message came, if it has room there.
+
+        While the version itself were being sent, others could not move the center in
+        place. The copy takes less time than the fresh memory that a next version needs.
+        """
+        assert self._schema is not None
+        is_wide_enough = schema.hash == self._schema.cast(join.wire_dtype).hash
+        if not (self._packed and is_wide_enough) or answer.recorded:
+            return answer  # of what is recorded, the journal may still read the message
+        self.center.wait_until_moved()  # or the message is still being read
+        jax.block_until_ready(answer.norm)
+        sent = schema.packed
+        arrays = _trees.host_arrays(answer.version.params, sent)
+        _memory.write(sent, arrays, buffer)
+        copy = Packed(*sent.views(buffer))
+        return self.center.detach(join.worker, answer, copy)
+
+    def _collect(
+        self, who: tuple[str, str, int], timeout: float = WAITING_INTERVAL
+    ) -> Answer | None:
+        return self.center.collect(*who, timeout=timeout)
 
     def _answer(self, answer: Answer, wire_dtype: str) -> Parcel:
         snapshot = pb.Snapshot(

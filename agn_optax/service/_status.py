@@ -27,7 +27,7 @@ _TRANSIENT = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INTERNAL,  # what grpc.aio makes of a connection that just broke
+    grpc.StatusCode.INTERNAL,  # what gRPC may make of a connection that just broke
 }
 
 

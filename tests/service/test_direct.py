@@ -208,6 +208,69 @@ def test_many_workers_of_one_process(transport):
 # Which way is taken.
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_large_answers_of_a_crowd_are_versions(transport, dtype):
+    """Answers lie where messages came, and the center moves in place meanwhile."""
+    workers, messages = 3, 8
+    ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
+    params = jax.tree.map(jnp.zeros_like, ones)
+    versions = []
+    with made(params=params) as (server, _):
+
+        def work(number):
+            with service.connect(
+                server.address,
+                RULE,
+                timeout=LIMIT,
+                transport=transport,
+                wire_dtype=dtype,
+            ) as center:
+                version = 0
+                for _ in range(messages):
+                    answer = center.exchange(
+                        ones, anchor_version=version, worker=f"w{number}"
+                    )
+                    version = answer.version
+                    for leaf in jax.tree.leaves(answer.params):
+                        np.testing.assert_array_equal(leaf, -version)
+                    versions.append(version)
+
+        threads = [threading.Thread(target=work, args=[i]) for i in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        np.testing.assert_array_equal(server.center.pull().params["b"], -24)
+    assert sorted(versions) == list(range(1, workers * messages + 1))
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_a_lost_answer_of_a_crowd_is_given_again(wire):
+    ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
+    with made("socket", params=jax.tree.map(jnp.zeros_like, ones)) as (server, other):
+        send = functools.partial(other.exchange, ones, anchor_version=0, worker="bert")
+        send()
+        # As if somebody else's message were always on its way.
+        server._servicer._talking += 1
+        with service.connect(
+            server.address, RULE, transport="socket", wire_dtype=wire
+        ) as center:
+            center.join("anna")
+            receive = center._receive
+
+            def lost(link):
+                center._receive = receive
+                receive(link)
+                send()  # and the center goes on
+                raise errors.CenterUnreachableError("the test has lost it")
+
+            center._receive = lost
+            answer = center.exchange(ones, anchor_version=0, worker="anna")
+            assert (answer.version, server.center.version) == (2, 3)
+            for leaf in jax.tree.leaves(answer.params):
+                np.testing.assert_array_equal(leaf, -2)
+
+
 def test_the_fastest_way_is_found():
     with made() as (server, center):
         center.join("anna")
