@@ -93,12 +93,12 @@ def train(
     """Runs in a process that began with one core."""
     inputs = jnp.ones((model.batch, model.width))
     jax.block_until_ready(inputs @ inputs.T)  # JAX has all its threads now
-    os.sched_setaffinity(0, cores)  # for those of the exchange, still to come
     trace = Trace([], [])
     center = centers.connect(address, transport)
     exchange = center.exchange
 
     def traced(*args: Any, **kwargs: Any) -> Any:
+        os.sched_setaffinity(0, cores)  # this thread's, and those that it starts
         start = time.monotonic()
         answer = exchange(*args, **kwargs)
         trace.flights.append(Span(start, time.monotonic()))

@@ -454,13 +454,15 @@ class RemoteCenter:
         buffer = link.buffer(schema, "an answer")
         return said.snapshot, schema.views(buffer)
 
-    def _grpc_link(self, begin: Callable[[Any, Iterator[bytes]], Any]) -> GrpcLink:
+    def _grpc_link(
+        self, begin: Callable[[Any, Iterator[bytes]], Any], buffers: _memory.Buffers
+    ) -> GrpcLink:
         """A call that ``begin(channel, frames)`` begins."""
 
         def begun(frames: Iterator[bytes]) -> Any:
             return self._connection.begin(lambda channel: begin(channel, frames))
 
-        return GrpcLink(begun, self.address, self._buffers)
+        return GrpcLink(begun, self.address, buffers)
 
     def _pull_once(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         request = pb.PullRequest(wire_dtype=self._wire_dtype, wait=wait)
@@ -471,7 +473,7 @@ class RemoteCenter:
                 request_serializer=pb.PullRequest.SerializeToString,
             )(request)
 
-        link = self._grpc_link(begin)
+        link = self._grpc_link(begin, _memory.Buffers(spare=0))
         with self._connection.watching(link):
             return self._receive(link)
 
@@ -487,7 +489,7 @@ class RemoteCenter:
         start = pb.Start(
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
-        link = self._grpc_link(begin)
+        link = self._grpc_link(begin, _memory.Buffers(spare=0))
         with self._connection.watching(link):
             link.send(Parcel(pb.Frame(start=start), schema, arrays))
             link.no_more()
@@ -556,7 +558,7 @@ class RemoteCenter:
             _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
         name = f"/{_address.SERVICE}/Exchange"
         link = self._grpc_link(
-            lambda channel, frames: channel.stream_stream(name)(frames)
+            lambda channel, frames: channel.stream_stream(name)(frames), self._buffers
         )
         return link, set(failed)
 
