@@ -19,7 +19,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center._background import in_background
-from agn_optax.service import _wire
+from agn_optax.service import _casting, _wire
 
 _LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
 
@@ -104,7 +104,7 @@ def write(
 
 def _copy(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     for place, array in places:
-        _wire.assign(place, array)
+        _casting.assign(place, array)
 
 
 def close(descriptor: int) -> None:

@@ -1,6 +1,6 @@
 """Trees as bytes: the layout of leaves in one buffer, and frames that carry it.
 
-Knows numpy, and neither JAX nor gRPC nor protobuf. The only copies of the bulk are the
+Knows numpy, and neither gRPC nor protobuf. The only copies of the bulk are the
 one into a frame and the one out of it; where the wire is narrower than the arrays, the
 copy rounds.
 """
@@ -20,11 +20,11 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center import _layout
+from agn_optax.service import _casting
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
 _GAP = bytes(_layout.ALIGNMENT * 8)
-_ROUNDED = 1 << 16  # numbers that are rounded at a time: what a cache holds
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
@@ -193,16 +193,14 @@ class Schema:
             if flat.dtype == dtype:
                 yield flat.view(np.uint8).data
             else:
-                for begin in range(0, flat.size, _ROUNDED):
-                    part = flat[begin : begin + _ROUNDED]
-                    assign(cast := np.empty(part.shape, dtype), part)
+                for cast in _casting.pieces(flat, dtype):
                     yield cast.view(np.uint8).data
             end = offset + flat.size * dtype.itemsize
 
     def places(
         self, arrays: Sequence[np.ndarray], buffer: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each array's place in a buffer, and the array, to `assign` to it.
+        """Each array's place in a buffer, and the array, which is to be cast to it.
 
         Raises:
           ValueError: the arrays are not those of this schema.
@@ -217,12 +215,6 @@ class Schema:
             raise ValueError(
                 f"{dtype}{list(shape)} expected, got {array.dtype}{list(array.shape)}"
             )
-
-
-def assign(place: np.ndarray, array: np.ndarray) -> None:
-    """Copies, and rounds where dtypes differ; what is too large becomes infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(place, array, casting="unsafe")
 
 
 def allocate(size: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agn_optax import errors
-from agn_optax.service import _wire
+from agn_optax.service import _casting, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._wire import Assembler, Leaf, Schema, allocate, decode, encode
 
@@ -159,7 +159,7 @@ def test_arrays_of_another_schema(wrong):
 @pytest.mark.parametrize("sent", [*FLOATS, ">f4"])
 @pytest.mark.parametrize("wire", FLOATS)
 def test_numbers_are_cast_as_they_are_copied(wire, sent):
-    sizes = [(3,), (2, 2 * _wire._ROUNDED + 5), ()]
+    sizes = [(3,), (2, _casting._AT_A_TIME + 5), ()]
     arrays = [
         np.random.default_rng(0).normal(0, 1e3, size).astype(sent) for size in sizes
     ]
@@ -170,7 +170,7 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
     there = allocate(schema.size)
     there[:] = 0
     for place, array in schema.places(arrays, there):
-        _wire.assign(place, array)
+        _casting.assign(place, array)
     assert_same_bits(schema.views(there), expected)
     for size in (1000, _wire.CHUNK_SIZE):
         assembler = Assembler(schema)
