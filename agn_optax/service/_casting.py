@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,10 +13,14 @@ _AT_A_TIME = 1 << 19  # numbers: what a cache holds, and is worth calling a prog
 _BY_PROGRAM = {"float32", "float16", "bfloat16"}
 
 
-def assign(place: np.ndarray, array: np.ndarray) -> None:
-    """Copies, and rounds where dtypes differ; what is too large becomes infinite."""
+def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies each second array to the first one, in the dtype of that.
+
+    It rounds to the nearest even number; what is too large becomes infinite.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(place, array, casting="unsafe")
+        for place, array in places:
+            place[...] = array
 
 
 def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
@@ -36,7 +40,7 @@ def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
                 made = _cast(part, dtype)
             yield np.asarray(made)
         else:
-            assign(cast := np.empty(part.shape, dtype), part)
+            assign([(cast := np.empty(part.shape, dtype), part)])
             yield cast
 
 

@@ -12,8 +12,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,7 +20,10 @@ from agn_optax import errors
 from agn_optax.center._background import in_background
 from agn_optax.service import _casting, _wire
 
+_COPY = "agn-optax copy"  # name of a thread
 _LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
+
+_Place = tuple[np.ndarray, np.ndarray]  # and what is to be there
 
 try:
     import fcntl
@@ -84,27 +86,32 @@ def write(
     """
     places = list(schema.places(arrays, buffer))
     if schema.size < _LEAST_FOR_TWO:
-        _copy(places)
+        _casting.assign(places)
         return
     # One core alone does not reach what memory can do; the other side waits meanwhile.
-    halves: tuple[list[Any], list[Any]] = ([], [])
-    for place, array in places:
-        to, of = place.reshape(-1), np.ascontiguousarray(array).reshape(-1)
-        middle = of.size // 2
-        halves[0].append((to[:middle], of[:middle]))
-        halves[1].append((to[middle:], of[middle:]))
+    first, second = _halves(places, schema.size)
     try:
-        other = in_background(functools.partial(_copy, halves[1]), "agn-optax copy")
+        other = in_background(functools.partial(_casting.assign, second), _COPY)
     except RuntimeError:  # no more threads
-        _copy(places)
+        _casting.assign(places)
         return
-    _copy(halves[0])
+    _casting.assign(first)
     other.result()
 
 
-def _copy(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    for place, array in places:
-        _casting.assign(place, array)
+def _halves(places: list[_Place], size: int) -> tuple[list[_Place], list[_Place]]:
+    """Places of ``size`` bytes together, in two lists of about as many bytes."""
+    end = 0
+    for i, (place, array) in enumerate(places):
+        begin, end = end, end + place.nbytes
+        if 2 * end >= size:
+            to, of = place.reshape(-1), np.ascontiguousarray(array).reshape(-1)
+            cut = to.size * (size - 2 * begin) // (2 * max(1, end - begin))
+            return (
+                [*places[:i], (to[:cut], of[:cut])],
+                [(to[cut:], of[cut:]), *places[i + 1 :]],
+            )
+    return places, []
 
 
 def close(descriptor: int) -> None:

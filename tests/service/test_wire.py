@@ -169,8 +169,7 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
         expected = [a.astype(wire) for a in arrays]
     there = allocate(schema.size)
     there[:] = 0
-    for place, array in schema.places(arrays, there):
-        _casting.assign(place, array)
+    _casting.assign(schema.places(arrays, there))
     assert_same_bits(schema.views(there), expected)
     for size in (1000, _wire.CHUNK_SIZE):
         assembler = Assembler(schema)
