@@ -23,7 +23,8 @@ from agn_optax.rules import Rule, _check, _exchange, _trees
 
 PyTree = Any
 
-_SMALL = 1 << 20  # bytes
+_SMALL = 64 << 20  # bytes
+_BLOCK = 1 << 18  # numbers whose squares are added up in float32
 
 
 class CenterState(NamedTuple):
@@ -163,7 +164,7 @@ class Store:
             and all(_is_small(part) for part in contribution)
         ):
             # A program takes longer to call.
-            return np.sqrt(np.float32(sum(np.dot(part, part) for part in contribution)))
+            return np.sqrt(np.float32(sum(map(_square, contribution))))
         return self._programs.norm(contribution, center)
 
     def apply(
@@ -216,6 +217,13 @@ _with_progress = jax.jit(_exchange.with_progress)
 
 def _is_small(part: Any) -> bool:
     return part.dtype == np.float32 and part.nbytes < _SMALL
+
+
+def _square(part: np.ndarray) -> float:
+    """The square of a norm, with little to round: blocks are added up in float64."""
+    blocks = (part[i : i + _BLOCK] for i in range(0, part.size, _BLOCK))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return sum(float(np.dot(block, block)) for block in blocks)
 
 
 @functools.lru_cache(maxsize=256)
