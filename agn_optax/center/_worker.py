@@ -191,16 +191,18 @@ class Worker:
 
         # What local steps may not touch while it is on its way lies in buffers of its
         # own, which the next departure writes over: fresh ones would take longer.
-        def contribute_into_fn(
-            into: PyTree, state: LocalState, params: PyTree, anchor: PyTree
-        ) -> PyTree:
-            contribution = _exchange.contribute(rule, state, params, anchor)
-            return _exchange.overwrite(into, contribution)
-
         def depart_fn(
-            into: PyTree, params: PyTree, state: LocalState
-        ) -> tuple[PyTree, LocalState]:
-            sent = _exchange.overwrite(into, params)
+            spare: tuple[PyTree, PyTree],
+            params: PyTree,
+            state: LocalState,
+            anchor: PyTree,
+        ) -> tuple[tuple[PyTree, PyTree], LocalState]:
+            contribution = _exchange.contribute(rule, state, params, anchor)
+            left = _exchange.overwrite(spare, (contribution, params))
+            return left, _exchange.empty_record(rule, state, params, params)
+
+        def stay_fn(params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+            sent = _trees.copy(params)
             return sent, _exchange.empty_record(rule, state, params, params)
 
         def land_fn(
@@ -212,9 +214,9 @@ class Worker:
         self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
         self._start = jax.jit(start_fn)
         self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
-        self._contribute_into = jax.jit(contribute_into_fn, donate_argnums=0)
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
         self._depart_program = jax.jit(depart_fn, donate_argnums=(0, 2))
+        self._stay_program = jax.jit(stay_fn, donate_argnums=1)
         self._land_program = jax.jit(land_fn, donate_argnums=(0, 1))
 
     def start(
@@ -440,20 +442,12 @@ class Worker:
         self._check_loop(params, state)
         length = self._length_of_round(self.exchanges + 1)
         message = self._message
-        overlaps = self.overlap and self.exchanges > 0
+        if message is None and self.overlap and self.exchanges > 0:
+            return self._depart(params, state, length)
         if message is None:
-            inputs = state, params, anchor.params
-            spare = None
-            if overlaps:
-                spare = self._spare or _trees.copy((self._contribute(*inputs), params))
-                self._spare = None
-                contribution = self._contribute_into(spare[0], *inputs)
-            else:
-                contribution = self._contribute(*inputs)
+            contribution = self._contribute(state, params, anchor.params)
             message = _Message(contribution, anchor.version, self._local_steps)
             self._message = message
-            if spare is not None:
-                return self._depart(params, state, message, length, into=spare[1])
         if message.answer is None:
             try:
                 message.answer = self._send(message)
@@ -461,8 +455,9 @@ class Worker:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
                 message.contribution = _trees.copy(message.contribution)
-                into = _trees.copy(params)
-                return self._depart(params, state, message, length, into=into)
+                sent, state = self._stay_program(params, state)
+                self._take_off(message, sent, length)
+                return params, state
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
@@ -485,27 +480,32 @@ class Worker:
         return self._message is not None and self._message.sent is not None
 
     def _depart(
-        self,
-        params: PyTree,
-        state: LocalState,
-        message: _Message,
-        length: int,
-        *,
-        into: PyTree,
+        self, params: PyTree, state: LocalState, length: int
     ) -> tuple[PyTree, LocalState]:
-        """Local steps go on while the message is on its way.
-
-        What the parameters are now is kept in the buffers of ``into``.
-        """
-        for leaf in jax.tree.leaves(message.contribution):
+        """Contributes, and goes on with local steps while that is on its way."""
+        anchor = self._require_start()
+        spare, self._spare = self._spare, None
+        if spare is None:
+            contribution = self._contribute(state, params, anchor.params)
+            spare = _trees.copy((contribution, params))
+        (contribution, sent), state = self._depart_program(
+            spare, params, state, anchor.params
+        )
+        message = _Message(contribution, anchor.version, self._local_steps)
+        for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        message.sent, state = self._depart_program(into, params, state)
-        self._local_steps = 0
-        self._round_length = length
-        self._take_off(message)
+        self._take_off(message, sent, length)
         return params, state
 
-    def _take_off(self, message: _Message) -> None:
+    def _take_off(self, message: _Message, sent: PyTree, length: int) -> None:
+        """A round begins while a message, which left ``sent`` behind, is on its way."""
+        message.sent = sent
+        self._message = message
+        self._local_steps = 0
+        self._round_length = length
+        self._send_in_background(message)
+
+    def _send_in_background(self, message: _Message) -> None:
         in_background(functools.partial(self._fly, message), f"{self.name} exchange")
 
     def _fly(self, message: _Message) -> None:
@@ -549,7 +549,7 @@ class Worker:
                 # It may have been applied, so no other message may take its place.
                 message.error = None
                 message.done.clear()
-                self._take_off(message)
+                self._send_in_background(message)
             else:  # What was sent is lost, or somebody else's; local steps may go on.
                 self._message = None
             raise error

@@ -373,7 +373,7 @@ class Servicer:
         with self._turn:
             submit()
             who = (join.worker, join.incarnation, message.sequence)
-            answer = self._collect(who, timeout=0.0)
+            answer = self.center.collect(*who, timeout=0.0)
             if answer is None or self._talking == 1:
                 return answer
             return self._copied(join, answer, schema, buffer)
@@ -404,10 +404,8 @@ class Servicer:
         copy = Packed(*sent.views(buffer))
         return self.center.detach(join.worker, answer, copy)
 
-    def _collect(
-        self, who: tuple[str, str, int], timeout: float = WAITING_INTERVAL
-    ) -> Answer | None:
-        return self.center.collect(*who, timeout=timeout)
+    def _collect(self, who: tuple[str, str, int]) -> Answer | None:
+        return self.center.collect(*who, timeout=WAITING_INTERVAL)
 
     def _answer(self, answer: Answer, wire_dtype: str) -> Parcel:
         snapshot = pb.Snapshot(
