@@ -1,47 +1,35 @@
-"""Numbers of one floating dtype as those of another, in host memory."""
+"""Numbers of one floating dtype as those of another, by XLA."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from agn_optax.service import _wire
+
 _AT_A_TIME = 1 << 19  # numbers: what a cache holds, and is worth calling a program for
-_BY_PROGRAM = {"float32", "float16", "bfloat16"}
-
-
-def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies each second array to the first one, in the dtype of that.
-
-    It rounds to the nearest even number; what is too large becomes infinite.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        for place, array in places:
-            place[...] = array
+_DTYPES = {"float32", "float16", "bfloat16"}
 
 
 def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
-    """A flat array in another dtype, in pieces that are made as they are asked for.
-
-    XLA casts with all cores, and each of them in a third of the time that numpy takes.
-    """
-    by_program = (
-        {flat.dtype.name, dtype.name} <= _BY_PROGRAM
+    """As `_wire.in_dtype`, by all cores, in a third of numpy's time each."""
+    end = 0
+    if (
+        {flat.dtype.name, dtype.name} <= _DTYPES
         and flat.dtype.isnative
         and jax.default_backend() == "cpu"
-    )
-    for begin in range(0, flat.size, _AT_A_TIME):
+    ):
+        end = flat.size - flat.size % _AT_A_TIME
+    for begin in range(0, end, _AT_A_TIME):
         part = flat[begin : begin + _AT_A_TIME]
-        if by_program and part.size == _AT_A_TIME:  # one program for all
-            with jax.transfer_guard_host_to_device("allow"):
-                made = _cast(part, dtype)
-            yield np.asarray(made)
-        else:
-            assign([(cast := np.empty(part.shape, dtype), part)])
-            yield cast
+        with jax.transfer_guard_host_to_device("allow"):
+            made = _cast(part, dtype)
+        yield np.asarray(made)
+    yield from _wire.in_dtype(flat[end:], dtype)  # no program for each number of them
 
 
 @functools.partial(jax.jit, static_argnums=1)

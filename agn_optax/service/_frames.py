@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
-from agn_optax.service import _memory, _wire
+from agn_optax.service import _casting, _memory, _wire
 from agn_optax.service import center_pb2 as pb
 
 
@@ -118,7 +118,8 @@ def split(parcel: Parcel) -> Iterator[bytes]:
 def _frames_of(parcel: Parcel) -> Iterator[bytes]:
     head = parcel.control.SerializeToString()
     if parcel.schema is not None:
-        for offset, pieces in parcel.schema.chunks(parcel.arrays):
+        chunks = parcel.schema.chunks(parcel.arrays, cast=_casting.pieces)
+        for offset, pieces in chunks:
             yield _wire.encode(head, offset, pieces)
             head = b""
     if head:  # no arrays, or without elements

@@ -18,7 +18,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center._background import in_background
-from agn_optax.service import _casting, _wire
+from agn_optax.service import _wire
 
 _COPY = "agn-optax copy"  # name of a thread
 _LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
@@ -86,16 +86,16 @@ def write(
     """
     places = list(schema.places(arrays, buffer))
     if schema.size < _LEAST_FOR_TWO:
-        _casting.assign(places)
+        _wire.assign(places)
         return
     # One core alone does not reach what memory can do; the other side waits meanwhile.
     first, second = _halves(places, schema.size)
     try:
-        other = in_background(functools.partial(_casting.assign, second), _COPY)
+        other = in_background(functools.partial(_wire.assign, second), _COPY)
     except RuntimeError:  # no more threads
-        _casting.assign(places)
+        _wire.assign(places)
         return
-    _casting.assign(first)
+    _wire.assign(first)
     other.result()
 
 

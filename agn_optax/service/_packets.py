@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator
 
 from agn_optax import errors
-from agn_optax.service import _address
+from agn_optax.service import _address, _casting
 from agn_optax.service._frames import Parcel
 
 HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
@@ -57,7 +57,7 @@ def batches(parcel: Parcel, shared: bool) -> Iterator[list[memoryview]]:
     length = 0 if shared else parcel.nbytes
     batch, size = [memoryview(HEAD.pack(len(control), length) + control)], 0
     if parcel.schema is not None and not shared:
-        for piece in parcel.schema.pieces(parcel.arrays):
+        for piece in parcel.schema.pieces(parcel.arrays, _casting.pieces):
             if len(batch) == _MOST_PIECES or size >= _ENOUGH:
                 yield batch
                 batch, size = [], 0

@@ -1,6 +1,6 @@
 """Trees as bytes: the layout of leaves in one buffer, and frames that carry it.
 
-Knows numpy, and neither gRPC nor protobuf. The only copies of the bulk are the
+Knows numpy, and neither JAX nor gRPC nor protobuf. The only copies of the bulk are the
 one into a frame and the one out of it; where the wire is narrower than the arrays, the
 copy rounds.
 """
@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
@@ -20,16 +20,38 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center import _layout
-from agn_optax.service import _casting
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
+_CAST_SIZE = 1 << 16  # numbers that are cast at a time: what a cache holds
 _GAP = bytes(_layout.ALIGNMENT * 8)
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
 _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
 _DTYPES = {*_FLOATS, *_INTEGERS, "bool"}
+
+
+# Makes flat arrays of another dtype, piece by piece.
+Cast = Callable[[np.ndarray, Any], Iterator[np.ndarray]]
+
+
+def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies each second array to the first one, in the dtype of that.
+
+    It rounds to the nearest even number; what is too large becomes infinite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        for place, array in places:
+            place[...] = array
+
+
+def in_dtype(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
+    """A flat array in another dtype, in pieces that are made as they are asked for."""
+    for begin in range(0, flat.size, _CAST_SIZE):
+        part = flat[begin : begin + _CAST_SIZE]
+        assign([(made := np.empty(part.shape, dtype), part)])
+        yield made
 
 
 class Leaf(NamedTuple):
@@ -154,7 +176,10 @@ class Schema:
         return Schema([Leaf(f"['{k}']", dtype, (n,)) for k, n in sizes.items()])
 
     def chunks(
-        self, arrays: Sequence[np.ndarray], size: int = CHUNK_SIZE
+        self,
+        arrays: Sequence[np.ndarray],
+        size: int = CHUNK_SIZE,
+        cast: Cast = in_dtype,
     ) -> Iterator[tuple[int, list[memoryview]]]:
         """The buffer in chunks: ``(offset, pieces)``, of what `pieces` has.
 
@@ -163,7 +188,7 @@ class Schema:
         """
         pieces: list[memoryview] = []
         begin = filled = 0  # of the chunk; bytes in it
-        for piece in self.pieces(arrays):
+        for piece in self.pieces(arrays, cast):
             while len(piece) > size - filled:
                 cut = size - filled
                 pieces.append(piece[:cut])
@@ -176,10 +201,12 @@ class Schema:
         if filled:
             yield begin, pieces
 
-    def pieces(self, arrays: Sequence[np.ndarray]) -> Iterator[memoryview]:
+    def pieces(
+        self, arrays: Sequence[np.ndarray], cast: Cast = in_dtype
+    ) -> Iterator[memoryview]:
         """The buffer in pieces that lie in ``arrays``, and gaps.
 
-        Floating numbers of another dtype are cast, a piece at a time.
+        Floating numbers of another dtype are ``cast``, a piece at a time.
 
         Raises:
           ValueError: the arrays are not those of this schema.
@@ -193,8 +220,8 @@ class Schema:
             if flat.dtype == dtype:
                 yield flat.view(np.uint8).data
             else:
-                for cast in _casting.pieces(flat, dtype):
-                    yield cast.view(np.uint8).data
+                for part in cast(flat, dtype):
+                    yield part.view(np.uint8).data
             end = offset + flat.size * dtype.itemsize
 
     def places(

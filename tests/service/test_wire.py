@@ -169,11 +169,11 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
         expected = [a.astype(wire) for a in arrays]
     there = allocate(schema.size)
     there[:] = 0
-    _casting.assign(schema.places(arrays, there))
+    _wire.assign(schema.places(arrays, there))
     assert_same_bits(schema.views(there), expected)
-    for size in (1000, _wire.CHUNK_SIZE):
+    for size, cast in ((1000, _wire.in_dtype), (_wire.CHUNK_SIZE, _casting.pieces)):
         assembler = Assembler(schema)
-        for offset, pieces in schema.chunks(arrays, size):
+        for offset, pieces in schema.chunks(arrays, size, cast):
             assembler.feed(offset, b"".join(pieces))
         assert_same_bits(assembler.arrays(), expected)
 
