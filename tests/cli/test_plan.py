@@ -3,11 +3,11 @@
 import contextlib
 import json
 import re
+import types
 
 import pytest
 from commands import fails, succeeds
 
-import agn_optax
 from agn_optax import errors, planning, rules
 from agn_optax.cli import _calibrate, _plan, _units
 
@@ -129,32 +129,63 @@ def test_the_constants_of_this_machine(monkeypatch):
     assert said["machine"] == vars(machine)
 
 
+MACHINE = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
+
+
 @pytest.fixture
-def no_processes(monkeypatch):
+def machine(monkeypatch):
+    """Takes what the model says, plus what ``noise()`` says of each measurement."""
+    made = types.SimpleNamespace(noise=lambda: 0.0, measured=0)
+
+    def timed(seconds):
+        def measure():
+            made.measured += 1
+            return seconds + made.noise()
+
+        return measure
+
+    def arithmetic(size):
+        return timed(0.0002 + 16 * size / MACHINE.apply_rate)  # a call takes time, too
+
+    def exchange(center, size):
+        ends = MACHINE.overhead + 8 * size / MACHINE.endpoint_rate
+        return timed(ends + 16 * size / MACHINE.apply_rate)
+
     monkeypatch.setattr(_calibrate, "_serving", contextlib.nullcontext)
     monkeypatch.setattr(_calibrate, "_connected", contextlib.nullcontext)
+    monkeypatch.setattr(_calibrate, "_arithmetic", arithmetic)
+    monkeypatch.setattr(_calibrate, "_exchange", exchange)
+    return made
 
 
-@pytest.mark.usefixtures("no_processes")
-def test_the_constants_are_those_of_the_line(monkeypatch):
+def test_the_constants_are_those_of_the_line(machine):
     """A machine that takes what the model says has the constants of the model."""
-    machine = planning.Machine(overhead=0.003, endpoint_rate=7e8, apply_rate=4e9)
-
-    def seconds(center, size, repeats):
-        arithmetic = 16 * size / machine.apply_rate
-        if isinstance(center, agn_optax.LocalCenter):
-            return 0.0002 + arithmetic  # a call takes time in this process, too
-        return machine.overhead + 8 * size / machine.endpoint_rate + arithmetic
-
-    monkeypatch.setattr(_calibrate, "_seconds", seconds)
-    assert vars(_calibrate.calibrate()) == pytest.approx(vars(machine))
+    assert vars(_calibrate.calibrate()) == pytest.approx(vars(MACHINE))
+    assert machine.measured == 4 * _calibrate._REPEATS
 
 
-@pytest.mark.usefixtures("no_processes")
-def test_times_that_are_no_line(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_seconds", lambda *_: 0.1)
+def test_a_slow_spell_hits_all_four_and_is_forgotten(machine):
+    """However long it is, if only one turn of each comes before it or after it."""
+    machine.noise = lambda: 0.0 if 8 < machine.measured <= 12 else machine.measured
+    assert vars(_calibrate.calibrate(repeats=5)) == pytest.approx(vars(MACHINE))
+
+
+def test_what_is_no_line_is_measured_again(machine):
+    def noise():
+        first_turns = machine.measured <= 4 * 3
+        is_small_there = machine.measured % 4 == 3
+        return 1.0 if first_turns and is_small_there else 0.0
+
+    machine.noise = noise
+    assert vars(_calibrate.calibrate(repeats=3)) == pytest.approx(vars(MACHINE))
+    assert machine.measured == 2 * 4 * 3
+
+
+def test_times_that_are_no_line(machine):
+    machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
     with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
-        _calibrate.calibrate((1, 2))
+        _calibrate.calibrate((1, 2), repeats=3)
+    assert machine.measured == _calibrate._ROUNDS * 4 * 3
 
 
 def test_a_center_that_does_not_start(monkeypatch):
