@@ -150,10 +150,14 @@ class Connection:
         except grpc.RpcError as error:
             raise self._failure(_status.exception_of(error, self.address)) from None
 
+    def check_open(self) -> None:
+        """Raises `CenterClosedError` once it takes no more calls."""
+        if self.closed:
+            raise self._is_closed()
+
     def _open_channel(self) -> Any:
         with self._lock:
-            if self.closed:
-                raise self._is_closed()
+            self.check_open()
             if self._channel is None:
                 options = _address.client_options(self.address)
                 self._channel = (

@@ -205,6 +205,33 @@ def test_many_workers_of_one_process(transport):
         assert server.center.version == 5
 
 
+def test_a_closed_center_takes_no_more_exchanges(transport):
+    with made(transport) as (server, center):
+        center.exchange(center_params(), anchor_version=0, worker="anna")
+        center.close()
+        with pytest.raises(errors.CenterClosedError):
+            center.exchange(center_params(), anchor_version=0, worker="anna")
+        with pytest.raises(errors.CenterClosedError):
+            center.join("bert")
+        assert server.center.version == 1
+        assert not server.center.members()[1]
+
+
+def test_who_joins_while_a_center_is_closed_is_cut_off():
+    with made("socket") as (_, center):
+        link = center._link
+
+        def late():
+            made = link()
+            center.close()
+            return made
+
+        center._link = late
+        with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
+            center.join("anna")
+        assert all(link.done() for link in links(center))
+
+
 # Which way is taken.
 
 
