@@ -189,7 +189,7 @@ class Connection:
             self._heard = time.monotonic()
             sent()
 
-        link.sent, link.heard = sent, heard
+        link.watched_by(sent, heard)
         try:
             with link.held(), _watchdog.watching(watched):
                 yield
@@ -202,6 +202,9 @@ class Connection:
                 raise self._lateness(until) from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
+        finally:
+            # They know the link: in a circle, its memory would outlive it for long.
+            link.watched_by()
 
     def stop(self) -> None:
         """Takes no more calls, and does not try any again."""

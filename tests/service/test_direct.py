@@ -9,6 +9,7 @@ import pathlib
 import socket
 import threading
 import time
+import weakref
 
 import grpc
 import jax
@@ -230,6 +231,22 @@ def test_who_joins_while_a_center_is_closed_is_cut_off():
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
         assert all(link.done() for link in links(center))
+
+
+@shares
+def test_the_memory_of_a_closed_center_is_free_at_once():
+    with made("memory") as (_, center):
+        center.exchange(center_params(), anchor_version=0, worker="anna")
+        (link,) = links(center)
+        gone = weakref.ref(link)
+        del link
+        gc.collect()
+        gc.disable()
+        try:
+            center.close()
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 # Which way is taken.
