@@ -320,19 +320,29 @@ class Servicer:
         with self._lock:
             self._busy += 1
         try:
-            hand_in = functools.partial(
-                self._hand_in, join, message, schema, buffer, lends=reader.lends
-            )
-            if schema.hash in self._compiled:
-                answer = hand_in()
-            else:  # which may take minutes, for thousands of leaves
-                handed_in = in_background(hand_in, "agn-optax first exchange")
-                while wait([handed_in], WAITING_INTERVAL).not_done:
+            answer = None
+            submit = functools.partial(self._submit, join, message, schema, buffer)
+            if schema.hash not in self._compiled:
+                # Which may take minutes, for thousands of leaves.
+                submitted = in_background(submit, "agn-optax first exchange")
+                while wait([submitted], WAITING_INTERVAL).not_done:
                     yield _WAITING
-                answer = handed_in.result()
-                del handed_in
+                submitted.result()
                 self._compiled.add(schema.hash)
-            del hand_in, buffer
+                del submitted
+            elif reader.lends or schema.size < _LEAST_COPIED:
+                submit()
+            else:
+                while not self._turn.acquire(timeout=WAITING_INTERVAL):
+                    yield _WAITING
+                try:
+                    submit()
+                    answer = self._collect(who, timeout=0.0)
+                    if answer is not None and self._talking > 1:
+                        answer = self._copied(join, answer, schema, buffer)
+                finally:
+                    self._turn.release()
+            del submit, buffer
             while answer is None and (answer := self._collect(who)) is None:
                 yield _WAITING
             if reader.lends:  # the worker writes its next message over this one
@@ -347,36 +357,20 @@ class Servicer:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def _hand_in(
+    def _submit(
         self,
         join: pb.Join,
         message: pb.Message,
         schema: _wire.Schema,
         buffer: np.ndarray,
-        *,
-        lends: bool,
-    ) -> Answer | None:
-        """Hands a message in; returns its answer if that is to lie in ``buffer``."""
-
-        def submit() -> None:
-            self.center.submit(
-                self._contribution(schema, buffer),
-                anchor_version=message.anchor_version,
-                worker=join.worker,
-                incarnation=join.incarnation,
-                sequence=message.sequence,
-            )
-
-        if lends or schema.size < _LEAST_COPIED:
-            submit()
-            return None
-        with self._turn:
-            submit()
-            who = (join.worker, join.incarnation, message.sequence)
-            answer = self._collect(who, timeout=0.0)
-            if answer is None or self._talking == 1:
-                return answer
-            return self._copied(join, answer, schema, buffer)
+    ) -> None:
+        self.center.submit(
+            self._contribution(schema, buffer),
+            anchor_version=message.anchor_version,
+            worker=join.worker,
+            incarnation=join.incarnation,
+            sequence=message.sequence,
+        )
 
     def _contribution(self, schema: _wire.Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""

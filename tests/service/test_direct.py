@@ -22,6 +22,7 @@ from support import RULES, assert_identical, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Synchronous
+from agn_optax.center._background import in_background
 from agn_optax.service import _memory, _packets, _trees
 from agn_optax.service import center_pb2 as pb
 
@@ -247,6 +248,44 @@ def test_the_memory_of_a_closed_center_is_free_at_once():
             assert gone() is None
         finally:
             gc.enable()
+
+
+def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
+    """For the turn of another, or for programs of another kind of messages."""
+    monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
+    ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
+    with made("socket", params=ones) as (server, other):
+        other.join("bert")
+        with service.connect(
+            server.address, RULE, transport="socket", timeout=1.0
+        ) as center:
+            send = functools.partial(
+                center.exchange, ones, anchor_version=0, worker="anna"
+            )
+            send()
+            with server._servicer._turn:
+                sent = in_background(send, "anna")
+                time.sleep(2.0)  # longer than anybody waits for a silent center
+            assert sent.result(LIMIT).version == 2
+
+            store = server.center._store
+            norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
+
+            def slow(contribution, center):
+                if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
+                    compiles.set()
+                    assert compiled.wait(LIMIT)
+                return norm(contribution, center)
+
+            store.norm = slow
+            narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
+            first = in_background(
+                lambda: other.exchange(narrow, anchor_version=0, worker="bert"), "bert"
+            )
+            assert compiles.wait(LIMIT)
+            assert send().version == 3
+            compiled.set()
+            assert first.result(LIMIT).version == 4
 
 
 # Which way is taken.
