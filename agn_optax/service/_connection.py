@@ -259,13 +259,13 @@ class _Watchdog:
     def watching(self, watched: _Watched) -> Iterator[None]:
         """Cancels ``watched`` if it is late."""
         with self._changed:
-            self._watched.add(watched)
             if not self._runs:
-                self._runs = True
                 thread = threading.Thread(
                     target=self._run, name="agn-optax watchdog", daemon=True
                 )
-                thread.start()
+                thread.start()  # if there can be one more
+                self._runs = True
+            self._watched.add(watched)
             if watched.deadline < self._looks:
                 self._changed.notify()
         try:

@@ -23,7 +23,7 @@ import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Synchronous
 from agn_optax.center._background import in_background
-from agn_optax.service import _memory, _packets, _trees
+from agn_optax.service import _connection, _links, _memory, _packets, _trees
 from agn_optax.service import center_pb2 as pb
 
 RULE = rules.downpour()  # whose center goes where its messages point away from
@@ -286,6 +286,31 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
             assert send().version == 3
             compiled.set()
             assert first.result(LIMIT).version == 4
+
+
+def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
+    """There may be no room for a thread, for a while."""
+    monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
+    silent, other = socket.socketpair()
+    with other:
+        link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
+        connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
+
+        def no_room(_):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_room)
+            with pytest.raises(RuntimeError), connection.watching(link):
+                pass
+        silent, late = socket.socketpair()
+        with late:
+            link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
+            with (
+                pytest.raises(errors.CenterUnreachableError, match="nothing came"),
+                connection.watching(link),
+            ):
+                link.control()
 
 
 # Which way is taken.
