@@ -331,6 +331,9 @@ class RemoteCenter:
                 self._leave(session, max(0.1, min(1.0, end - time.monotonic())))
         finally:
             self._connection.close()
+            for session in list(self._sessions.values()):  # who have joined meanwhile
+                if session.link is not None:
+                    session.link.cancel()
 
     def __enter__(self) -> RemoteCenter:
         return self
@@ -504,10 +507,12 @@ class RemoteCenter:
         """
         if session.link is not None:
             session.link.cancel()
+        self._connection.check_open()
         link, failed = self._link()
         session.link = link
-        if session.left:
+        if session.left or self._connection.closed:  # meanwhile
             link.cancel()
+            self._connection.check_open()
             raise _has_left(session.worker)
         waits = False
         join = pb.Join(

@@ -150,10 +150,14 @@ class Connection:
         except grpc.RpcError as error:
             raise self._failure(_status.exception_of(error, self.address)) from None
 
+    def check_open(self) -> None:
+        """Raises `CenterClosedError` once it takes no more calls."""
+        if self.closed:
+            raise self._is_closed()
+
     def _open_channel(self) -> Any:
         with self._lock:
-            if self.closed:
-                raise self._is_closed()
+            self.check_open()
             if self._channel is None:
                 options = _address.client_options(self.address)
                 self._channel = (
@@ -185,7 +189,7 @@ class Connection:
             self._heard = time.monotonic()
             sent()
 
-        link.sent, link.heard = sent, heard
+        link.watched_by(sent, heard)
         try:
             with link.held(), _watchdog.watching(watched):
                 yield
@@ -198,6 +202,9 @@ class Connection:
                 raise self._lateness(until) from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
+        finally:
+            # They know the link: in a circle, its memory would outlive it for long.
+            link.watched_by()
 
     def stop(self) -> None:
         """Takes no more calls, and does not try any again."""
@@ -252,13 +259,13 @@ class _Watchdog:
     def watching(self, watched: _Watched) -> Iterator[None]:
         """Cancels ``watched`` if it is late."""
         with self._changed:
-            self._watched.add(watched)
             if not self._runs:
-                self._runs = True
                 thread = threading.Thread(
                     target=self._run, name="agn-optax watchdog", daemon=True
                 )
-                thread.start()
+                thread.start()  # if there can be one more
+                self._runs = True
+            self._watched.add(watched)
             if watched.deadline < self._looks:
                 self._changed.notify()
         try:

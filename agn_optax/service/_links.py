@@ -40,8 +40,13 @@ class Link(abc.ABC):
     ended: tuple[type[Exception], ...]
 
     def __init__(self) -> None:
-        self.sent: Callable[[], None] = _nothing
-        self.heard: Callable[[], None] = _nothing
+        self.watched_by()
+
+    def watched_by(
+        self, sent: Callable[[], None] = _nothing, heard: Callable[[], None] = _nothing
+    ) -> None:
+        """Calls these two from now on."""
+        self.sent, self.heard = sent, heard
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

@@ -320,19 +320,30 @@ class Servicer:
         with self._lock:
             self._busy += 1
         try:
-            hand_in = functools.partial(
-                self._hand_in, join, message, schema, buffer, lends=reader.lends
-            )
-            if schema.hash in self._compiled:
-                answer = hand_in()
-            else:  # which may take minutes, for thousands of leaves
-                handed_in = in_background(hand_in, "agn-optax first exchange")
-                while wait([handed_in], WAITING_INTERVAL).not_done:
-                    yield _WAITING
-                answer = handed_in.result()
-                del handed_in
-                self._compiled.add(schema.hash)
-            del hand_in, buffer
+            submit = functools.partial(self._submit, join, message, schema, buffer)
+            large = schema.size >= _LEAST_COPIED
+            copies = self._packed and large and not reader.lends
+            while copies and not self._turn.acquire(timeout=WAITING_INTERVAL):
+                yield _WAITING
+            answer = None
+            try:
+                if schema.hash in self._compiled:
+                    submit()
+                else:  # which may take minutes, for thousands of leaves
+                    submitted = in_background(submit, "agn-optax first exchange")
+                    while wait([submitted], WAITING_INTERVAL).not_done:
+                        yield _WAITING
+                    submitted.result()
+                    del submitted
+                    self._compiled.add(schema.hash)
+                if copies:
+                    answer = self.center.collect(*who, timeout=0.0)
+                    if answer is not None and self._talking > 1:
+                        answer = self._copied(join, answer, schema, buffer)
+            finally:
+                if copies:
+                    self._turn.release()
+            del submit, buffer
             while answer is None and (answer := self._collect(who)) is None:
                 yield _WAITING
             if reader.lends:  # the worker writes its next message over this one
@@ -347,36 +358,20 @@ class Servicer:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def _hand_in(
+    def _submit(
         self,
         join: pb.Join,
         message: pb.Message,
         schema: _wire.Schema,
         buffer: np.ndarray,
-        *,
-        lends: bool,
-    ) -> Answer | None:
-        """Hands a message in; returns its answer if that is to lie in ``buffer``."""
-
-        def submit() -> None:
-            self.center.submit(
-                self._contribution(schema, buffer),
-                anchor_version=message.anchor_version,
-                worker=join.worker,
-                incarnation=join.incarnation,
-                sequence=message.sequence,
-            )
-
-        if lends or schema.size < _LEAST_COPIED:
-            submit()
-            return None
-        with self._turn:
-            submit()
-            who = (join.worker, join.incarnation, message.sequence)
-            answer = self.center.collect(*who, timeout=0.0)
-            if answer is None or self._talking == 1:
-                return answer
-            return self._copied(join, answer, schema, buffer)
+    ) -> None:
+        self.center.submit(
+            self._contribution(schema, buffer),
+            anchor_version=message.anchor_version,
+            worker=join.worker,
+            incarnation=join.incarnation,
+            sequence=message.sequence,
+        )
 
     def _contribution(self, schema: _wire.Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""
@@ -394,7 +389,7 @@ class Servicer:
         """
         assert self._schema is not None
         is_wide_enough = schema.hash == self._schema.cast(join.wire_dtype).hash
-        if not (self._packed and is_wide_enough) or answer.recorded:
+        if not is_wide_enough or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
         self.center.wait_until_moved()  # or the message is still being read
         jax.block_until_ready(answer.norm)

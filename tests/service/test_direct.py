@@ -9,6 +9,7 @@ import pathlib
 import socket
 import threading
 import time
+import weakref
 
 import grpc
 import jax
@@ -21,7 +22,8 @@ from support import RULES, assert_identical, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Synchronous
-from agn_optax.service import _memory, _packets, _trees
+from agn_optax.center._background import in_background
+from agn_optax.service import _connection, _links, _memory, _packets, _trees
 from agn_optax.service import center_pb2 as pb
 
 RULE = rules.downpour()  # whose center goes where its messages point away from
@@ -203,6 +205,114 @@ def test_many_workers_of_one_process(transport):
             thread.join(LIMIT)
             assert not thread.is_alive()
         assert server.center.version == 5
+
+
+def test_a_closed_center_takes_no_more_exchanges(transport):
+    with made(transport) as (server, center):
+        center.exchange(center_params(), anchor_version=0, worker="anna")
+        center.close()
+        with pytest.raises(errors.CenterClosedError):
+            center.exchange(center_params(), anchor_version=0, worker="anna")
+        with pytest.raises(errors.CenterClosedError):
+            center.join("bert")
+        assert server.center.version == 1
+        assert not server.center.members()[1]
+
+
+def test_who_joins_while_a_center_is_closed_is_cut_off():
+    with made("socket") as (_, center):
+        link = center._link
+
+        def late():
+            made = link()
+            center.close()
+            return made
+
+        center._link = late
+        with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
+            center.join("anna")
+        assert all(link.done() for link in links(center))
+
+
+@shares
+def test_the_memory_of_a_closed_center_is_free_at_once():
+    with made("memory") as (_, center):
+        center.exchange(center_params(), anchor_version=0, worker="anna")
+        (link,) = links(center)
+        gone = weakref.ref(link)
+        del link
+        gc.collect()
+        gc.disable()
+        try:
+            center.close()
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
+    """For the turn of another, who may have programs to compile."""
+    monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
+    ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
+    with made("socket", params=ones) as (server, other):
+        other.join("bert")
+        with service.connect(
+            server.address, RULE, transport="socket", timeout=1.0
+        ) as center:
+            send = functools.partial(
+                center.exchange, ones, anchor_version=0, worker="anna"
+            )
+            send()
+            with server._servicer._turn:
+                sent = in_background(send, "anna")
+                time.sleep(2.0)  # longer than anybody waits for a silent center
+            assert sent.result(LIMIT).version == 2
+
+            store = server.center._store
+            norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
+
+            def slow(contribution, center):
+                if jax.tree.leaves(contribution)[0].dtype == jnp.bfloat16:
+                    compiles.set()
+                    assert compiled.wait(LIMIT)
+                return norm(contribution, center)
+
+            store.norm = slow
+            narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
+            first = in_background(
+                lambda: other.exchange(narrow, anchor_version=0, worker="bert"), "bert"
+            )
+            assert compiles.wait(LIMIT)
+            sent = in_background(send, "anna")
+            time.sleep(2.0)
+            compiled.set()
+            assert first.result(LIMIT).version == 3
+            assert sent.result(LIMIT).version == 4
+
+
+def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
+    """There may be no room for a thread, for a while."""
+    monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
+    silent, other = socket.socketpair()
+    with other:
+        link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
+        connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
+
+        def no_room(_):
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_room)
+            with pytest.raises(RuntimeError), connection.watching(link):
+                pass
+        silent, late = socket.socketpair()
+        with late:
+            link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
+            with (
+                pytest.raises(errors.CenterUnreachableError, match="nothing came"),
+                connection.watching(link),
+            ):
+                link.control()
 
 
 # Which way is taken.
