@@ -359,7 +359,7 @@ class Worker:
         ``with worker:`` block, by Ctrl-C too, does the same.
         """
         self._abandon()
-        self._anchor = None
+        self._anchor = self._spare = None
         self.center.leave(self.name)
 
     def __enter__(self) -> Worker:

@@ -635,10 +635,12 @@ class RemoteCenter:
         request = pb.LeaveRequest(
             worker=session.worker, incarnation=session.incarnation
         )
-        with contextlib.suppress(errors.AgnOptaxError):
-            self._connection.unary("Leave", request, timeout)
-        if session.link is not None:
-            session.link.cancel()
+        try:
+            with contextlib.suppress(errors.AgnOptaxError):
+                self._connection.unary("Leave", request, timeout)
+        finally:
+            if session.link is not None:
+                session.link.cancel()
 
 
 def _abstract(leaf: Any) -> Any:
@@ -667,4 +669,5 @@ _open_centers: weakref.WeakSet[RemoteCenter] = weakref.WeakSet()
 def _close_all() -> None:
     """At the end of the process, its workers leave."""
     for center in list(_open_centers):
-        center.close()
+        with contextlib.suppress(Exception):  # the others leave nevertheless
+            center.close()

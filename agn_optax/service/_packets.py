@@ -7,6 +7,7 @@ buffer that belongs to it, if it does not lie in shared memory. See center.proto
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -78,8 +79,21 @@ def send(
     """Sends a packet; ``sent`` is called whenever some of it has gone."""
     for batch in batches(parcel, shared):
         while batch:
-            batch = _after(end.sendmsg(batch), batch)
+            batch = _after(_send_some(end, batch), batch)
             sent()
+
+
+def _send_some(end: socket.socket, batch: list[memoryview]) -> int:
+    # A call that blocks is woken for every little room in the socket's buffer; a poll
+    # waits until there is more, and takes three quarters of the time.
+    while hasattr(select, "poll"):
+        try:
+            return end.sendmsg(batch, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            room = select.poll()
+            room.register(end, select.POLLOUT)
+            room.poll()
+    return end.sendmsg(batch)  # not on Linux, nor another Unix
 
 
 def read(end: socket.socket, size: int) -> bytes:
