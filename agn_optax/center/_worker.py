@@ -79,8 +79,9 @@ class Worker:
         up.
       overlap: sends in the background while local steps go on. When the answer comes,
         the worker adopts the center, and keeps the local progress made since the
-        message left. One exchange is in flight at most; it takes one more copy of the
-        parameters. The first exchange waits for its answer, so that a newcomer starts
+        message left. One exchange is in flight at most. It takes a copy of the
+        parameters besides the contribution, and the buffers of both stay for the next
+        one. The first exchange waits for its answer, so that a newcomer starts
         from a center that knows of it.
       patience: local steps that the worker makes without an answer, when exchanges
         overlap or the center is lost, before it waits; None for one round. With 0 a
