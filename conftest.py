@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 # Tests compile hundreds of tiny programs, many of them alike, and run each a few times:
@@ -26,6 +27,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 # An example may compile something, which takes as long as it takes.
 hypothesis.settings.register_profile("compiling", deadline=None)
 hypothesis.settings.load_profile("compiling")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the
+# processes that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
