@@ -13,7 +13,7 @@ ROWS = 16  # of a batch, over all towers
 def params(dtype="float32"):
     rng = np.random.default_rng(0)
     leaf = lambda *shape: jnp.asarray(rng.normal(size=shape) / 2, dtype)  # noqa: E731
-    return {"hidden": {"w": leaf(3, 5), "b": leaf(5)}, "out": leaf(5, 1), "s": leaf()}
+    return {"hidden": {"w": leaf(3, 5)}, "out": leaf(5, 1), "s": leaf()}
 
 
 def batches(count, dtype="float32", rows=ROWS):
@@ -27,8 +27,8 @@ def batches(count, dtype="float32", rows=ROWS):
 
 
 def predict(params, x):
-    hidden = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
-    return hidden @ params["out"] * params["s"]
+    hidden = jnp.tanh(x @ params["hidden"]["w"])
+    return hidden @ params["out"] + params["s"]
 
 
 def losses(params, batch):

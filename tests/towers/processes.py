@@ -17,7 +17,7 @@ from jax.experimental import sparse
 import agn_optax
 from agn_optax import errors
 
-MODES = {"data parallel": 1, "independent": 4, "islands": 2}
+MODES = {"data parallel": 1, "islands": 2}
 
 
 def optimizer(placement=None):
