@@ -1,20 +1,32 @@
-"""Threads that nobody waits for at the end of the process."""
+"""Daemon threads: at its end, the process waits for what they do only for a while."""
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_GRACE = 5.0  # seconds at the end of the process
 
-def in_background(call: Callable[[], T], name: str) -> Future[T]:
+_pending: set[Future[Any]] = set()
+
+
+def in_background(
+    call: Callable[[], T], name: str, *, lasting: bool = False
+) -> Future[T]:
     """``call`` on a thread of its own.
 
     Not of a pool: calls may wait for each other in there, and Python would wait for a
-    pool's threads before it lets go of the process.
+    pool's threads before it lets go of the process, however long that takes.
+
+    Args:
+      call: what to run.
+      name: of the thread.
+      lasting: whether it runs until somebody ends it, and is not waited for at all.
     """
     future: Future[T] = Future()
 
@@ -24,5 +36,19 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    if not lasting:
+        _pending.add(future)
+        future.add_done_callback(_pending.discard)
+    try:
+        thread.start()
+    except BaseException:
+        _pending.discard(future)
+        raise
     return future
+
+
+@atexit.register  # before the service closes its connections, and so called after that
+def _wait() -> None:
+    """Python aborts where it ends under a thread that is within a compiled program."""
+    wait(tuple(_pending), _GRACE)

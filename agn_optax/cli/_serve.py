@@ -56,7 +56,7 @@ def serve(
             server.center.wait_until_closed()
             signals.put(0)
 
-        in_background(closed, "agn-optax closed")
+        in_background(closed, "agn-optax closed", lasting=True)
         if signum := signals.get():
             typer.echo(
                 f"draining after {signal.Signals(signum).name}; again to end at once",

@@ -59,11 +59,15 @@ class Listener:
             end.listen(128)
             self._listening.append(end)
         for end in self._listening:
-            in_background(lambda end=end: self._accept(end), "agn-optax direct")  # type: ignore[misc]
+            in_background(
+                lambda end=end: self._accept(end),  # type: ignore[misc]
+                "agn-optax direct",
+                lasting=True,
+            )
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
-            in_background(self._look, "agn-optax direct watch")
+            in_background(self._look, "agn-optax direct watch", lasting=True)
 
     def close(self, timeout: float) -> None:
         """Takes no more connections, and ends those that there are."""
@@ -89,7 +93,11 @@ class Listener:
                     time.sleep(0.1)  # too many open files, perhaps not for long
                 continue
             try:
-                in_background(lambda end=end: self._serve(end), "agn-optax direct")  # type: ignore[misc]
+                in_background(
+                    lambda end=end: self._serve(end),  # type: ignore[misc]
+                    "agn-optax direct",
+                    lasting=True,
+                )
             except RuntimeError as error:  # no more threads
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()

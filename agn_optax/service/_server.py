@@ -269,7 +269,7 @@ class _Threads(ThreadPoolExecutor):
 
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(call, *args, **kwargs)
-        future = in_background(bound, "agn-optax center")
+        future = in_background(bound, "agn-optax center", lasting=True)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future

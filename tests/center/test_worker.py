@@ -1,6 +1,9 @@
 """The worker: start, the loop's promises, and what it does when things go wrong."""
 
 import functools
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -261,3 +264,31 @@ def test_due_says_when_exchange_acts():
         assert due == (worker.exchanges > before)
         acted.append(due)
     assert acted == [True, False, True, False, False, True]
+
+
+ENDS_IN_FLIGHT = """
+import atexit, threading
+import jax.numpy as jnp, optax
+# Runs after what registers later.
+atexit.register(lambda: print(*(t.name for t in threading.enumerate() if t.daemon)))
+import agn_optax
+center = agn_optax.LocalCenter(agn_optax.rules.agn(optax.adam(0.1)))
+worker = agn_optax.Worker(center, optax.sgd(0.1), period=1, overlap=True)
+params, state = worker.start(jnp.ones(3_000_000), chief=True)
+for _ in range(2):  # of which the first is not overlapped
+    updates, state = worker.tx.update(params, state, params)
+    params, state = worker.exchange(optax.apply_updates(params, updates), state)
+"""
+
+
+def test_the_end_of_the_process_waits_for_an_exchange_in_flight():
+    """Python 3.13 aborts otherwise."""
+    done = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-B", "-c", ENDS_IN_FLIGHT],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
