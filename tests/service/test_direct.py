@@ -678,3 +678,12 @@ def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
         center._schema = _trees.schema_of({"w": jnp.ones(5_000_001)})
         with pytest.raises(errors.TreeMismatchError, match="of another tree"):
             center.exchange({"w": jnp.ones(5_000_001)}, anchor_version=0, worker="anna")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux only")
+def test_nothing_is_congested_within_a_host():
+    with made("socket") as (_, center):
+        center.join("w")
+        (link,) = links(center)
+        ours = link._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert ours.rstrip(b"\0") == b"reno"
