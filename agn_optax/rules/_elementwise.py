@@ -93,8 +93,8 @@ def _meanings(program: Any, tree: PyTree) -> Any:
     several leaves has none.
     """
     leaves = len(jax.tree.leaves(tree))
-    given = [_Meaning("the leaf", leaf) for leaf in range(leaves)]
-    made = _follow(program.jaxpr, program.consts, given)
+    given = [Meaning("the leaf", leaf) for leaf in range(leaves)]
+    made = follow(program.jaxpr, program.consts, given)
     if made is None:
         return None
     # The updates come first, then the state: of every leaf the same, or of none.
@@ -107,7 +107,7 @@ def _meanings(program: Any, tree: PyTree) -> Any:
     return {what: times // leaves for what, times in counted.items()}, shared
 
 
-class _Meaning(NamedTuple):
+class Meaning(NamedTuple):
     """Of a value in a program, whatever its shape."""
 
     what: Any  # hashable
@@ -115,19 +115,20 @@ class _Meaning(NamedTuple):
     of_array: bool = True
 
 
-def _follow(
-    program: Any, consts: Sequence[Any], given: Sequence[_Meaning]
-) -> list[_Meaning] | None:
+def follow(
+    program: Any, consts: Sequence[Any], given: Sequence[Meaning]
+) -> list[Meaning] | None:
     """The meanings of a program's results, or None if a value has none."""
     known = dict(zip(program.invars, given, strict=True))
     for variable, value in zip(program.constvars, consts, strict=True):
         if np.ndim(value):
             return None
-        known[variable] = _Meaning(_constant(value), None, False)
+        what = id(value) if isinstance(value, jax.core.Tracer) else _constant(value)
+        known[variable] = Meaning(what, None, False)
 
-    def meaning(variable: Any) -> _Meaning:
+    def meaning(variable: Any) -> Meaning:
         if hasattr(variable, "val"):
-            return _Meaning(_constant(variable.val), None, False)
+            return Meaning(_constant(variable.val), None, False)
         return known[variable]
 
     for equation in program.eqns:
@@ -140,7 +141,7 @@ def _follow(
         if inner:
             (called,) = inner
             body = getattr(called, "jaxpr", called)
-            made = _follow(body, getattr(called, "consts", ()), read)
+            made = follow(body, getattr(called, "consts", ()), read)
             if made is None:
                 return None
         else:
@@ -154,7 +155,7 @@ def _follow(
             ]
             what = (equation.primitive.name, *settings, *(m.what for m in read))
             made = [
-                _Meaning(
+                Meaning(
                     hash((*what, i, str(v.aval.dtype), bool(v.aval.shape))),
                     next(iter(of), None),
                     bool(v.aval.shape),

@@ -22,7 +22,15 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check, _elementwise, _exchange, _period, _trees
+from agn_optax.rules import (
+    _axes,
+    _check,
+    _elementwise,
+    _exchange,
+    _leafwise,
+    _period,
+    _trees,
+)
 from agn_optax.rules._placement import Layout, Placement
 from agn_optax.rules._rule import Rule, check_rule
 
@@ -161,17 +169,23 @@ def phases(
         layout.check_center(params, own.center)
         _check.float_leaves(params, "params")
         layout.check_bound()
-        params, local, center, center_state = _exchange.exchange(
-            rule,
-            params,
-            own.local,
-            own.center,
-            own.center_state,
-            layout,
-            extra_args=extra_args,
-        )
-        exchanges = optax.safe_increment(own.exchanges)
-        own = ExchangeState(local, center, center_state, exchanges)
+        inner_state, own = own.local.inner_state, _with_inner(own, None)
+
+        def exchanged(carry: Any, _: Any) -> tuple[PyTree, ExchangeState]:
+            params, own = carry
+            return _exchanged(rule, layout, params, own, extra_args)
+
+        carry, plan = (params, own), None
+        if rule.adopts == "before":  # then both sides move, each by what both were
+            plan = _leafwise.plan(
+                exchanged, carry, (), lambda: (_numbers(rule, params, own), ())
+            )
+        if plan is None:
+            carry = exchanged(carry, ())
+        else:
+            always = own.exchanges >= 0
+            carry = _leafwise.when(always, exchanged, carry, (), plan, own.exchanges)
+        params, own = carry[0], _with_inner(carry[1], inner_state)
         return params, jax.tree.map(
             lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
         )
@@ -271,20 +285,40 @@ def exchange_every(
         center, center_state = layout.settle(state.center, state.center_state)
         state = state._replace(center=center, center_state=center_state)
         due = state.local.local_steps >= _period.steps_of(period_of(state.exchanges))
+        inner_state, state = state.local.inner_state, _with_inner(state, None)
 
-        def exchanged(
-            updates: PyTree, state: ExchangeState
-        ) -> tuple[PyTree, ExchangeState]:
+        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
+            updates, state = carry
             stepped = optax.apply_updates(params, updates)
-            adopted, state = split.exchange(stepped, state, **extra_args)
+            adopted, state = _exchanged(rule, layout, stepped, state, extra_args)
             return _difference(adopted, params), state
 
+        def gate(carry: Any, ready: jax.Array) -> Any:
+            updates, state = carry
+            return jax.tree.map(lambda u: jnp.where(ready, u, 0), updates), state
+
         if not reads_center_only:
-            return _axes.when(due, lambda carry: exchanged(*carry), (updates, state))
+            carry = (updates, state)
+            plan = _leafwise.plan(
+                exchanged,
+                carry,
+                params,
+                lambda: (_numbers(rule, params, state), _leafwise.numbers_of(params)),
+            )
+            if plan is None:
+                carry = _axes.when(due, lambda carry: exchanged(carry, params), carry)
+            else:
+                carry = _leafwise.when(
+                    due, exchanged, carry, params, plan, state.exchanges, gate
+                )
+            return carry[0], _with_inner(carry[1], inner_state)
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
-        moved = _axes.when(due, lambda carry: exchanged(updates, carry)[1], state)
+        moved = _axes.when(
+            due, lambda state: exchanged((updates, state), params)[1], state
+        )
+        moved = _with_inner(moved, inner_state)
         adopted = _exchange.adopt(rule, params, moved.center)
         updates = jax.tree.map(
             functools.partial(jnp.where, due), _difference(adopted, params), updates
@@ -344,6 +378,47 @@ def scan_round(
         return *exchange(params, state), metrics
 
     return round_fn
+
+
+def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
+    return state._replace(local=state.local._replace(inner_state=inner_state))
+
+
+def _numbers(rule: Rule, params: PyTree, state: ExchangeState) -> Any:
+    """To which leaf all that an exchange changes belongs, as `_leafwise.plan` asks."""
+    numbers = _leafwise.numbers_of(params)
+    local = _exchange.LocalState(
+        local_steps=_leafwise.shared(state.local.local_steps),
+        inner_state=None,
+        record=_leafwise.numbers_in(rule.record, state.local.record, numbers),
+        anchor=None if state.local.anchor is None else numbers,
+    )
+    return numbers, ExchangeState(
+        local=local,
+        center=numbers,
+        center_state=_leafwise.numbers_in(rule.center, state.center_state, numbers),
+        exchanges=_leafwise.shared(state.exchanges),
+    )
+
+
+def _exchanged(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, ExchangeState]:
+    params, local, center, center_state = _exchange.exchange(
+        rule,
+        params,
+        state.local,
+        state.center,
+        state.center_state,
+        layout,
+        extra_args=extra_args,
+    )
+    exchanges = optax.safe_increment(state.exchanges)
+    return params, ExchangeState(local, center, center_state, exchanges)
 
 
 def _difference(new: PyTree, old: PyTree) -> PyTree:

@@ -1,0 +1,132 @@
+"""Exchanges of a few leaves at a time: the same numbers, and less memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import support
+
+import agn_optax
+from agn_optax.rules import _leafwise
+
+# Whose message needs no parameters, and so no updates written down.
+DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Every leaf may be a group; gives those of each exchange that is traced."""
+    made = []
+
+    def when(due, act, carry, fixed, plan, *more):
+        made.append(plan.groups)
+        return whole(due, act, carry, fixed, plan, *more)
+
+    whole = _leafwise.when
+    monkeypatch.setattr(_leafwise, "LEAST", 1)
+    monkeypatch.setattr(_leafwise, "when", when)
+    return made
+
+
+def trained(tx, dtype="float32"):
+    params = support.tree(dtype)
+    _, params, state = support.run(tx, params, support.feeds(params, 7))
+    return params, agn_optax.center_params(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DROP_INS)
+def test_a_drop_in_gives_the_same_numbers(name, dtype, groups, monkeypatch):
+    tx = DROP_INS[name](optax.adam(0.05), 3)
+    found = trained(tx, dtype)
+    assert groups == [[{0}, {1}, {2}]]
+    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    support.assert_close(found, trained(tx, dtype), dtype, tolerance=1e-6)
+    assert len(groups) == 1
+
+
+@pytest.mark.parametrize("rule", support.RULES)
+def test_an_exchange_gives_the_same_numbers(rule, groups, monkeypatch):
+    split = agn_optax.phases(optax.adam(0.05), support.RULES[rule]())
+    params = support.tree()
+    run = functools.partial(
+        support.run_split, split, params, support.feeds(params, 7), 3
+    )
+    found = run()
+    assert groups == ([[{0}, {1}, {2}]] if "easgd" in rule else [])
+    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    support.assert_close(found, run())
+
+
+def test_a_rate_that_is_injected(groups):
+    tx = optax.inject_hyperparams(
+        lambda moving_rate: agn_optax.easgd(optax.sgd(0.1), 3, moving_rate=moving_rate)
+    )(moving_rate=0.3)
+    trained(tx)
+    assert groups
+
+
+def test_several_workers_exchange_whole(groups):
+    tx = agn_optax.downpour(optax.sgd(0.1), 3, axis_name="workers")
+    params = support.tree()
+    run = jax.vmap(
+        lambda feeds: support.run(tx, params, feeds)[1], axis_name="workers", in_axes=1
+    )
+    run(support.feeds(params, 4, workers=(2,)))
+    assert not groups
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])  # whose state has holes is not cut
+def test_a_center_optimizer_of_some_leaves(momentum, groups, monkeypatch):
+    mask = jax.tree.map(lambda x: x.ndim > 1, support.tree())
+    rule = agn_optax.rules.diloco(optax.masked(optax.sgd(0.5, momentum), mask))
+    tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 3)
+    found = trained(tx)
+    assert bool(groups) == (momentum is None)
+    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    support.assert_close(found, trained(tx), tolerance=1e-6)
+
+
+WHOLE = {
+    "a norm of all leaves": optax.chain(
+        optax.clip_by_global_norm(1e-3), optax.sgd(0.5)
+    ),
+    "the number of leaves": optax.stateless(
+        lambda updates, _: jax.tree.map(
+            lambda u: -u / len(jax.tree.leaves(updates)), updates
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_who_looks_further_than_a_leaf_exchanges_whole(name, groups):
+    rule = agn_optax.rules.diloco(WHOLE[name])
+    trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
+    assert not groups
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_the_temporary_is_of_a_few_leaves(name):
+    params = [jnp.ones(1 << 20) for _ in range(16)]
+    tx = DROP_INS[name](optax.adam(1e-3), 10)
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params))
+    memory = step.compile().memory_analysis()
+    model = sum(leaf.nbytes for leaf in params)
+    assert memory.temp_size_in_bytes < 0.6 * model
+    assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
+
+
+def test_the_temporary_of_an_elastic_exchange_is_of_a_few_leaves():
+    params = [jnp.ones(1 << 20) for _ in range(16)]
+    split = agn_optax.phases(optax.sgd(0.1), agn_optax.rules.easgd(0.3))
+    exchange = jax.jit(split.exchange, donate_argnums=(0, 1))
+    memory = exchange.lower(params, split.init(params)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.3 * sum(leaf.nbytes for leaf in params)
