@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -322,11 +323,13 @@ class Servicer:
         try:
             submit = functools.partial(self._submit, join, message, schema, buffer)
             large = schema.size >= _LEAST_COPIED
-            copies = self._packed and large and not reader.lends
-            while copies and not self._turn.acquire(timeout=WAITING_INTERVAL):
+            in_turn = self._packed and large
+            while in_turn and not self._turn.acquire(timeout=WAITING_INTERVAL):
                 yield _WAITING
             answer = None
-            try:
+            with contextlib.ExitStack() as turn:
+                if in_turn:
+                    turn.callback(self._turn.release)
                 if schema.hash in self._compiled:
                     submit()
                 else:  # which may take minutes, for thousands of leaves
@@ -336,23 +339,27 @@ class Servicer:
                     submitted.result()
                     del submitted
                     self._compiled.add(schema.hash)
-                if copies:
+                if in_turn:
                     answer = self.center.collect(*who, timeout=0.0)
-                    if answer is not None and self._talking > 1:
+                # In shared memory the answer is copied when it is sent, before others
+                # move the center on, unless it has to wait for something.
+                if answer is None or answer.recorded or not reader.lends:
+                    if answer is not None and not reader.lends and self._talking > 1:
                         answer = self._copied(join, answer, schema, buffer)
-            finally:
-                if copies:
-                    self._turn.release()
-            del submit, buffer
-            while answer is None and (answer := self._collect(who)) is None:
-                yield _WAITING
-            if reader.lends:  # the worker writes its next message over this one
-                self.center.wait_until_moved()
-            parcel = self._answer(answer, join.wire_dtype)
-            traffic.sent += parcel.nbytes
-            yield parcel
-            if answer.norm is not None:
-                traffic.norm = float(answer.norm)
+                    turn.close()
+                del submit, buffer
+                while answer is None and (answer := self._collect(who)) is None:
+                    yield _WAITING
+                if reader.lends:  # the worker writes its next message over this one
+                    self.center.wait_until_moved()
+                parcel = self._answer(answer, join.wire_dtype)
+                traffic.sent += parcel.nbytes
+                norm = answer.norm
+                del answer
+                yield parcel
+                del parcel
+            if norm is not None:
+                traffic.norm = float(norm)
         finally:
             with self._idle:
                 self._busy -= 1
