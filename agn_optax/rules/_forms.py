@@ -175,17 +175,18 @@ def phases(
             params, own = carry
             return _exchanged(rule, layout, params, own, extra_args)
 
-        carry, plan = (params, own), None
         if rule.adopts == "before":  # then both sides move, each by what both were
-            plan = _leafwise.plan(
-                exchanged, carry, (), lambda: (_numbers(rule, params, own), ())
+            params, own = _leafwise.when(
+                None,
+                exchanged,
+                (params, own),
+                (),
+                lambda: (_numbers(rule, params, own), ()),
+                own.exchanges,
             )
-        if plan is None:
-            carry = exchanged(carry, ())
         else:
-            always = own.exchanges >= 0
-            carry = _leafwise.when(always, exchanged, carry, (), plan, own.exchanges)
-        params, own = carry[0], _with_inner(carry[1], inner_state)
+            params, own = exchanged((params, own), ())
+        own = _with_inner(own, inner_state)
         return params, jax.tree.map(
             lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
         )
@@ -298,20 +299,16 @@ def exchange_every(
             return jax.tree.map(lambda u: jnp.where(ready, u, 0), updates), state
 
         if not reads_center_only:
-            carry = (updates, state)
-            plan = _leafwise.plan(
+            updates, state = _leafwise.when(
+                due,
                 exchanged,
-                carry,
+                (updates, state),
                 params,
                 lambda: (_numbers(rule, params, state), _leafwise.numbers_of(params)),
+                state.exchanges,
+                gate,
             )
-            if plan is None:
-                carry = _axes.when(due, lambda carry: exchanged(carry, params), carry)
-            else:
-                carry = _leafwise.when(
-                    due, exchanged, carry, params, plan, state.exchanges, gate
-                )
-            return carry[0], _with_inner(carry[1], inner_state)
+            return updates, _with_inner(state, inner_state)
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
@@ -385,7 +382,7 @@ def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
 
 
 def _numbers(rule: Rule, params: PyTree, state: ExchangeState) -> Any:
-    """To which leaf all that an exchange changes belongs, as `_leafwise.plan` asks."""
+    """To which leaf all that an exchange changes belongs, as `_leafwise.when` asks."""
     numbers = _leafwise.numbers_of(params)
     local = _exchange.LocalState(
         local_steps=_leafwise.shared(state.local.local_steps),

@@ -50,74 +50,38 @@ def numbers_in(
     )
 
 
-class Plan(NamedTuple):
-    """What moves together: groups of leaves, and to which leaf each array belongs."""
-
-    groups: list[frozenset[int]]
-    of_carry: PyTree
-    of_fixed: PyTree
-
-
-def plan(
+def when(
+    due: jax.Array | None,
     act: Callable[[PyTree, PyTree], PyTree],
     carry: PyTree,
     fixed: PyTree,
     numbers: Callable[[], tuple[PyTree, PyTree]],
-) -> Plan | None:
-    """How ``act(carry, fixed)`` may be done by groups of leaves; None where it may not.
+    count: jax.Array,
+    gate: Callable[[PyTree, jax.Array], PyTree] = lambda carry, _: carry,
+) -> PyTree:
+    """``act(carry, fixed)`` where ``due``, else ``carry``: by groups of leaves or all.
 
-    It may on a CPU, for large trees, if what it makes of a leaf depends on that leaf
-    alone. On accelerators a loop waits for the host, and memory is not made anew.
+    By groups on a CPU, for large trees, if what ``act`` makes of a leaf depends on that
+    leaf alone. On accelerators a loop waits for the host, and memory is not made anew.
 
     Args:
+      due: whether to act; None always does, and needs no loop for the whole.
       act: makes a new carry, also of trees that have None in place of some leaves.
       carry: what it changes.
       fixed: what it reads besides.
       numbers: of all arrays in carry and in fixed: to which leaf of the model each of
         them belongs, or that it is `shared`.
-    """
-    if jax.default_backend() != "cpu":
-        return None
-    size = sum(map(_nbytes, jax.tree.leaves(carry)))
-    if size < 2 * LEAST:
-        return None
-    try:
-        of_carry, of_fixed = numbers()
-        groups = list(_cut(carry, of_carry, max(LEAST, size // _MOST_GROUPS)))
-        whole = _meanings(act, (carry, fixed), (of_carry, of_fixed))
-        for group in groups:
-            own, of_own = (
-                _only(trees, (of_carry, of_fixed), group)
-                for trees in ((carry, fixed), (of_carry, of_fixed))
-            )
-            if not _meanings(act, own, of_own).items() <= whole.items():
-                return None
-    except Exception:  # it looks further, or cannot be traced without the other leaves
-        return None
-    return Plan(groups, of_carry, of_fixed) if len(groups) > 1 else None
-
-
-def when(
-    due: jax.Array,
-    act: Callable[[PyTree, PyTree], PyTree],
-    carry: PyTree,
-    fixed: PyTree,
-    plan: Plan,
-    count: jax.Array,
-    gate: Callable[[PyTree, jax.Array], PyTree] = lambda carry, _: carry,
-) -> PyTree:
-    """``act(carry, fixed)`` where ``due``, else ``carry``, by the groups of a plan.
-
-    Args:
-      due: whether to act.
-      act: makes a new carry.
-      carry: what it changes.
-      fixed: what it reads besides.
-      plan: for these.
       count: an int32 that is never negative, which XLA does not know.
       gate: ``(carry, ready)``: the same carry, to be computed from a scalar that is
         always true.
     """
+    plan = _plan(act, carry, fixed, numbers)
+    if plan is None:
+        if due is None:
+            return act(carry, fixed)
+        return _axes.when(due, lambda carry: act(carry, fixed), carry)
+    if due is None:
+        due = count >= 0
     leaves, treedef = jax.tree.flatten(carry)
     places = jax.tree.leaves(plan.of_carry)
     for group in plan.groups:
@@ -137,6 +101,42 @@ def when(
     return jax.tree.unflatten(treedef, leaves)
 
 
+class _Plan(NamedTuple):
+    """What moves together: groups of leaves, and to which leaf each array belongs."""
+
+    groups: list[frozenset[int]]
+    of_carry: PyTree
+    of_fixed: PyTree
+
+
+def _plan(
+    act: Callable[[PyTree, PyTree], PyTree],
+    carry: PyTree,
+    fixed: PyTree,
+    numbers: Callable[[], tuple[PyTree, PyTree]],
+) -> _Plan | None:
+    """How an act may be done by groups of leaves; None where it may not."""
+    if jax.default_backend() != "cpu":
+        return None
+    size = sum(map(_nbytes, jax.tree.leaves(carry)))
+    if size < 2 * LEAST:
+        return None
+    try:
+        of_carry, of_fixed = numbers()
+        groups = list(_cut(carry, of_carry, max(LEAST, size // _MOST_GROUPS)))
+        whole = _meanings(act, (carry, fixed), (of_carry, of_fixed))
+        for group in groups:
+            own, of_own = (
+                _only(trees, (of_carry, of_fixed), group)
+                for trees in ((carry, fixed), (of_carry, of_fixed))
+            )
+            if not _meanings(act, own, of_own).items() <= whole.items():
+                return None
+    except Exception:  # it looks further, or cannot be traced without the other leaves
+        return None
+    return _Plan(groups, of_carry, of_fixed) if len(groups) > 1 else None
+
+
 def _cut(carry: PyTree, numbers: PyTree, size: int) -> Iterator[frozenset[int]]:
     """Groups of leaves, in order, of about ``size`` bytes each."""
     sizes: collections.Counter[int] = collections.Counter()
@@ -145,11 +145,13 @@ def _cut(carry: PyTree, numbers: PyTree, size: int) -> Iterator[frozenset[int]]:
         sizes[place] += _nbytes(leaf)
     del sizes[_SHARED]
     group: list[int] = []
+    filled = 0
     for place in sorted(sizes):
         group.append(place)
-        if sum(sizes[each] for each in group) >= size:
+        filled += sizes[place]
+        if filled >= size:
             yield frozenset(group)
-            group = []
+            group, filled = [], 0
     if group:
         yield frozenset(group)
 

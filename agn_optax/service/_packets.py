@@ -50,8 +50,8 @@ def tune(end: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end has gone, or reno is not allowed
         within = end.getsockname()[0] == end.getpeername()[0]
         if within and hasattr(socket, "TCP_CONGESTION"):
-            # Nothing is congested within a host. Others pace what they send, and BBR
-            # stops for a fifth of a second every ten to measure the way.
+            # Nothing is congested within a host. BBR, say, would pace what is sent, and
+            # stop for a fifth of a second every ten to measure the way.
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 

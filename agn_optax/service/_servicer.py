@@ -341,11 +341,11 @@ class Servicer:
                     self._compiled.add(schema.hash)
                 if in_turn:
                     answer = self.center.collect(*who, timeout=0.0)
+                if answer is not None and not reader.lends and self._talking > 1:
+                    answer = self._copied(join, answer, schema, buffer)
                 # In shared memory the answer is copied when it is sent, before others
                 # move the center on, unless it has to wait for something.
                 if answer is None or answer.recorded or not reader.lends:
-                    if answer is not None and not reader.lends and self._talking > 1:
-                        answer = self._copied(join, answer, schema, buffer)
                     turn.close()
                 del submit, buffer
                 while answer is None and (answer := self._collect(who)) is None:
@@ -355,7 +355,7 @@ class Servicer:
                 parcel = self._answer(answer, join.wire_dtype)
                 traffic.sent += parcel.nbytes
                 norm = answer.norm
-                del answer
+                del answer  # as the parcel, before another moves the center in place
                 yield parcel
                 del parcel
             if norm is not None:

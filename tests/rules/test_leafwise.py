@@ -11,7 +11,7 @@ import support
 import agn_optax
 from agn_optax.rules import _leafwise
 
-# Whose message needs no parameters, and so no updates written down.
+# AGN's message needs no parameters, so its updates are not written down at all.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}
 
 
@@ -20,13 +20,14 @@ def groups(monkeypatch):
     """Every leaf may be a group; gives those of each exchange that is traced."""
     made = []
 
-    def when(due, act, carry, fixed, plan, *more):
-        made.append(plan.groups)
-        return whole(due, act, carry, fixed, plan, *more)
+    def planned(*args):
+        if (found := plan(*args)) is not None:
+            made.append(found.groups)
+        return found
 
-    whole = _leafwise.when
+    plan = _leafwise._plan
     monkeypatch.setattr(_leafwise, "LEAST", 1)
-    monkeypatch.setattr(_leafwise, "when", when)
+    monkeypatch.setattr(_leafwise, "_plan", planned)
     return made
 
 
