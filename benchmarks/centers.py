@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,14 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import peers
 from processes import Process
 
 import agn_optax
 from agn_optax import rules
+from agn_optax.service import _packets
 
 PyTree = Any
 
 TRANSPORTS = ("grpc", "socket", "memory")
+_TUNE = _packets.tune
 
 
 def connect(address: str, transport: str = "auto", **options: Any) -> Any:
@@ -57,6 +61,29 @@ def _serve(size: float, leaves: int, address: str) -> str:
 
 def _stop(address: str) -> None:
     _servers.pop(address).stop(grace=1.0)
+
+
+def pace(rate: float) -> None:
+    """Has this process's direct connections send ``rate`` bytes a second at most.
+
+    Those that are made from now on; 0 leaves them as they are.
+    """
+
+    def tune(end: socket.socket) -> None:
+        _TUNE(end)
+        peers.pace(end, rate)
+
+    _packets.tune = tune
+
+
+@contextlib.contextmanager
+def paced(rate: float) -> Iterator[None]:
+    """The same, meanwhile."""
+    pace(rate)
+    try:
+        yield
+    finally:
+        pace(0.0)
 
 
 def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:

@@ -15,6 +15,7 @@ import pathlib
 import queue
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -131,12 +132,15 @@ def _listen(path: str) -> socket.socket:
     return listener
 
 
-def _serve_one(path: str, talk: Callable[[socket.socket], None]) -> Any:
+def _serve_one(
+    path: str, talk: Callable[[socket.socket], None], rate: float = 0.0
+) -> Any:
     """Listens, and talks with whoever comes first, in a thread; gives the address."""
     listener = _listen(path)
 
     def serve() -> None:
         peer, _ = listener.accept()
+        pace(peer, rate)
         with listener, peer, contextlib.suppress(ConnectionError):
             talk(peer)
 
@@ -151,6 +155,15 @@ def _connect(address: Any) -> socket.socket:
     if family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def pace(end: socket.socket, rate: float) -> None:
+    """Has the kernel send no faster than ``rate`` bytes a second (0: as it likes)."""
+    if rate:
+        so_max_pacing_rate = 47  # of Linux; Python has no name for it
+        end.setsockopt(
+            socket.SOL_SOCKET, so_max_pacing_rate, int(rate).to_bytes(8, sys.byteorder)
+        )
 
 
 def _send(to: socket.socket, array: np.ndarray[Any, Any]) -> None:
@@ -170,11 +183,17 @@ def _receive(source: socket.socket, array: np.ndarray[Any, Any]) -> None:
 
 
 @contextlib.contextmanager
-def raw_socket(process: Process, size: int, path: str = "") -> Iterator[Run]:
-    """Send, add, send back: over the Unix socket at ``path``, or over TCP."""
-    address = process.call(_serve_one, path, _Adder(size))
+def raw_socket(
+    process: Process, size: int, path: str = "", rate: float = 0.0
+) -> Iterator[Run]:
+    """Send, add, send back: over the Unix socket at ``path``, or over TCP.
+
+    With ``rate``, at so many bytes a second.
+    """
+    address = process.call(_serve_one, path, _Adder(size), rate)
     message, center = _floats(size, 1e-6), _floats(size)
     with _connect(address) as connection:
+        pace(connection, rate)
 
         def run() -> None:
             _send(connection, message)

@@ -135,7 +135,7 @@ class LocalCenter:
         try:
             self._go_on(params)
             if params is not None and self._store is None:
-                self.initialize(params, worker="")
+                self.initialize_unseen(params, worker="")
         except BaseException:
             self.close("it could not be made")
             raise
@@ -223,29 +223,8 @@ class LocalCenter:
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
-        _check.float_leaves(params, "params")
         with self._changed:
-            if self._store is not None and self._chief not in (None, worker):
-                by = f"worker {self._chief!r}" if self._chief else "whoever made it"
-                raise errors.AlreadyInitializedError(
-                    f"worker {worker!r} wants to initialize a center that {by} has "
-                    "initialized; start it with chief=False, and it adopts the center"
-                )
-            first = self._chief
-            self._chief = worker
-            if self._store is None:
-                try:
-                    store = Store(
-                        self.rule,
-                        params,
-                        self._dtype,
-                        self._device,
-                        packs=self._packs,
-                    )
-                    self._begin(store)
-                except BaseException:
-                    self._chief = first
-                    raise
+            self.initialize_unseen(params, worker=worker)
             return self.pull()
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -346,7 +325,7 @@ class LocalCenter:
         """Parameters from above, if there are none; a chief then adopts them."""
         with self._changed:
             if self._store is None:
-                self.initialize(params, worker="")
+                self.initialize_unseen(params, worker="")
                 self._chief = None
 
     def observe(self, observer: Callable[[PyTree], None]) -> None:
@@ -371,6 +350,36 @@ class LocalCenter:
             self._settle()
 
     # For a server: workers with incarnations, and exchanges that may be repeated.
+
+    def initialize_unseen(self, params: PyTree, *, worker: str) -> int:
+        """The same as `initialize`; returns the version's number alone.
+
+        So nobody has seen the version, and the first exchange may move it in place.
+        """
+        _check.float_leaves(params, "params")
+        with self._changed:
+            if self._store is not None and self._chief not in (None, worker):
+                by = f"worker {self._chief!r}" if self._chief else "whoever made it"
+                raise errors.AlreadyInitializedError(
+                    f"worker {worker!r} wants to initialize a center that {by} has "
+                    "initialized; start it with chief=False, and it adopts the center"
+                )
+            first = self._chief
+            self._chief = worker
+            if self._store is None:
+                try:
+                    store = Store(
+                        self.rule,
+                        params,
+                        self._dtype,
+                        self._device,
+                        packs=self._packs,
+                    )
+                    self._begin(store)
+                except BaseException:
+                    self._chief = first
+                    raise
+            return self.version
 
     def enter(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,10 +51,23 @@ class Packing:
         """The leaves of a tree in host memory, with zeros between them."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         dtypes = {leaf.dtype for leaf in leaves}
-        flat = np.zeros(self._end, dtypes.pop() if len(dtypes) == 1 else self._dtype)
-        for leaf, offset in zip(leaves, self._offsets, strict=True):
-            flat[offset : offset + leaf.size] = leaf.reshape(-1)
-        return Packed(flat[: self._middle], flat[self._middle :])
+        dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
+        return Packed(*self.parts(leaves, dtype))
+
+    def parts(self, leaves: Sequence[Any], dtype: Any) -> Iterator[np.ndarray]:
+        """What `pack` returns, one part after the other, of which it keeps none."""
+        cut = self._offsets.index(self._middle)
+        begin = 0
+        for own, (size,) in zip(
+            (slice(cut), slice(cut, None)), self.shapes, strict=True
+        ):
+            part = np.zeros(size, dtype)
+            for leaf, offset in zip(leaves[own], self._offsets[own], strict=True):
+                array = np.asarray(leaf)
+                part[offset - begin :][: array.size] = array.reshape(-1)
+            yield part
+            del part
+            begin += size
 
     def unpack(self, packed: Packed) -> PyTree:
         """The tree of a packed one, whose leaves lie in it."""

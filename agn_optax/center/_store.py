@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class Store:
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
-        kept = self._keep(rule, _trees.copy(params, dtype), packs)
+        kept = self._keep(rule, params, dtype, packs)
         # Of a copy: some optimizers keep the parameters that they are shown.
         self._set(rule, CenterState(kept, rule.center.init(_trees.copy(kept)), 0))
 
@@ -80,7 +81,7 @@ class Store:
     def restore(cls, rule: Rule, saved: CenterState, *, packs: bool = False) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         _check.float_leaves(saved.params, "saved.params")
-        params, center_state = _trees.copy((saved.params, saved.center_state))
+        params, center_state = saved.params, _trees.copy(saved.center_state)
         expected = jax.eval_shape(rule.center.init, params)
         _check.same_tree(
             center_state, expected, "saved.center_state", "the rule's center_state"
@@ -91,7 +92,7 @@ class Store:
                 f"saved.version must not be negative, got {version}"
             )
         store = cls.__new__(cls)
-        kept = store._keep(rule, params, packs)
+        kept = store._keep(rule, params, None, packs)
         if store.packing is not None:
             center_state = jax.tree.map(
                 jnp.asarray, store.packing.pack_state(rule, center_state)
@@ -99,19 +100,21 @@ class Store:
         store._set(rule, CenterState(kept, center_state, version))
         return store
 
-    def _keep(self, rule: Rule, params: PyTree, packs: bool) -> PyTree:
-        """Parameters as this store keeps them."""
-        self.like = jax.eval_shape(lambda: params)
+    def _keep(self, rule: Rule, params: PyTree, dtype: Any, packs: bool) -> PyTree:
+        """A copy of parameters, as this store keeps them."""
+        self.like = jax.eval_shape(lambda: _trees.copy(params, dtype))
         # In the memory of the CPU that programs use when they are not told otherwise.
+        here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
-            leaf.sharding == SingleDeviceSharding(jax.local_devices()[0])
-            for leaf in jax.tree.leaves(params)
+            getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
         )
         packs = packs and self._on_host
-        self.packing = packing_of(rule, params) if packs else None
+        self.packing = packing_of(rule, self.like) if packs else None
         if self.packing is None:
-            return params
-        return jax.tree.map(jnp.array, self.packing.pack(params))
+            return _trees.copy(params, dtype)
+        leaves = jax.tree.leaves(params)
+        parts = self.packing.parts(leaves, jax.tree.leaves(self.like)[0].dtype)
+        return Packed(*map(_owned, parts))  # a loop would keep each part for the next
 
     def _set(self, rule: Rule, state: CenterState) -> None:
         self.current = Version(state.params, state.version)
@@ -213,6 +216,21 @@ class Store:
 
 
 _with_progress = jax.jit(_exchange.with_progress)
+
+
+def _owned(part: np.ndarray) -> jax.Array:
+    """A copy that may be donated, after which JAX has let go of ``part``."""
+    copy = jnp.array(part).block_until_ready()
+    let_go()
+    return copy
+
+
+def let_go() -> None:
+    """Has JAX let go of what its programs have read, such as a message.
+
+    It puts that off until it runs another program, or the collector runs.
+    """
+    gc.collect(0)
 
 
 def _is_small(part: Any) -> bool:

@@ -476,7 +476,7 @@ class RemoteCenter:
                 request_serializer=pb.PullRequest.SerializeToString,
             )(request)
 
-        link = self._grpc_link(begin, _memory.Buffers(spare=0))
+        link = self._grpc_link(begin, _memory.Buffers(keeps=False))
         with self._connection.watching(link):
             return self._receive(link)
 
@@ -492,7 +492,7 @@ class RemoteCenter:
         start = pb.Start(
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
-        link = self._grpc_link(begin, _memory.Buffers(spare=0))
+        link = self._grpc_link(begin, _memory.Buffers(keeps=False))
         with self._connection.watching(link):
             link.send(Parcel(pb.Frame(start=start), schema, arrays))
             link.no_more()

@@ -122,29 +122,40 @@ def close(descriptor: int) -> None:
 class Buffers:
     """Buffers that are used again once nobody looks at them any more.
 
-    Touching fresh memory for the first time takes longer than filling it.
+    Touching fresh memory for the first time takes longer than filling it. One of them,
+    the largest, is kept for its next use, by whatever fits into it: some workers may
+    send half as many bytes as others.
 
     Args:
-      spare: how many are kept for their next use, at most.
+      keeps: False for what is received once: none is kept then.
     """
 
-    def __init__(self, spare: int = 1) -> None:
-        self._spare: deque[np.ndarray] = deque(maxlen=spare)
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._spare: deque[np.ndarray] = deque(maxlen=keeps)  # which threads share
 
     def take(self, size: int) -> np.ndarray:
         """An aligned buffer of ``size`` bytes; free when the last view of it is."""
-        raw = None
-        with contextlib.suppress(IndexError):
-            raw = self._spare.pop()
-        if raw is None or raw.size != size:
+        raw = self._pop()
+        if raw is None or raw.size < size:
             raw = _wire.allocate(size)
-        return lent(raw, self._spare.append)
+        return lent(raw, size, self._give_back)
+
+    def _give_back(self, raw: np.ndarray) -> None:
+        other = self._pop()
+        self._spare.append(raw if other is None or other.size < raw.size else other)
+
+    def _pop(self) -> np.ndarray | None:
+        with contextlib.suppress(IndexError):
+            return self._spare.pop()
+        return None
 
 
-def lent(raw: np.ndarray, back: Callable[[np.ndarray], object]) -> np.ndarray:
-    """An array over the same bytes; ``back(raw)`` when its last view is gone."""
+def lent(
+    raw: np.ndarray, size: int, back: Callable[[np.ndarray], object]
+) -> np.ndarray:
+    """The first bytes of ``raw``; ``back(raw)`` when their last view is gone."""
     # Of a memoryview, or numpy would take `raw` itself for the base of all views.
-    array = np.frombuffer(raw.data, np.uint8)
+    array = np.frombuffer(raw.data[:size], np.uint8)
     weakref.finalize(array, back, raw).atexit = False
     return array
 
@@ -180,7 +191,7 @@ class Segments:
         if raw is None or raw.size != size:
             descriptor, raw = create(size)
         back = functools.partial(self._give_back, number)
-        return number, descriptor, lent(raw, back)
+        return number, descriptor, lent(raw, size, back)
 
     def _give_back(self, number: int, raw: np.ndarray) -> None:
         self._free.append((number, raw))

@@ -21,7 +21,7 @@ from agn_optax._version import __version__
 from agn_optax.center._background import in_background
 from agn_optax.center._local import Answer, LocalCenter
 from agn_optax.center._packing import Packed
-from agn_optax.center._store import Version
+from agn_optax.center._store import Version, let_go
 from agn_optax.service import _frames, _memory, _status, _trees, _wire
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import (
@@ -158,14 +158,15 @@ class Servicer:
             if other := own.cast(self._dtype).difference(
                 schema.cast(self._dtype), "the center", f"worker {start.worker!r}"
             ):
-                self.center.initialize(params, worker=start.worker)  # a second chief?
+                # A second chief?
+                self.center.initialize_unseen(params, worker=start.worker)
                 raise errors.TreeMismatchError(f"another model: {other}")
         else:
             _check_representable(schema)
             buffer = reader.buffer(schema, "the parameters")
             params = _trees.build(schema, schema.views(buffer))
-        snapshot = self.center.initialize(params, worker=start.worker)
-        return pb.Initialized(version=snapshot.version)
+        version = self.center.initialize_unseen(params, worker=start.worker)
+        return pb.Initialized(version=version)
 
     def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
         """One version of the center."""
@@ -358,6 +359,8 @@ class Servicer:
                 del answer  # as the parcel, before another moves the center in place
                 yield parcel
                 del parcel
+            if large:
+                let_go()
             if norm is not None:
                 traffic.norm = float(norm)
         finally:

@@ -1,5 +1,6 @@
 """Centers kept in two arrays: the same numbers, bit for bit, the same checkpoints."""
 
+import tracemalloc
 from typing import NamedTuple
 
 import jax
@@ -159,6 +160,19 @@ def test_packed_as_it_lies_on_the_wire():
     assert sent == b"".join(
         bytes(piece) for piece in schema.packed.pieces(_trees.host_arrays(packed))
     )
+
+
+def test_one_part_is_packed_at_a_time():
+    params = [np.ones(1000, np.float32) for _ in range(200)]
+    packing, size = Packing(params), sum(leaf.nbytes for leaf in params)
+    tracemalloc.start()
+    try:
+        sums = list(map(np.sum, packing.parts(params, np.float32)))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(sums) == 200_000
+    assert 0.5 * size < most < 0.7 * size
 
 
 @pytest.mark.parametrize("then", [True, False])

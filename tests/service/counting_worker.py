@@ -9,9 +9,11 @@ from agn_optax import rules, service
 class Commands:
     """What the test asks for."""
 
-    def join(self, address, worker):
+    def join(self, address, worker, transport="auto"):
         self._worker = worker
-        self._center = service.connect(address, rules.downpour(), timeout=60)
+        self._center = service.connect(
+            address, rules.downpour(), timeout=60, transport=transport
+        )
         self._center.join(worker)
 
     def exchange(self, element):

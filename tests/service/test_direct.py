@@ -158,6 +158,27 @@ def test_memory_is_used_again(way_of):
             assert links(center)[0]._segments._made <= 1 + 3
 
 
+def test_a_buffer_is_used_again_by_what_fits_into_it():
+    """Workers may send half as many bytes as others, in turns."""
+    buffers = _memory.Buffers()
+    place = buffers.take(1000).ctypes.data
+    for size in (500, 1):
+        buffer = buffers.take(size)
+        assert (buffer.size, buffer.ctypes.data) == (size, place)
+        view = buffer[:1]
+        del buffer
+        assert buffers.take(size).ctypes.data != place  # it is still looked at
+        del view
+    both = buffers.take(1000), buffers.take(1000)
+    places = {buffer.ctypes.data for buffer in both}
+    del both  # of which one is kept
+    small, large = buffers.take(10), buffers.take(2000)
+    assert small.ctypes.data in places
+    largest = large.ctypes.data
+    del large, small
+    assert buffers.take(2000).ctypes.data == largest
+
+
 @shares
 def test_a_message_is_read_before_it_is_overwritten():
     """Also where the answer does not depend on it: the center before the message."""

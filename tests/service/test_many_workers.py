@@ -5,6 +5,7 @@ exactly which messages it has applied, and how often.
 """
 
 import contextlib
+import gc
 import os
 import pathlib
 import subprocess
@@ -205,8 +206,8 @@ def test_whole_numbers_add_up_exactly():
 
 
 @contextlib.contextmanager
-def served(**settings):
-    start = np.zeros(8, np.float32)
+def served(elements=8, **settings):
+    start = np.zeros(elements, np.float32)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(service.serve(RULE, start, **settings))
 
@@ -380,6 +381,26 @@ def test_a_worker_that_left_does_not_come_back_by_itself():
 def workers():
     with talking.processes(PROGRAM, 3) as made:
         yield made
+
+
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
+def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
+    """Although nothing else happens in the center's process, which JAX waits for."""
+    with (
+        talking.processes(PROGRAM, 1) as (worker,),
+        served(1 << 18) as (server, _),
+    ):
+        join = {"address": server.address, "worker": "anna", "transport": transport}
+        worker.ask(do="join", **join)
+        gc.disable()
+        try:
+            for version in (1, 2):
+                worker.ask(do="exchange", element=version)
+                assert server.center.version == version
+                wait_for(server, lambda: server._servicer.buffers._spare)
+        finally:
+            gc.enable()
+        worker.ask(do="leave")
 
 
 def test_a_process_is_killed_while_its_message_waits(workers):

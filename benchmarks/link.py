@@ -1,0 +1,86 @@
+"""Exchanges over a link that is slower than loopback, float32 and bfloat16.
+
+Both ends' sockets are paced by the kernel (SO_MAX_PACING_RATE), so that the bytes leave
+at so many bits a second; nothing is lost, or takes longer than that on its way.
+A raw socket that sends, adds and sends back is paced the same way.
+
+"of link" is how much of the exchange the link itself takes at that rate, one direction
+after the other; "speed" is relative to the peer's, the median of neighbors in time with
+its quartiles.
+
+    python benchmarks/link.py --gigabits 1 10 --megabytes 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import centers
+import peers
+import side_by_side
+from processes import Process
+from report import Report, Row, parse
+from side_by_side import Form
+
+RAW = "raw TCP"
+WIDE = "agn_optax, float32"
+NARROW = "agn_optax, bfloat16"
+
+
+def compare(
+    gigabits: float, center: Process, peer: Process, args: argparse.Namespace
+) -> list[Row]:
+    """One row for each form, at one rate of the link."""
+    size = int(1e6 * args.megabytes) // 4 * 4
+    rate = 1e9 * gigabits / 8  # bytes a second
+    contribution = centers.tree(size, args.leaves, 1e-6)
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(peers.raw_socket(peer, size, rate=rate))
+        center.call(centers.pace, rate)
+        stack.enter_context(centers.paced(rate))
+        address = stack.enter_context(centers.served(center, size, args.leaves))
+        made = [Form(RAW, RAW, raw)]
+        for name, of, dtype in ((WIDE, RAW, None), (NARROW, WIDE, "bfloat16")):
+            connection = centers.connect(address, "socket", wire_dtype=dtype)
+            stack.enter_context(connection)
+            exchange = centers.exchanging(connection, contribution, name)
+            made.append(Form(name, of, exchange))
+        rows = side_by_side.measure(made, args.repeats, args.report.console)
+    sent = {RAW: size, WIDE: size, NARROW: size / 2}
+    return [
+        {
+            "Gbit/s": gigabits,
+            "form": name,
+            "milliseconds": 1e3 * row["seconds"],
+            "of_link": 2 * sent[name] / rate / row["seconds"],
+            "peer": row["peer"],
+            "speed": side_by_side.speed(row)["ratio"],
+            "quartiles": side_by_side.speed(row)["quartiles"],
+        }
+        for name, row in rows.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Exchanges over a slower link.")
+    add = parser.add_argument
+    add("--gigabits", type=float, nargs="+", default=[1, 10], help="a second")
+    add("--megabytes", type=float, default=400, help="of a model")
+    add("--leaves", type=int, default=4)
+    add("--repeats", type=int, default=5)
+    args = parse(parser, gigabits=[10], megabytes=1, repeats=2)
+    args.report = report = Report(args.json)
+    with Process() as center, Process() as peer:
+        rows = [
+            row
+            for gigabits in args.gigabits
+            for row in compare(gigabits, center, peer, args)
+        ]
+    title = f"{args.megabytes:g} MB in {args.leaves} leaves, over TCP paced to a rate"
+    report.add("link", title, rows)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
