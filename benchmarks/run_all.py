@@ -28,6 +28,7 @@ BENCHMARKS = (
     "towers",
     "exchange",
     "fan_in",
+    "link",
     "overlap",
     "size",
     "memory",

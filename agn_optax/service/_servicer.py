@@ -306,6 +306,9 @@ class Servicer:
         finally:
             with self._lock:
                 self._talking -= 1
+                is_last = not self._talking
+            if is_last and schema.size >= _LEAST_COPIED:
+                let_go()  # else the next one does, by what it runs
 
     def _answered(
         self,
@@ -359,8 +362,6 @@ class Servicer:
                 del answer  # as the parcel, before another moves the center in place
                 yield parcel
                 del parcel
-            if large:
-                let_go()
             if norm is not None:
                 traffic.norm = float(norm)
         finally:
