@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DRAWN = ("exchange", "fan_in", "size")
 OTHERS = (
     "journal",
+    "link",
     "memory",
     "optimizer_overhead",
     "overlap",
