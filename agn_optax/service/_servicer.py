@@ -219,6 +219,8 @@ class Servicer:
         while (control := reader.control()) is not None:
             if control.HasField("acknowledge"):
                 self.center.acknowledge(*life, control.acknowledge)
+                if not self._talking:  # else the others let go, by what they run
+                    let_go()
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another frame")
@@ -306,9 +308,6 @@ class Servicer:
         finally:
             with self._lock:
                 self._talking -= 1
-                is_last = not self._talking
-            if is_last and schema.size >= _LEAST_COPIED:
-                let_go()  # else the next one does, by what it runs
 
     def _answered(
         self,
