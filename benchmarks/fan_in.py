@@ -3,7 +3,8 @@
 Workers are threads of a few client processes, each with a connection of its own, and
 exchange as fast as they can for a while. The numbers of workers take turns. "speed" is
 the aggregate relative to that of one worker, "of peak" relative to the best number of
-workers, and "slowest" the share of the slowest worker relative to the mean.
+workers, and "slowest" the share of the slowest worker relative to the mean. "raw TCP"
+are as many sockets that send, add and send back, each with numbers of its own.
 
     python benchmarks/fan_in.py --workers 1 2 4 8 16 32 64
 """
@@ -13,28 +14,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import centers
 import numpy as np
+import peers
 import side_by_side
 from processes import Process
 from report import Report, parse
 from side_by_side import Form
 
+RAW = "raw TCP"
+
 
 class FanIn:
-    """Teams of workers, one for each transport, at centers in one process."""
+    """Teams of workers, one for each transport."""
 
     def __init__(self, crew: centers.Crew, args: argparse.Namespace) -> None:
         self._crew, self._args = crew, args
         self._done: dict[str, list[list[float]]] = {}  # of every run, every worker's
 
-    def forms(self, transport: str, address: str) -> list[Form]:
-        """One for every number of workers."""
+    def exchanging(self, transport: str, address: str) -> list[Form]:
+        """Workers at a center, in all numbers."""
         size, leaves = 1e6 * self._args.megabytes, self._args.leaves
         worker = functools.partial(centers.worker, address, transport, size, leaves)
         names = [f"worker-{i}" for i in range(max(self._args.workers))]
-        makers = [functools.partial(worker, name) for name in names]
+        return self._forms(
+            transport, [functools.partial(worker, each) for each in names]
+        )
+
+    def raw(self, process: Process) -> list[Form]:
+        """Raw sockets, in all numbers."""
+        size, most = int(1e6 * self._args.megabytes), max(self._args.workers)
+        return self._forms(RAW, [peers.raw_worker(process, size) for _ in range(most)])
+
+    def _forms(self, transport: str, makers: Sequence[Callable[[], Any]]) -> list[Form]:
         self._crew.hire(transport, makers)
         first = name_of(transport, self._args.workers[0])
         return [
@@ -84,7 +99,9 @@ def main() -> None:
             for transport in args.transports
         }
         fan_in = FanIn(stack.enter_context(centers.Crew(args.processes)), args)
-        forms = {each: fan_in.forms(each, addresses[each]) for each in addresses}
+        forms = {RAW: fan_in.raw(stack.enter_context(Process()))}
+        for transport, address in addresses.items():
+            forms[transport] = fan_in.exchanging(transport, address)
         seconds = side_by_side.take_turns(
             [form for team in forms.values() for form in team],
             args.repeats,
@@ -109,7 +126,7 @@ def main() -> None:
                 }
             )
         title = (
-            f"{args.megabytes:g} MB over {transport}, TCP: exchanges of all workers, "
+            f"{args.megabytes:g} MB over {transport}: exchanges of all workers, "
             f"threads of {args.processes} processes"
         )
         report.add(transport, title, rows)

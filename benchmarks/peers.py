@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -191,15 +192,29 @@ def raw_socket(
     With ``rate``, at so many bytes a second.
     """
     address = process.call(_serve_one, path, _Adder(size), rate)
-    message, center = _floats(size, 1e-6), _floats(size)
     with _connect(address) as connection:
         pace(connection, rate)
+        yield _there_and_back(connection, size)
 
-        def run() -> None:
-            _send(connection, message)
-            _receive(connection, center)
 
-        yield run
+def raw_worker(process: Process, size: int) -> Callable[[], Run]:
+    """The same over TCP, by whatever process calls it; with a center of its own."""
+    address = process.call(_serve_one, "", _Adder(size))
+    return functools.partial(_raw_worker, address, size)
+
+
+def _raw_worker(address: Any, size: int) -> Run:
+    return _there_and_back(_connect(address), size)
+
+
+def _there_and_back(connection: socket.socket, size: int) -> Run:
+    message, center = _floats(size, 1e-6), _floats(size)
+
+    def run() -> None:
+        _send(connection, message)
+        _receive(connection, center)
+
+    return run
 
 
 class _Adder:
