@@ -66,7 +66,7 @@ def _stop(address: str) -> None:
 def pace(rate: float) -> None:
     """Has this process's direct connections send ``rate`` bytes a second at most.
 
-    Those that are made from now on; 0 leaves them as they are.
+    Those that are made from now on.
     """
 
     def tune(end: socket.socket) -> None:
@@ -74,16 +74,6 @@ def pace(rate: float) -> None:
         peers.pace(end, rate)
 
     _packets.tune = tune
-
-
-@contextlib.contextmanager
-def paced(rate: float) -> Iterator[None]:
-    """The same, meanwhile."""
-    pace(rate)
-    try:
-        yield
-    finally:
-        pace(0.0)
 
 
 def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:

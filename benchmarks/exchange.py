@@ -50,11 +50,6 @@ RAW = {"TCP": "raw TCP", "Unix socket": "raw Unix socket"}
 TENSORFLOW = {1: 525.0, 4: 856.0}
 
 
-def bytes_of(megabytes: float) -> int:
-    """Of whole numbers."""
-    return int(1e6 * megabytes) // 4 * 4
-
-
 @dataclasses.dataclass
 class Sides:
     """The other ends, in processes of their own."""
@@ -103,7 +98,7 @@ def forms(
         wide = f"agn_optax, {transport}"
         add_center = functools.partial(_connected, stack, served, transport)
         add(wide, bounds[transport], add_center(wide, contribution))
-        if size == bytes_of(max(args.megabytes)):
+        if size == peers.bytes_of(max(args.megabytes)):
             narrow = f"{wide}, bfloat16"
             run = add_center(narrow, contribution, wire_dtype="bfloat16")
             add(narrow, wide, run)
@@ -215,7 +210,7 @@ def main() -> None:
     with Process() as center, Process() as peer:
         sides = Sides(center, peer)
         for megabytes in args.megabytes:
-            size = bytes_of(megabytes)
+            size = peers.bytes_of(megabytes)
             repeats = args.repeats * max(1, min(args.more, round(400 / megabytes)))
             for network in args.networks:
                 with contextlib.ExitStack() as stack:

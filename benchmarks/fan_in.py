@@ -46,7 +46,7 @@ class FanIn:
 
     def raw(self, process: Process) -> list[Form]:
         """Raw sockets, in all numbers."""
-        size, most = int(1e6 * self._args.megabytes), max(self._args.workers)
+        size, most = peers.bytes_of(self._args.megabytes), max(self._args.workers)
         return self._forms(RAW, [peers.raw_worker(process, size) for _ in range(most)])
 
     def _forms(self, transport: str, makers: Sequence[Callable[[], Any]]) -> list[Form]:

@@ -29,16 +29,20 @@ NARROW = "agn_optax, bfloat16"
 
 
 def compare(
-    gigabits: float, center: Process, peer: Process, args: argparse.Namespace
+    gigabits: float,
+    center: Process,
+    peer: Process,
+    args: argparse.Namespace,
+    report: Report,
 ) -> list[Row]:
     """One row for each form, at one rate of the link."""
-    size = int(1e6 * args.megabytes) // 4 * 4
+    size = peers.bytes_of(args.megabytes)
     rate = 1e9 * gigabits / 8  # bytes a second
     contribution = centers.tree(size, args.leaves, 1e-6)
+    centers.pace(rate)
+    center.call(centers.pace, rate)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(peers.raw_socket(peer, size, rate=rate))
-        center.call(centers.pace, rate)
-        stack.enter_context(centers.paced(rate))
         address = stack.enter_context(centers.served(center, size, args.leaves))
         made = [Form(RAW, RAW, raw)]
         for name, of, dtype in ((WIDE, RAW, None), (NARROW, WIDE, "bfloat16")):
@@ -46,7 +50,7 @@ def compare(
             stack.enter_context(connection)
             exchange = centers.exchanging(connection, contribution, name)
             made.append(Form(name, of, exchange))
-        rows = side_by_side.measure(made, args.repeats, args.report.console)
+        rows = side_by_side.measure(made, args.repeats, report.console)
     sent = {RAW: size, WIDE: size, NARROW: size / 2}
     return [
         {
@@ -55,10 +59,10 @@ def compare(
             "milliseconds": 1e3 * row["seconds"],
             "of_link": 2 * sent[name] / rate / row["seconds"],
             "peer": row["peer"],
-            "speed": side_by_side.speed(row)["ratio"],
-            "quartiles": side_by_side.speed(row)["quartiles"],
+            "speed": row["ratio"],
+            "quartiles": row["quartiles"],
         }
-        for name, row in rows.items()
+        for name, row in zip(rows, map(side_by_side.speed, rows.values()), strict=True)
     ]
 
 
@@ -70,12 +74,12 @@ def main() -> None:
     add("--leaves", type=int, default=4)
     add("--repeats", type=int, default=5)
     args = parse(parser, gigabits=[10], megabytes=1, repeats=2)
-    args.report = report = Report(args.json)
+    report = Report(args.json)
     with Process() as center, Process() as peer:
         rows = [
             row
             for gigabits in args.gigabits
-            for row in compare(gigabits, center, peer, args)
+            for row in compare(gigabits, center, peer, args, report)
         ]
     title = f"{args.megabytes:g} MB in {args.leaves} leaves, over TCP paced to a rate"
     report.add("link", title, rows)

@@ -35,6 +35,11 @@ METHOD = "/benchmark.Peer/ThereAndBack"
 Run = Callable[[], Any]
 
 
+def bytes_of(megabytes: float) -> int:
+    """Of whole numbers."""
+    return int(1e6 * megabytes) // 4 * 4
+
+
 # A bare stream of gRPC: raw bytes there, and as many back.
 
 

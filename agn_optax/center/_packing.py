@@ -37,10 +37,17 @@ class Packing:
         leaves, self._treedef = jax.tree.flatten(params)
         self._dtype = np.dtype(leaves[0].dtype)
         self._shapes = [leaf.shape for leaf in leaves]
-        self._sizes = [math.prod(shape) for shape in self._shapes]
-        self._offsets, self._end = _layout.offsets(self._sizes)
-        self._middle = _layout.middle(self._offsets, self._end)
-        self.shapes = ((self._middle,), (self._end - self._middle,))
+        sizes = [math.prod(shape) for shape in self._shapes]
+        offsets, end = _layout.offsets(sizes)
+        middle = _layout.middle(offsets, end)
+        self.shapes = ((middle,), (end - middle,))
+        # Of every leaf: in which part it lies, and where there.
+        self._places = [
+            (1, slice(offset - middle, offset - middle + size))
+            if offset >= middle
+            else (0, slice(offset, offset + size))
+            for offset, size in zip(offsets, sizes, strict=True)
+        ]
 
     def is_packed(self, tree: PyTree) -> bool:
         """Whether ``tree`` is a packed one, rather than one to be packed."""
@@ -54,32 +61,28 @@ class Packing:
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
         return Packed(*self.parts(leaves, dtype))
 
-    def parts(self, leaves: Sequence[Any], dtype: Any) -> Iterator[np.ndarray]:
-        """What `pack` returns, one part after the other, of which it keeps none."""
-        cut = self._offsets.index(self._middle)
-        begin = 0
-        for own, (size,) in zip(
-            (slice(cut), slice(cut, None)), self.shapes, strict=True
-        ):
-            part = np.zeros(size, dtype)
-            for leaf, offset in zip(leaves[own], self._offsets[own], strict=True):
-                array = np.asarray(leaf)
-                part[offset - begin :][: array.size] = array.reshape(-1)
+    def parts(self, leaves: Sequence[Any], dtype: Any = None) -> Iterator[np.ndarray]:
+        """What `pack` returns, one part after the other, of which it keeps none.
+
+        Args:
+          leaves: of a tree.
+          dtype: of the parts; None takes the packing's.
+        """
+        for number, shape in enumerate(self.shapes):
+            part = np.zeros(shape, dtype or self._dtype)
+            for leaf, (own, place) in zip(leaves, self._places, strict=True):
+                if own == number:
+                    part[place] = np.asarray(leaf).reshape(-1)
             yield part
             del part
-            begin += size
 
     def unpack(self, packed: Packed) -> PyTree:
         """The tree of a packed one, whose leaves lie in it."""
         parts = [np.asarray(part) for part in packed]
-        leaves = []
-        for offset, size, shape in zip(
-            self._offsets, self._sizes, self._shapes, strict=True
-        ):
-            part, begin = parts[0], offset
-            if offset >= self._middle:
-                part, begin = parts[1], offset - self._middle
-            leaves.append(part[begin : begin + size].reshape(shape))
+        leaves = [
+            parts[own][place].reshape(shape)
+            for (own, place), shape in zip(self._places, self._shapes, strict=True)
+        ]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:

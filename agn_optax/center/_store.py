@@ -112,8 +112,7 @@ class Store:
         self.packing = packing_of(rule, self.like) if packs else None
         if self.packing is None:
             return _trees.copy(params, dtype)
-        leaves = jax.tree.leaves(params)
-        parts = self.packing.parts(leaves, jax.tree.leaves(self.like)[0].dtype)
+        parts = self.packing.parts(jax.tree.leaves(params))
         return Packed(*map(_owned, parts))  # a loop would keep each part for the next
 
     def _set(self, rule: Rule, state: CenterState) -> None:
