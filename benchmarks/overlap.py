@@ -1,11 +1,16 @@
 """Local steps while an exchange is in flight, beside local steps with none.
 
 A `Worker(overlap=True)` trains a model whose exchange takes as long as several of its
-steps. JAX has one core, and the center the others, so that there is a core for the
-exchange. In every round the steps that lie within the exchange are compared with those
-that lie outside: "speed" is the rate within relative to the rate outside, the median of
-the rounds with its quartiles; "whole round" counts the beginning and the end of the
-exchange as well (contribution, copy, adoption).
+steps. JAX has one core; the center and all threads of the exchange have the others. In
+every round the steps that lie within the exchange are compared with those that lie
+outside: "speed" is the rate within relative to the rate outside, the median of the
+rounds with its quartiles. The first of those steps waits for the departure
+(contribution and copy); "later" is the rate of the others. "lost" are the milliseconds
+that all of them took longer, and "whole round" counts what comes after as well
+(adoption).
+
+The bound is the rate of local steps with no exchange at all, while the other core
+copies memory.
 
 Two models of one size: one trains a few of its layers (a step of matrix products), the
 other all of them (where a step moves the whole model through memory too).
@@ -28,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from processes import Process
+from processes import Process, on_cores
 from report import Report, Row, parse
 
 import agn_optax
@@ -79,6 +84,80 @@ class Span:
         return self.start < other.end and other.start < self.end
 
 
+def windows(seconds: float, number: int) -> list[Span]:
+    """As many, of that length and as far apart, from soon on."""
+    start = time.monotonic() + seconds
+    starts = [start + 2 * seconds * n for n in range(number)]
+    return [Span(start, start + seconds) for start in starts]
+
+
+def copy(size: int, when: list[Span]) -> None:
+    """Copies as many bytes, again and again."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    for span in when:
+        time.sleep(max(0.0, span.start - time.monotonic()))
+        while time.monotonic() < span.end:
+            np.copyto(target, source)
+
+
+def local_step(model: Model, tx: optax.GradientTransformation) -> Any:
+    """Parameters and state to parameters and state."""
+    inputs = jnp.ones((model.batch, model.width))
+
+    def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        grads = jax.grad(model.loss)(params, inputs)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def train_alone(model: Model, when: list[Span]) -> list[Span]:
+    """Every local step until the last of these ends."""
+    params: PyTree = [jnp.zeros(model.width**2) for _ in range(model.layers)]
+    inner = optax.sgd(1e-3)
+    loop = params, inner.init(params)
+    step = local_step(model, inner)
+    steps = []
+    while time.monotonic() < when[-1].end:
+        start = time.monotonic()
+        loop = jax.block_until_ready(step(*loop))
+        steps.append(Span(start, time.monotonic()))
+    return steps
+
+
+def bound(model: Model, worker: Process, other: Process, number: int) -> Row:
+    """Local steps while the other core copies."""
+    when = windows(2.0, number)
+    other.ask(copy, model.bytes, when)
+    steps = worker.call(train_alone, model, when)
+    other.answer()
+    speeds, quiet = [], []
+    for span in when[:-1]:
+        pause = Span(span.end, 2 * span.end - span.start)
+        beside, alone = (
+            float(np.median([step.seconds for step in steps if part.holds(step)]))
+            for part in (span, pause)
+        )
+        quiet.append(alone)
+        speeds.append(alone / beside)
+    return {"step_ms": 1e3 * float(np.median(quiet)), **spread(speeds)}
+
+
+def median(rounds: list[dict[str, float]], key: str) -> float:
+    """Of all rounds."""
+    return float(np.median([each[key] for each in rounds]))
+
+
+def spread(speeds: list[float]) -> Row:
+    """Median and quartiles."""
+    low, middle, high = np.percentile(speeds, [25, 50, 75])
+    return {
+        "speed": round(float(middle), 3),
+        "quartiles": [round(float(low), 3), round(float(high), 3)],
+    }
+
+
 @dataclasses.dataclass
 class Trace:
     """Every local step, and every exchange."""
@@ -88,35 +167,31 @@ class Trace:
 
 
 def train(
-    model: Model, address: str, transport: str, rounds: int, cores: set[int]
+    model: Model, address: str, transport: str, rounds: int, cores: list[int]
 ) -> Trace:
-    """Runs in a process that began with one core."""
-    inputs = jnp.ones((model.batch, model.width))
-    jax.block_until_ready(inputs @ inputs.T)  # JAX has all its threads now
+    """Runs in a process that began with one core; ``cores`` are the others."""
+    square = jnp.ones((model.width, model.width))
+    jax.block_until_ready(square @ square)  # JAX has all its threads now
     trace = Trace([], [])
-    center = centers.connect(address, transport)
-    exchange = center.exchange
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        os.sched_setaffinity(0, cores)  # this thread's, and those that it starts
-        start = time.monotonic()
-        answer = exchange(*args, **kwargs)
-        trace.flights.append(Span(start, time.monotonic()))
-        return answer
-
-    center.exchange = traced
     length, answered = 2, 0
-    worker = agn_optax.Worker(
-        center, optax.sgd(1e-3), period=lambda _: length, overlap=True
-    )
-    params, state = worker.start()
+    with on_cores(cores):  # whatever thread the connection has
+        center = centers.connect(address, transport)
+        exchange = center.exchange
 
-    def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        grads = jax.grad(model.loss)(params, inputs)
-        updates, state = worker.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with on_cores(cores):  # the exchange's thread
+                start = time.monotonic()
+                answer = exchange(*args, **kwargs)
+                trace.flights.append(Span(start, time.monotonic()))
+            return answer
 
-    local = jax.jit(step, donate_argnums=(0, 1))
+        center.exchange = traced
+        worker = agn_optax.Worker(
+            center, optax.sgd(1e-3), period=lambda _: length, overlap=True
+        )
+        params, state = worker.start()
+
+    local = local_step(model, worker.tx)
     while len(trace.flights) < 4 + rounds:
         start = time.monotonic()
         params, state = jax.block_until_ready(local(params, state))
@@ -134,7 +209,7 @@ def train(
 
 
 def rounds_of(trace: Trace) -> list[dict[str, float]]:
-    """Of every round, from one departure to the next: means of its steps."""
+    """Of every round, from one departure to the next."""
     found = []
     for flight, following in zip(trace.flights, trace.flights[1:], strict=False):
         whole = Span(flight.start, following.start)
@@ -145,14 +220,17 @@ def rounds_of(trace: Trace) -> list[dict[str, float]]:
         # The first one after the answer has the adoption to wait for.
         outside = [step.seconds for step in steps if quiet.holds(step)][1:]
         if within and outside:
-            found.append(
-                {
-                    "within": float(np.mean(within)),
-                    "outside": float(np.mean(outside)),
-                    "flight": flight.seconds,
-                    "mean": whole.seconds / len(steps),
-                }
-            )
+            alone = float(np.mean(outside))
+            each = {
+                "outside": alone,
+                "speed": alone / float(np.mean(within)),
+                "flight": flight.seconds,
+                "lost": sum(within) - len(within) * alone,
+                "whole": alone / (whole.seconds / len(steps)),
+            }
+            if within[1:]:
+                each["later"] = alone / float(np.mean(within[1:]))
+            found.append(each)
     if not found:
         raise ValueError("no step lay within an exchange: give a larger --megabytes")
     return found
@@ -179,33 +257,38 @@ def main() -> None:
         ),
     }
     cores = sorted(os.sched_getaffinity(0))
+    bounds: list[Row] = []
     rows: list[Row] = []
+    others = cores[1:] or cores
     runs = itertools.product(models.items(), args.transports)
-    with Process(cores[1:] or cores) as server, Process(cores[:1]) as process:
+    with Process(others) as server, Process(cores[:1]) as process:
+        for name, model in models.items():
+            found = bound(model, process, server, args.rounds + 1)
+            bounds.append({"trained": name, **found})
         for (name, model), transport in runs:
             with centers.served(server, model.bytes, layers) as address:
                 trace = process.call(
-                    train, model, address, transport, args.rounds, set(cores)
+                    train, model, address, transport, args.rounds, others
                 )
             rounds = rounds_of(trace)
-            speeds = [each["outside"] / each["within"] for each in rounds]
-            low, middle, high = np.percentile(speeds, [25, 50, 75])
-            whole = [each["outside"] / each["mean"] for each in rounds]
+            longer = [each for each in rounds if "later" in each]
             rows.append(
                 {
                     "trained": name,
                     "transport": transport,
-                    "step_ms": 1e3 * np.median([each["outside"] for each in rounds]),
-                    "exchange_ms": 1e3 * np.median([each["flight"] for each in rounds]),
-                    "speed": round(float(middle), 3),
-                    "quartiles": [round(float(low), 3), round(float(high), 3)],
-                    "whole_round": round(float(np.median(whole)), 3),
+                    "step_ms": 1e3 * median(rounds, "outside"),
+                    "exchange_ms": 1e3 * median(rounds, "flight"),
+                    **spread([each["speed"] for each in rounds]),
+                    "later": median(longer, "later") if longer else None,
+                    "lost_ms": 1e3 * median(rounds, "lost"),
+                    "whole_round": median(rounds, "whole"),
                 }
             )
     title = (
         f"local steps during an exchange of {args.megabytes:g} MB, JAX on one of "
         f"{len(cores)} cores"
     )
+    report.add("bound", "local steps while the other core copies memory", bounds)
     report.add("overlap", title, rows)
     report.write()
 
