@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -112,25 +113,34 @@ def local_step(model: Model, tx: optax.GradientTransformation) -> Any:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def train_alone(model: Model, when: list[Span]) -> list[Span]:
-    """Every local step until the last of these ends."""
-    params: PyTree = [jnp.zeros(model.width**2) for _ in range(model.layers)]
+@functools.cache
+def alone(model: Model) -> Any:
+    """An optimizer, and its local step: to be compiled once."""
     inner = optax.sgd(1e-3)
-    loop = params, inner.init(params)
-    step = local_step(model, inner)
+    return inner, local_step(model, inner)
+
+
+def train_alone(model: Model, end: float) -> list[Span]:
+    """Every local step until then, but the first."""
+    params: PyTree = [jnp.zeros(model.width**2) for _ in range(model.layers)]
+    inner, step = alone(model)
+    loop = step(params, inner.init(params))
     steps = []
-    while time.monotonic() < when[-1].end:
+    while time.monotonic() < end:
         start = time.monotonic()
         loop = jax.block_until_ready(step(*loop))
         steps.append(Span(start, time.monotonic()))
     return steps
 
 
-def bound(model: Model, worker: Process, other: Process, number: int) -> Row:
-    """Local steps while the other core copies."""
-    when = windows(2.0, number)
+def bound(
+    model: Model, worker: Process, other: Process, seconds: float, number: int
+) -> Row:
+    """Local steps while the other core copies, in so many windows of time."""
+    worker.call(train_alone, model, 0.0)
+    when = windows(seconds, number)
     other.ask(copy, model.bytes, when)
-    steps = worker.call(train_alone, model, when)
+    steps = worker.call(train_alone, model, when[-1].end)
     other.answer()
     speeds, quiet = [], []
     for span in when[:-1]:
@@ -244,9 +254,10 @@ def main() -> None:
     add("--trained", type=int, default=12, help="layers that the first model trains")
     add("--batch", type=int, default=64, help="of that; larger ones have less")
     add("--rounds", type=int, default=8)
+    add("--window", type=float, default=2.0, help="seconds of copying, for the bound")
     add("--transports", nargs="+", default=centers.TRANSPORTS)
     small = {"megabytes": 5, "width": 500, "trained": 1, "batch": 64, "rounds": 2}
-    args = parse(parser, transports=["memory"], **small)
+    args = parse(parser, transports=["memory"], window=0.5, **small)
     report = Report(args.json)
     layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
     trained = min(args.trained, layers - 1)
@@ -263,7 +274,7 @@ def main() -> None:
     runs = itertools.product(models.items(), args.transports)
     with Process(others) as server, Process(cores[:1]) as process:
         for name, model in models.items():
-            found = bound(model, process, server, args.rounds + 1)
+            found = bound(model, process, server, args.window, args.rounds + 1)
             bounds.append({"trained": name, **found})
         for (name, model), transport in runs:
             with centers.served(server, model.bytes, layers) as address:

@@ -29,12 +29,17 @@ def in_background(
       lasting: whether it runs until somebody ends it, and is not waited for at all.
     """
     future: Future[T] = Future()
+    calls = [call]
+    del call
 
     def run() -> None:
         try:
-            future.set_result(call())
+            # The arrays that it holds are let go of before it counts as done.
+            result = calls.pop()()
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     if not lasting:
