@@ -44,6 +44,13 @@ class WorkerState(NamedTuple):
     exchanges: Any  # int
 
 
+class _Left(NamedTuple):
+    """What tells the parameters as they were when a message left."""
+
+    params: PyTree  # a copy; None where the contribution tells them
+    steps: jax.Array  # int32: local steps that it was made of
+
+
 @dataclasses.dataclass
 class _Message:
     """An exchange that has begun: kept until its answer is adopted.
@@ -56,7 +63,7 @@ class _Message:
     steps: int
     answer: Snapshot | None = None
     error: BaseException | None = None
-    sent: PyTree = None  # the parameters when it left, if local steps go on meanwhile
+    left: _Left | None = None  # None unless local steps go on meanwhile
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     abandoned: bool = False
 
@@ -79,10 +86,10 @@ class Worker:
         up.
       overlap: sends in the background while local steps go on. When the answer comes,
         the worker adopts the center, and keeps the local progress made since the
-        message left. One exchange is in flight at most. It takes a copy of the
-        parameters besides the contribution, and the buffers of both stay for the next
-        one. The first exchange waits for its answer, so that a newcomer starts
-        from a center that knows of it.
+        message left. One exchange is in flight at most. The contribution's buffers stay
+        for the next one, and with AGN, whose contribution does not tell the parameters,
+        those of a copy of them. The first exchange waits for its answer, so that a
+        newcomer starts from a center that knows of it.
       patience: local steps that the worker makes without an answer, when exchanges
         overlap or the center is lost, before it waits; None for one round. With 0 a
         lost center is an error of `exchange`, as soon as it counts as lost.
@@ -152,7 +159,7 @@ class Worker:
         self._period = _period.as_schedule(period)
         self._anchor: Snapshot | None = None
         self._message: _Message | None = None  # of an exchange not yet adopted
-        # A contribution and parameters of an exchange that is over, to be written over.
+        # Of an exchange that is over, to be written over: what it sent, and kept.
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
         self._local_steps = 0
@@ -190,6 +197,8 @@ class Worker:
             params = _exchange.adopt(rule, params, center)
             return params, _exchange.begin_round(rule, state, params, center)
 
+        self._recovers = recovers = _exchange.recovers(rule)
+
         # What local steps may not touch while it is on its way lies in buffers of its
         # own, which the next departure writes over: fresh ones would take longer.
         def depart_fn(
@@ -197,18 +206,34 @@ class Worker:
             params: PyTree,
             state: LocalState,
             anchor: PyTree,
-        ) -> tuple[tuple[PyTree, PyTree], LocalState]:
+        ) -> tuple[PyTree, _Left, LocalState]:
             contribution = _exchange.contribute(rule, state, params, anchor)
-            left = _exchange.overwrite(spare, (contribution, params))
+            kept = None if recovers else params
+            contribution, kept = _exchange.overwrite(spare, (contribution, kept))
+            left = _Left(kept, state.local_steps)
+            return (
+                contribution,
+                left,
+                _exchange.empty_record(rule, state, params, params),
+            )
+
+        def stay_fn(params: PyTree, state: LocalState) -> tuple[_Left, LocalState]:
+            left = _Left(None if recovers else _trees.copy(params), state.local_steps)
             return left, _exchange.empty_record(rule, state, params, params)
 
-        def stay_fn(params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-            sent = _trees.copy(params)
-            return sent, _exchange.empty_record(rule, state, params, params)
-
         def land_fn(
-            params: PyTree, state: LocalState, sent: PyTree, center: PyTree
+            params: PyTree,
+            state: LocalState,
+            contribution: PyTree,
+            left: _Left,
+            anchor: PyTree,
+            center: PyTree,
         ) -> tuple[PyTree, LocalState]:
+            sent = left.params
+            if recovers:
+                sent = _exchange.recover(
+                    rule, contribution, params, state, anchor, left.steps
+                )
             params = _exchange.adopt_late(rule, params, sent, center)
             return params, _exchange.move_anchor(state, center)
 
@@ -456,8 +481,8 @@ class Worker:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
                 message.contribution = _trees.copy(message.contribution)
-                sent, state = self._stay_program(params, state)
-                self._take_off(message, sent, length)
+                left, state = self._stay_program(params, state)
+                self._take_off(message, left, length)
                 return params, state
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
@@ -478,7 +503,7 @@ class Worker:
 
     @property
     def _in_flight(self) -> bool:
-        return self._message is not None and self._message.sent is not None
+        return self._message is not None and self._message.left is not None
 
     def _depart(
         self, params: PyTree, state: LocalState, length: int
@@ -488,19 +513,19 @@ class Worker:
         spare, self._spare = self._spare, None
         if spare is None:
             contribution = self._contribute(state, params, anchor.params)
-            spare = _trees.copy((contribution, params))
-        (contribution, sent), state = self._depart_program(
+            spare = _trees.copy((contribution, None if self._recovers else params))
+        contribution, left, state = self._depart_program(
             spare, params, state, anchor.params
         )
         message = _Message(contribution, anchor.version, self._local_steps)
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(message, sent, length)
+        self._take_off(message, left, length)
         return params, state
 
-    def _take_off(self, message: _Message, sent: PyTree, length: int) -> None:
-        """A round begins while a message, which left ``sent`` behind, is on its way."""
-        message.sent = sent
+    def _take_off(self, message: _Message, left: _Left, length: int) -> None:
+        """A round begins while a message is on its way."""
+        message.left = left
         self._message = message
         self._local_steps = 0
         self._round_length = length
@@ -513,6 +538,8 @@ class Worker:
         """On a thread of its own: sends until there is an answer, or no hope."""
         lost: float | None = None  # since when
         try:
+            # Whoever leaves meanwhile is not there any more for the center to hear of.
+            jax.block_until_ready(message.contribution)
             while not message.abandoned:
                 try:
                     message.answer = self._send(message)
@@ -528,6 +555,7 @@ class Worker:
             message.error = error
         finally:
             message.done.set()
+            del message  # which has the error, whose traceback has this frame
 
     def _maybe_land(
         self, params: PyTree, state: LocalState
@@ -541,27 +569,40 @@ class Worker:
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
-        message = self._message
+        anchor, message = self._require_start(), self._message
         assert message is not None
+        assert message.left is not None
         self._check_loop(params, state)
         message.done.wait()
-        if (error := message.error) is not None:
-            if isinstance(error, errors.CenterUnreachableError):
-                # It may have been applied, so no other message may take its place.
-                message.error = None
-                message.done.clear()
-                self._send_in_background(message)
-            else:  # What was sent is lost, or somebody else's; local steps may go on.
-                self._message = None
-            raise error
+        if message.error is not None:
+            raise self._failure(message)
         assert message.answer is not None
         answer = self._place(message.answer, params)
-        params, state = self._land_program(params, state, message.sent, answer.params)
+        params, state = self._land_program(
+            params,
+            state,
+            message.contribution if self._recovers else None,
+            message.left,
+            anchor.params if self._recovers else None,
+            answer.params,
+        )
         if self.overlap:
-            self._spare = message.contribution, message.sent
+            self._spare = message.contribution, message.left.params
         self._landed(answer)
         self._keep_anchor(answer)
         return params, state
+
+    def _failure(self, message: _Message) -> BaseException:
+        """Why it has no answer, which holds no array of it: callers may keep errors."""
+        error, message.error = message.error, None
+        assert error is not None
+        if isinstance(error, errors.CenterUnreachableError):
+            # It may have been applied, so no other message may take its place.
+            message.done.clear()
+            self._send_in_background(message)
+        else:  # What was sent is lost, or somebody else's; local steps may go on.
+            self._message = None
+        return error
 
     def _landed(self, answer: Snapshot) -> None:
         self.exchanges += 1

@@ -105,6 +105,33 @@ def contribute(rule: Rule, state: LocalState, params: PyTree, center: PyTree) ->
     )
 
 
+def recovers(rule: Rule) -> bool:
+    """Whether a contribution of this rule tells the parameters that it was made of."""
+    return hasattr(rule.contribution, "recover")
+
+
+def recover(
+    rule: Rule,
+    contribution: PyTree,
+    params: PyTree,
+    state: LocalState,
+    center: PyTree,
+    steps: jax.Array,
+) -> PyTree:
+    """The parameters that a contribution of so many steps was made of.
+
+    ``params`` and ``state`` are those of now, with the anchor still that of then, which
+    is ``center`` where the state keeps none.
+    """
+    made: Any = rule.contribution
+    return made.recover(
+        contribution,
+        params,
+        _anchor(state, center) if rule.needs_anchor else None,
+        steps,
+    )
+
+
 def move_center(
     rule: Rule,
     contribution: PyTree,

@@ -49,7 +49,9 @@ class Rule:
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and
-        shapes of the center.
+        shapes of the center. If it has a method ``recover(contribution, params, anchor,
+        steps)``, which tells the parameters that it was made of (in the dtypes of
+        ``params``, the later ones), a worker keeps no copy of them while it overlaps.
       message: ``(contribution, center) -> message``, made where the center is, for
         rules that need the center as it is now; None if the contribution is the
         message.
@@ -135,21 +137,67 @@ def check_rule(value: Any) -> None:
         )
 
 
-def _displacement(
-    record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
-) -> PyTree:
+class _Displacement:
     """``a - x``: what the local steps took away from the anchor.
 
     Under parameters of a narrower dtype than the center's, the worker adopted the
     rounded anchor, so the rounding is not part of its displacement: the center keeps
     its low bits.
     """
-    del record, steps
 
-    def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
-        return _trees.rounded(a, x.dtype) - x.astype(a.dtype)
+    def __call__(
+        self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        del record, steps
 
-    return jax.tree.map(subtract, anchor, params)
+        def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
+            return _trees.rounded(a, x.dtype) - x.astype(a.dtype)
+
+        return jax.tree.map(subtract, anchor, params)
+
+    def recover(
+        self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        """``a - k``: what rounding kept from the center is not counted as sent."""
+        del steps
+
+        def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
+            return (_trees.rounded(a, x.dtype) - k).astype(x.dtype)
+
+        return jax.tree.map(subtract, anchor, contribution, params)
+
+
+class _MeanDisplacement(_Displacement):
+    """``(a - x) / steps``."""
+
+    def __call__(
+        self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        return _per_step(super().__call__(record, params, anchor, steps), steps)
+
+    def recover(
+        self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        """``a - steps k``."""
+        whole = jax.tree.map(lambda k: k * steps.astype(k.dtype), contribution)
+        return super().recover(whole, params, anchor, steps)
+
+
+class _Parameters:
+    """``x``."""
+
+    def __call__(
+        self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        del record, anchor, steps
+        return params
+
+    def recover(
+        self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
+    ) -> PyTree:
+        """Themselves."""
+        del params, anchor, steps
+        return contribution
 
 
 def _per_step(tree: PyTree, steps: jax.Array) -> PyTree:
@@ -218,9 +266,7 @@ def agn_window() -> Rule:
     return Rule(
         name="agn_window",
         center=optax.sgd(1.0),
-        contribution=lambda record, params, anchor, steps: _per_step(
-            _displacement(record, params, anchor, steps), steps
-        ),
+        contribution=_MeanDisplacement(),
     )
 
 
@@ -240,7 +286,7 @@ def downpour() -> Rule:
     References:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
-    return Rule(name="downpour", center=optax.sgd(1.0), contribution=_displacement)
+    return Rule(name="downpour", center=optax.sgd(1.0), contribution=_Displacement())
 
 
 def dynsgd() -> Rule:
@@ -373,7 +419,7 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
     return Rule(
         name="easgd",
         center=optax.sgd(moving_rate),
-        contribution=lambda record, params, anchor, steps: params,
+        contribution=_Parameters(),
         message=lambda params, center: jax.tree.map(
             lambda c, x: c - x.astype(c.dtype), center, params
         ),

@@ -24,6 +24,7 @@ from support import (
 
 import agn_optax
 from agn_optax import errors, rules
+from agn_optax.rules import _exchange
 
 
 def test_the_chief_initializes_and_the_others_wait_and_adopt():
@@ -264,6 +265,35 @@ def test_due_says_when_exchange_acts():
         assert due == (worker.exchanges > before)
         acted.append(due)
     assert acted == [True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
+    """Told from the contribution, or from a copy where that does not tell it."""
+    made = RULES[rule]()
+    center = agn_optax.LocalCenter(made, tree(dtype), dtype="float32")
+    worker = agn_optax.Worker(center, optax.sgd(0.05), period=2, overlap=True)
+    loop = worker.start(tree(dtype))
+    target = tree(dtype, seed=1)
+
+    def local_step(params, state):
+        return step(worker.tx, params, state, target)
+
+    for _ in range(3):  # the third is the first of a round that ends in a departure
+        loop = worker.exchange(*local_step(*loop))
+    params, state = local_step(*loop)
+    sent = jax.tree.map(np.array, params)
+    loop = worker.exchange(params, state)
+    message = worker._message
+    assert message.done.wait(60)
+    assert (message.left.params is None) == (rule != "agn")
+    params, state = local_step(*loop)
+    expected = _exchange.adopt_late(made, params, sent, message.answer.params)
+    params, state = worker.exchange(params, state)
+    assert worker.exchanges == 2
+    assert_close(params, expected, dtype)
+    worker.leave()
 
 
 ENDS_IN_FLIGHT = """
