@@ -35,11 +35,9 @@ def in_background(
     def run() -> None:
         try:
             # The arrays that it holds are let go of before it counts as done.
-            result = calls.pop()()
+            future.set_result(calls.pop()())
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(result)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     if not lasting:

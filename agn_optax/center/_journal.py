@@ -80,12 +80,19 @@ class Journal:
 
     def _run(self) -> None:
         try:
-            while batch := self._take():
-                self._write(batch)
+            while self._write_next():
+                pass
         except Exception as error:  # whatever it is, nobody must wait for ever
             self._failed(error)
         finally:
             os.close(self._file)
+
+    def _write_next(self) -> bool:
+        """Whether there was anything to write; nobody holds it afterwards."""
+        batch = self._take()
+        if batch:
+            self._write(batch)
+        return bool(batch)
 
     def _take(self) -> list[tuple[dict[str, Any], Sequence[PyTree]] | None]:
         """What waits; nothing once there is no more to come."""

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax.center._departures import Departures
 from agn_optax.center._durability import Durability, Image, Keeper
 from agn_optax.center._ledger import Batch, Ledger, Member, Mode
 from agn_optax.center._protocol import Snapshot
@@ -123,6 +124,7 @@ class LocalCenter:
         self._answers: dict[str, Answer] = {}
         # Sequence and contribution of an exchange whose end its thread did not see.
         self._interrupted: dict[str, tuple[int, PyTree]] = {}
+        self._departures = Departures()
         self._observers: list[Callable[[PyTree], None]] = []
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
@@ -257,6 +259,7 @@ class LocalCenter:
         process nobody can tell whether that still runs.
         """
         with self._changed:
+            self._departures.add(worker)
             self._ledger.leave(worker, "")  # with a message that still waits
             self.enter(worker, "", params, replace=True)
             if not self._changed.wait_for(lambda: self._ledger.is_open, timeout):
@@ -281,9 +284,10 @@ class LocalCenter:
     ) -> Snapshot:
         """Applies what a worker contributes: see `Center.exchange`."""
         del steps
-        given = contribution
+        given, departures = contribution, self._departures.number(worker)
         contribution, norm = self._examine(given)
         with self._changed:
+            self._departures.check(worker, departures)
             member = self._ledger.members.get(worker)
             if member is None or member.gone or not member.connected:
                 self._ledger.join(worker, "", time.monotonic())
@@ -401,6 +405,7 @@ class LocalCenter:
     def exit(self, worker: str, incarnation: str) -> None:
         """A worker leaves: see `Ledger.leave`."""
         with self._changed:
+            self._departures.add(worker)
             self._ledger.leave(worker, incarnation)
             self._remember(worker)
             self._settle()

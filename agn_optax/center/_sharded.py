@@ -20,6 +20,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.center._background import in_background
+from agn_optax.center._departures import Departures
 from agn_optax.center._protocol import Center, Snapshot
 from agn_optax.rules import _check, _elementwise
 
@@ -92,6 +93,7 @@ class ShardedCenter:
         self._closed = False
         # An exchange that has not been answered by every shard yet, by worker.
         self._answers: dict[str, dict[int, Future[Snapshot]]] = {}
+        self._departures = Departures()
         self._checked: Any = None  # the kind of tree that the rule was checked with
         self._model: PyTree = None  # the center, abstract, once it is known
 
@@ -114,6 +116,7 @@ class ShardedCenter:
 
     def leave(self, worker: str) -> None:
         """A worker goes: see `Center.leave`."""
+        self._departures.add(worker)
         if not self._closed:  # by which it has left
             self._all(lambda center, _: center.leave(worker), self.centers)
 
@@ -143,7 +146,7 @@ class ShardedCenter:
         steps: int = 0,
     ) -> Snapshot:
         """Gives every shard its part of a contribution: see `Center.exchange`."""
-        versions = anchor_version
+        versions, departures = anchor_version, self._departures.number(worker)
         if not isinstance(versions, tuple) or len(versions) != len(self.centers):
             raise errors.InvalidArgumentError(
                 f"anchor_version must be a tuple of {len(self.centers)} versions, one "
@@ -156,6 +159,7 @@ class ShardedCenter:
                 "the message is not finite; the center stays as it was. Start again "
                 "from the center, with a smaller learning rate or with clipping"
             )
+        self._departures.check(worker, departures)
         answers = self._answers.setdefault(worker, {})
         for shard, center in enumerate(self.centers):
             # Repeated where it failed; one that was interrupted may be on its way yet.

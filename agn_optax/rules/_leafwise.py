@@ -175,12 +175,18 @@ def _meanings(
     """What ``act`` makes of every leaf, which is of that leaf alone.
 
     Raises:
-      ValueError: it is not.
+      ValueError: it is not, or it is of another type than before, as no loop allows.
     """
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trees
     )
     program, out = jax.make_jaxpr(act, return_shape=True)(*abstract)
+    kinds = [
+        [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+        for tree in (abstract[0], out)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError("an exchange that changes shapes or dtypes")
     given = [
         _elementwise.Meaning(keystr(path), None if place == _SHARED else place)
         for (path, _), place in zip(

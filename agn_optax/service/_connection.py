@@ -278,15 +278,19 @@ class _Watchdog:
         with self._changed:
             while True:
                 now = time.monotonic()
-                late = [each for each in self._watched if each.deadline <= now]
-                for each in late:
-                    each.is_late = True
-                    each.link.cancel()
-                self._watched.difference_update(late)
+                self._cancel_late(now)
                 deadlines = [each.deadline for each in self._watched]
                 self._looks = min(deadlines, default=math.inf)
                 left = self._looks - now
                 self._changed.wait(None if left == math.inf else left)
+
+    def _cancel_late(self, now: float) -> None:
+        """A call of its own, for no link may stay here while the thread waits."""
+        late = [each for each in self._watched if each.deadline <= now]
+        for each in late:
+            each.is_late = True
+            each.link.cancel()
+        self._watched.difference_update(late)
 
 
 _watchdog = _Watchdog()

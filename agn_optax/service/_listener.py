@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
 import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import numpy as np
 
@@ -58,20 +61,22 @@ class Listener:
             end.bind("\0" + self.direct.socket)
             end.listen(128)
             self._listening.append(end)
+        # Each holds the center as long as it runs, and so `close` waits for them all.
+        self._threads: set[Future[None]] = set()
         for end in self._listening:
-            in_background(
-                lambda end=end: self._accept(end),  # type: ignore[misc]
-                "agn-optax direct",
-                lasting=True,
-            )
+            self._start(functools.partial(self._accept, end), "agn-optax direct")
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
-            in_background(self._look, "agn-optax direct watch", lasting=True)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._watch.register(self._wake, select.EPOLLIN)
+            self._start(self._look, "agn-optax direct watch")
 
     def close(self, timeout: float) -> None:
         """Takes no more connections, and ends those that there are."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             connections = list(self._connections.values())
         for end in self._listening:
@@ -80,9 +85,15 @@ class Listener:
             end.close()
         for connection in connections:
             connection.shut()
-        end_of_wait = time.monotonic() + timeout
-        for connection in connections:
-            connection.ended.wait(max(0.0, end_of_wait - time.monotonic()))
+        if self._watch is not None:
+            os.eventfd_write(self._wake, 1)
+        if not wait(tuple(self._threads), timeout).not_done and self._watch is not None:
+            os.close(self._wake)
+
+    def _start(self, call: Callable[[], None], name: str) -> None:
+        thread = in_background(call, name, lasting=True)
+        self._threads.add(thread)
+        thread.add_done_callback(self._threads.discard)
 
     def _accept(self, listening: socket.socket) -> None:
         while not self._closed:
@@ -93,11 +104,7 @@ class Listener:
                     time.sleep(0.1)  # too many open files, perhaps not for long
                 continue
             try:
-                in_background(
-                    lambda end=end: self._serve(end),  # type: ignore[misc]
-                    "agn-optax direct",
-                    lasting=True,
-                )
+                self._start(functools.partial(self._serve, end), "agn-optax direct")
             except RuntimeError as error:  # no more threads
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()
@@ -129,7 +136,6 @@ class Listener:
                         with contextlib.suppress(OSError, ValueError):
                             self._watch.unregister(number)
                     end.close()
-                connection.ended.set()
 
     def _talk(self, connection: Connection) -> None:
         try:
@@ -151,15 +157,19 @@ class Listener:
     def _look(self) -> None:
         assert self._watch is not None
         while not self._closed:
-            for number, _ in self._watch.poll(1.0):
-                with self._lock:  # or another one may have its number already
-                    connection = self._connections.get(number)
-                    if connection is None or not connection.is_cut():
-                        continue
-                try:
-                    connection.finish()
-                except RuntimeError as error:  # no more threads
-                    _log.warning("a worker is gone, which nobody hears: %s", error)
+            for number, _ in self._watch.poll():
+                self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        """A call of its own, for no connection may stay where the thread waits."""
+        with self._lock:  # or another one may have its number already
+            connection = self._connections.get(number)
+            if connection is None or not connection.is_cut():
+                return
+        try:
+            connection.finish()
+        except RuntimeError as error:  # no more threads
+            _log.warning("a worker is gone, which nobody hears: %s", error)
 
 
 class Connection:
@@ -180,7 +190,6 @@ class Connection:
         self._lock = threading.Lock()
         self._finished = False
         self._callbacks: list[Callable[[], None]] = []
-        self.ended = threading.Event()
         self.lends = False
 
     def greets(self, key: bytes) -> bool:

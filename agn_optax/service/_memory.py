@@ -10,6 +10,7 @@ import contextlib
 import functools
 import mmap
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,7 +71,10 @@ def attach(descriptor: int, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray:
-    mapping = mmap.mmap(descriptor, size)
+    if sys.version_info >= (3, 13):  # before, it kept a descriptor of its own
+        mapping = mmap.mmap(descriptor, size, trackfd=False)
+    else:
+        mapping = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # a hint only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
@@ -186,10 +190,16 @@ class Segments:
         if not number:
             if self._made == self._most:
                 raise OSError("all segments are in use")
-            self._made += 1
-            number = self._made
+            number = self._made + 1
         if raw is None or raw.size != size:
-            descriptor, raw = create(size)
+            try:
+                descriptor, made = create(size)
+            except BaseException:
+                if raw is not None:
+                    self._give_back(number, raw)
+                raise
+            raw = made
+        self._made = max(self._made, number)
         back = functools.partial(self._give_back, number)
         return number, descriptor, lent(raw, size, back)
 

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import RULES, assert_close, assert_identical, feeds, run_worker, tree
+from support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    feeds,
+    run_worker,
+    slow,
+    tree,
+)
 
 import agn_optax
 from agn_optax import errors, rules, service
@@ -225,6 +233,25 @@ def test_overlap_keeps_the_progress_made_meanwhile(kind):
         for leaf in jax.tree.leaves((params, center.pull().params)):
             np.testing.assert_array_equal(leaf, -11.0)
         worker.leave()
+
+
+def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
+    start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
+    with center_kinds.made(kind, rules.downpour(), start) as center:
+        worker = agn_optax.Worker(
+            center, optax.sgd(1.0), period=1, name="anna", overlap=True
+        )
+        loop = worker.start()
+        for _ in range(2):
+            loop = worker.flush(*worker.exchange(*loop))
+        version = center.pull().version
+        worker.exchange(jax.tree.map(slow, loop[0]), loop[1])
+        message = worker._message
+        worker.leave()
+        assert message.done.wait(60)
+        assert center.pull().version == version
+        if kind == "local":
+            assert not center.members()[1]
 
 
 @pytest.mark.parametrize("shards", [1, 2])

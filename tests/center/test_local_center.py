@@ -205,6 +205,35 @@ def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
         np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypatch):
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(4))
+    norm, asked, goes_on = center._store.norm, threading.Event(), threading.Event()
+
+    def slow(*args):
+        asked.set()
+        assert goes_on.wait(60)
+        return norm(*args)
+
+    monkeypatch.setattr(center._store, "norm", slow)
+
+    def exchange():
+        with pytest.raises(errors.WorkerStateError, match="has left while its message"):
+            center.exchange(jnp.ones(4), anchor_version=0, worker="anna")
+
+    def leave():
+        assert asked.wait(60)
+        center.leave("anna")
+        if again:
+            center.join("anna")
+        goes_on.set()
+
+    center.join("anna")
+    threads(exchange, leave)
+    assert center.version == 0
+    assert ("anna" in center.members()[1]) == again
+
+
 def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
     center = agn_optax.LocalCenter(rules.dynsgd(), jnp.zeros(()))
     expected = 0.0

@@ -1,5 +1,6 @@
 """Exchanges of a few leaves at a time: the same numbers, and less memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -67,6 +68,17 @@ def test_a_rate_that_is_injected(groups):
     )(moving_rate=0.3)
     trained(tx)
     assert groups
+
+
+def test_a_state_that_changes_its_dtype_exchanges_whole(groups):
+    """As no loop may; the first update makes a bfloat16 rate of a float32 one."""
+    adam = optax.inject_hyperparams(optax.adam)
+    center = adam(optax.linear_schedule(1e-2, 1e-3, 5))
+    rule = dataclasses.replace(agn_optax.rules.easgd(0.3), center=center)
+    split = agn_optax.phases(optax.sgd(0.1), rule)
+    params = {"a": jnp.ones(3), "b": jnp.ones(3, jnp.bfloat16)}
+    jax.jit(split.exchange)(params, split.init(params))
+    assert not groups
 
 
 def test_several_workers_exchange_whole(groups):

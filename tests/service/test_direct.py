@@ -271,6 +271,61 @@ def test_the_memory_of_a_closed_center_is_free_at_once():
             gc.enable()
 
 
+@shares
+def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
+    """No thread holds on to the connection that it has heard of last."""
+    with made("memory") as (server, _):
+        gone = []
+        listener = server._listener
+        for name in ("anna", "bert"):
+            with service.connect(server.address, RULE, transport="memory") as center:
+                center.exchange(center_params(), anchor_version=0, worker=name)
+                (own,) = listener._connections.values()
+                gone.append(weakref.ref(own))
+                del own
+            wait_for(lambda: not listener._connections)
+        wait_for(lambda: not any(connection() for connection in gone))
+
+
+def test_a_link_that_was_late_is_free_at_once(monkeypatch):
+    monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
+    silent, other = socket.socketpair()
+    with other:
+        link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
+        connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
+        with (
+            pytest.raises(errors.CenterUnreachableError, match="nothing came"),
+            connection.watching(link),
+        ):
+            link.control()
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    wait_for(lambda: gone() is None)
+
+
+@shares
+def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch):
+    segments = _memory.Segments(1)
+
+    def take(size):
+        number, descriptor, array = segments.take(size)
+        if descriptor is not None:
+            _memory.close(descriptor)
+        return number, array.size
+
+    def fail(size):
+        raise OSError("too many open files")
+
+    for size in (100, 200):  # there is none at first, and then one of another size
+        with monkeypatch.context() as patch:
+            patch.setattr(_memory, "create", fail)
+            for _ in range(2):
+                with pytest.raises(OSError, match="too many"):
+                    take(size)
+        assert take(size) == (1, size)
+
+
 def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
     """For the turn of another, who may have programs to compile."""
     monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
@@ -576,6 +631,16 @@ def test_stopping_ends_idle_connections(transport):
             center.exchange(
                 {"w": jnp.ones(SIZE), "b": jnp.ones(3)}, anchor_version=0, worker="anna"
             )
+
+
+def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
+    """Python aborts where it ends while another thread lets go of JAX's arrays."""
+    with made(transport) as (server, center):
+        center.exchange(center_params(), anchor_version=0, worker="anna")
+        threads = server._listener._threads
+        assert len(threads) >= 2
+        server.stop()
+        assert not threads
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/fd").exists(), reason="needs /proc")
