@@ -183,6 +183,7 @@ def train(
     square = jnp.ones((model.width, model.width))
     jax.block_until_ready(square @ square)  # JAX has all its threads now
     trace = Trace([], [])
+    departures: list[float] = []
     length, answered = 2, 0
     with on_cores(cores):  # whatever thread the connection has
         center = centers.connect(address, transport)
@@ -206,7 +207,10 @@ def train(
         start = time.monotonic()
         params, state = jax.block_until_ready(local(params, state))
         trace.steps.append(Span(start, time.monotonic()))
+        start, before = time.monotonic(), worker._message
         params, state = worker.exchange(params, state)
+        if worker._message is not None and worker._message is not before:
+            departures.append(start)
         if len(trace.flights) > max(answered, 1):  # by now all is compiled
             answered = len(trace.flights)
             flight = max(flight.seconds for flight in trace.flights[1:])
@@ -214,7 +218,11 @@ def train(
             length = min(2000, 4 + math.ceil(2.5 * flight / quiet))
     worker.flush(params, state)
     center.close()
-    trace.flights = trace.flights[3 : 4 + rounds]  # of rounds that were long enough
+    # The first exchange waited, and the rounds of the next two were not long enough.
+    trace.flights = [
+        Span(start, flight.end)
+        for start, flight in zip(departures, trace.flights[1:], strict=False)
+    ][2 : 3 + rounds]
     return trace
 
 
