@@ -287,17 +287,27 @@ def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
         wait_for(lambda: not any(connection() for connection in gone))
 
 
+@contextlib.contextmanager
+def silent_link():
+    """To somebody who never says anything."""
+    end, other = socket.socketpair()
+    with other:
+        yield _links.DirectLink(end, _memory.Buffers(), shares=False)
+
+
+def wait_until_late(link, connection):
+    with (
+        pytest.raises(errors.CenterUnreachableError, match="nothing came"),
+        connection.watching(link),
+    ):
+        link.control()
+
+
 def test_a_link_that_was_late_is_free_at_once(monkeypatch):
     monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
-    silent, other = socket.socketpair()
-    with other:
-        link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
-        connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
-        with (
-            pytest.raises(errors.CenterUnreachableError, match="nothing came"),
-            connection.watching(link),
-        ):
-            link.control()
+    connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
+    with silent_link() as link:
+        wait_until_late(link, connection)
     gone = weakref.ref(link)
     del link
     gc.collect()
@@ -369,26 +379,17 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
 def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
     """There may be no room for a thread, for a while."""
     monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
-    silent, other = socket.socketpair()
-    with other:
-        link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
-        connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
+    connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
 
-        def no_room(_):
-            raise RuntimeError("can't start new thread")
+    def no_room(_):
+        raise RuntimeError("can't start new thread")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", no_room)
-            with pytest.raises(RuntimeError), connection.watching(link):
-                pass
-        silent, late = socket.socketpair()
-        with late:
-            link = _links.DirectLink(silent, _memory.Buffers(), shares=False)
-            with (
-                pytest.raises(errors.CenterUnreachableError, match="nothing came"),
-                connection.watching(link),
-            ):
-                link.control()
+    with silent_link() as link, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        with pytest.raises(RuntimeError), connection.watching(link):
+            pass
+    with silent_link() as link:
+        wait_until_late(link, connection)
 
 
 # Which way is taken.
