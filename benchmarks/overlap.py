@@ -4,8 +4,8 @@ A `Worker(overlap=True)` trains a model whose exchange takes as long as several 
 steps. JAX has one core; the center and all threads of the exchange have the others. In
 every round the steps that lie within the exchange are compared with those that lie
 outside: "speed" is the rate within relative to the rate outside, the median of the
-rounds with its quartiles. The first of those steps waits for the departure
-(contribution and copy); "later" is the rate of the others. "lost" are the milliseconds
+rounds with its quartiles. The first of those steps waits for the departure, which
+makes the contribution; "later" is the rate of the others. "lost" are the milliseconds
 that all of them took longer, and "whole round" counts what comes after as well
 (adoption).
 
@@ -145,12 +145,12 @@ def bound(
     speeds, quiet = [], []
     for span in when[:-1]:
         pause = Span(span.end, 2 * span.end - span.start)
-        beside, alone = (
+        disturbed, undisturbed = (
             float(np.median([step.seconds for step in steps if part.holds(step)]))
             for part in (span, pause)
         )
-        quiet.append(alone)
-        speeds.append(alone / beside)
+        quiet.append(undisturbed)
+        speeds.append(undisturbed / disturbed)
     return {"step_ms": 1e3 * float(np.median(quiet)), **spread(speeds)}
 
 

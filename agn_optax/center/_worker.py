@@ -211,11 +211,8 @@ class Worker:
             kept = None if recovers else params
             contribution, kept = _exchange.overwrite(spare, (contribution, kept))
             left = _Left(kept, state.local_steps)
-            return (
-                contribution,
-                left,
-                _exchange.empty_record(rule, state, params, params),
-            )
+            state = _exchange.empty_record(rule, state, params, params)
+            return contribution, left, state
 
         def stay_fn(params: PyTree, state: LocalState) -> tuple[_Left, LocalState]:
             left = _Left(None if recovers else _trees.copy(params), state.local_steps)

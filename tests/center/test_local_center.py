@@ -182,7 +182,7 @@ def test_any_order_of_workers_adds_up(exchanges):
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.floats(-4, 4, width=32)),
