@@ -5,32 +5,31 @@ import typing as _typing
 
 from agn_optax import errors, rules
 from agn_optax._version import __version__
-from agn_optax.rules._center_params import center_params
-from agn_optax.rules._combinators import (
+from agn_optax.round import (
+    ExchangeState,
+    Phases,
+    Placement,
+    agn,
+    agn_window,
+    average,
+    center_params,
+    diloco,
+    downpour,
+    dynsgd,
+    easgd,
+    exchange_every,
+    local_warmup,
+    phases,
+    scan_round,
+    synchronous_warmup,
+)
+from agn_optax.rules import (
     AccumulateState,
     accumulate,
     elastic_pull,
     normalize,
     scale_by_staleness,
 )
-from agn_optax.rules._forms import (
-    ExchangeState,
-    Phases,
-    exchange_every,
-    phases,
-    scan_round,
-)
-from agn_optax.rules._optimizers import (
-    agn,
-    agn_window,
-    average,
-    diloco,
-    downpour,
-    dynsgd,
-    easgd,
-)
-from agn_optax.rules._period import local_warmup, synchronous_warmup
-from agn_optax.rules._placement import Placement
 
 if _typing.TYPE_CHECKING:
     from agn_optax import towers
@@ -39,8 +38,6 @@ if _typing.TYPE_CHECKING:
         CenterState,
         LocalCenter,
         Snapshot,
-        Worker,
-        WorkerState,
     )
     from agn_optax.towers import (
         AllReduceState,
@@ -53,6 +50,7 @@ if _typing.TYPE_CHECKING:
         loss_scaling,
         reduce_loss,
     )
+    from agn_optax.worker import Worker, WorkerState
 
 __all__ = [
     "AccumulateState",
@@ -99,11 +97,12 @@ __all__ = [
 
 
 # What optimizers alone do not need is imported when it is used first.
-_MODULES = ("center", "planning", "service", "towers")
+_MODULES = ("center", "launch", "planning", "service", "towers", "worker")
 _MODULE_OF = {
+    **dict.fromkeys(("Center", "CenterState", "LocalCenter", "Snapshot"), "center"),
     **dict.fromkeys(
-        ("Center", "CenterState", "LocalCenter", "Snapshot", "Worker", "WorkerState"),
-        "center",
+        ("Worker", "WorkerState"),
+        "worker",
     ),
     **dict.fromkeys(
         (

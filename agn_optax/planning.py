@@ -33,8 +33,9 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors, rules
-from agn_optax.rules import Rule, _check, _exchange
-from agn_optax.rules._rule import check_rule
+from agn_optax import round as rounds
+from agn_optax._internal import check
+from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
 
@@ -79,7 +80,7 @@ class Machine:
     apply_rate: float = 5e9
 
     def __post_init__(self) -> None:
-        _check.rate(self.overhead, "overhead", low=0.0, high=math.inf)
+        check.rate(self.overhead, "overhead", low=0.0, high=math.inf)
         _positive(self, "endpoint_rate", "apply_rate")
 
 
@@ -116,8 +117,8 @@ class Cluster:
         _positive(self, "step_time", "bandwidth")
         if self.center_bandwidth is not None:
             _positive(self, "center_bandwidth")
-        _check.rate(self.latency, "latency", low=0.0, high=math.inf)
-        _check.positive_int(self.workers, "workers")
+        check.rate(self.latency, "latency", low=0.0, high=math.inf)
+        check.positive_int(self.workers, "workers")
 
     @property
     def shared(self) -> float:
@@ -225,11 +226,11 @@ def plan(
       (5200000000, 416, 1.0)
     """
     check_rule(rule)
-    _check.float_leaves(params, "params")
-    center_dtype = _check.float_dtype(center_dtype, "center_dtype")
-    wire_dtype = _check.float_dtype(wire_dtype, "wire_dtype")
+    check.float_leaves(params, "params")
+    center_dtype = check.float_dtype(center_dtype, "center_dtype")
+    wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
     if period is not None:
-        period = int(_check.positive_int(period, "period"))
+        period = int(check.positive_int(period, "period"))
 
     params = _shapes(params)
     center = _cast(params, center_dtype)
@@ -314,9 +315,9 @@ def all_reduce(
       >>> cost.hidden_period, round(cost.utilization_overlapping, 3)
       (None, 0.011)
     """
-    _check.float_leaves(params, "params")
-    inner = _check.optimizer(inner, "inner")
-    wire_dtype = _check.float_dtype(wire_dtype, "wire_dtype")
+    check.float_leaves(params, "params")
+    inner = check.optimizer(inner, "inner")
+    wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
     params = _shapes(params)
     gradients = _nbytes(_cast(params, wire_dtype))
     others = cluster.workers - 1
@@ -365,13 +366,13 @@ def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
       >>> planning.abstract(10, "bfloat16")
       [ShapeDtypeStruct(shape=(10,), dtype=bfloat16)]
     """
-    _check.rate(parameters, "parameters", low=0.0, high=math.inf, low_open=True)
+    check.rate(parameters, "parameters", low=0.0, high=math.inf, low_open=True)
     count = int(parameters)
     if count != parameters:
         raise errors.InvalidArgumentError(
             f"parameters must be a whole number, got {parameters!r}"
         )
-    dtype = _check.float_dtype(dtype, "dtype")
+    dtype = check.float_dtype(dtype, "dtype")
     whole, rest = divmod(count, _LARGEST_LEAF)
     sizes = [_LARGEST_LEAF] * whole + [rest] * (rest > 0)
     return [jax.ShapeDtypeStruct((size,), dtype or jnp.float32) for size in sizes]
@@ -396,7 +397,7 @@ def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Ru
       >>> [rule.name for rule in planning.built_in_rules(optax.sgd(0.1), 4)][:2]
       ['agn', 'agn_window']
     """
-    workers = _check.positive_int(workers, "workers")
+    workers = check.positive_int(workers, "workers")
     settings = {"center": inner, "moving_rate": 0.9 / workers}
     made = []
     for name in sorted(set(rules.__all__) - {"Rule"}):
@@ -414,11 +415,11 @@ def _worker(
     rule: Rule, inner: optax.GradientTransformation, params: PyTree, center: PyTree
 ) -> tuple[WorkerMemory, PyTree]:
     """What a worker keeps, and the contribution that it makes."""
-    inner = _check.optimizer(inner, "inner")
+    inner = check.optimizer(inner, "inner")
 
     def contributed(params: PyTree, anchor: PyTree) -> tuple[PyTree, PyTree]:
-        state = _exchange.init_local(rule, inner, params, None)
-        return state, _exchange.contribute(rule, state, params, anchor)
+        state = rounds.init_local(rule, inner, params, None)
+        return state, rounds.contribute(rule, state, params, anchor)
 
     state, contribution = jax.eval_shape(contributed, params, center)
     # Where a penalty reads the anchor it is in the state, else the worker holds on to
@@ -459,6 +460,4 @@ def _nbytes(tree: PyTree) -> int:
 
 def _positive(record: Any, *fields: str) -> None:
     for field in fields:
-        _check.rate(
-            getattr(record, field), field, low=0.0, high=math.inf, low_open=True
-        )
+        check.rate(getattr(record, field), field, low=0.0, high=math.inf, low_open=True)

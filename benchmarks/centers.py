@@ -16,7 +16,7 @@ from processes import Process
 
 import agn_optax
 from agn_optax import rules
-from agn_optax.service import _packets
+from agn_optax.service.transports import _packets
 
 PyTree = Any
 

@@ -31,8 +31,8 @@ from report import Report, Row, parse
 from side_by_side import Form
 
 from agn_optax import center, rules, service
-from agn_optax.center import _journal
-from agn_optax.center._directory import Directory
+from agn_optax.center.durability import _journal
+from agn_optax.center.durability._directory import Directory
 
 RULE = rules.downpour()
 _LEAVES = 10

@@ -18,12 +18,16 @@ PACKAGE = ROOT / "agn_optax"
 
 # A layer, and those that it may import. `errors` and `_version` are below all of them.
 LAYERS = {
-    "rules": set(),
-    "planning": {"rules"},
-    "towers": {"rules"},
-    "center": {"rules"},
-    "service": {"rules", "center"},
-    "cli": {"rules", "center", "planning", "service"},
+    "_internal": set(),
+    "rules": {"_internal"},
+    "round": {"_internal", "rules"},
+    "planning": {"_internal", "rules", "round"},
+    "towers": {"_internal", "rules", "round"},
+    "center": {"_internal", "rules", "round"},
+    "worker": {"_internal", "rules", "round", "center"},
+    "service": {"_internal", "rules", "center", "worker"},
+    "launch": {"_internal"},
+    "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
 }
 # What a layer needs beyond jax, numpy, optax and the standard library: its extra.
 EXTRAS = {
@@ -65,8 +69,18 @@ def test_imports_point_downwards(layer):
                 assert rest[0] in allowed, f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_import_reaches_past_the_front_of_another_folder(layer):
+    for path in files(layer):
+        for name in imports(path):
+            top, *rest = name.split(".")
+            if top == "agn_optax" and rest[0] != layer and (PACKAGE / rest[0]).is_dir():
+                past = len(rest) > 2 or any(part[0] == "_" for part in rest[1:])
+                assert not past, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
 def test_every_folder_is_a_layer():
-    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name[0] != "_"}
+    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name[:2] != "__"}
     assert folders == {layer for layer in LAYERS if (PACKAGE / layer).is_dir()}
 
 
@@ -116,11 +130,20 @@ def test_importing_is_light():
 )
 def test_all_is_the_truth(module):
     assert sorted(module.__all__) == sorted(set(module.__all__))
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    for_layers = {  # and not for users
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+    assert not for_layers & set(module.__all__)
     public = {
         name
         for name, value in vars(module).items()
         if not name.startswith("_")
-        and name != "annotations"
+        and name not in {"annotations", *for_layers}
         and not (type(value).__name__ == "module" and name not in module.__all__)
     }
     assert public | {"__version__"} == set(module.__all__) | {"__version__"}
@@ -172,9 +195,9 @@ def test_the_ten_lines_of_the_readme_find_the_minimum():
     assert abs(float(center[0]) - 1.0) < 0.1
 
 
-def test_the_file_tree_of_the_readme_is_the_tree():
+def test_the_map_of_the_design_is_the_tree():
     tree = re.search(
-        r"```text\n(agn_optax/.*?)```", (ROOT / "README.md").read_text(), re.S
+        r"```text\n(agn_optax/.*?)```", (ROOT / "docs/design.md").read_text(), re.S
     )
     named = set(re.findall(r"\b(_?\w+\.py)\b", tree.group(1)))
     package = {p.name for p in PACKAGE.rglob("*.py")} - {"__init__.py", "_version.py"}

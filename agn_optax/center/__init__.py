@@ -1,19 +1,26 @@
 """The center outside the program.
 
-`_protocol` is the seam (`Center`), `_local` the center in this process, `_worker` the
-worker's side of either kind. `_ledger` decides who is there and which message is next,
-`_store` makes one version of the center after the other, and `_sharded` makes one
-center of several. `_durability` lets a center outlive its process. What happens at an
-exchange is not written here but in `agn_optax.rules._exchange`, whose pieces both sides
-call.
+`_protocol` is the seam (`Center`), `_local` the center in this process. `_ledger`
+decides who is there and which message is next, `_store` makes one version of the center
+after the other, `_sharded` makes one center of several. `durability` lets a center
+outlive its process. What happens at an exchange is not written here but in
+`agn_optax.round`, whose pieces centers and workers call. What is imported `as` itself
+is for the layers above.
 """
 
-from agn_optax.center._durability import Journal, Snapshots
 from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._ledger import Mode as Mode
+from agn_optax.center._local import Answer as Answer
 from agn_optax.center._local import LocalCenter
+from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._protocol import Center, Snapshot
+from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
-from agn_optax.center._worker import Worker, WorkerState
+from agn_optax.center._store import Store as Store
+from agn_optax.center._store import Version as Version
+from agn_optax.center._store import let_go as let_go
+from agn_optax.center.durability import Durability as Durability
+from agn_optax.center.durability import Journal, Snapshots
 
 __all__ = [
     "Asynchronous",
@@ -25,6 +32,4 @@ __all__ = [
     "Snapshot",
     "Snapshots",
     "Synchronous",
-    "Worker",
-    "WorkerState",
 ]

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.center._departures import Departures
-from agn_optax.center._durability import Durability, Image, Keeper
 from agn_optax.center._ledger import Batch, Ledger, Member, Mode
 from agn_optax.center._protocol import Snapshot
 from agn_optax.center._store import CenterState, Store, Version
-from agn_optax.rules import Rule, _check
-from agn_optax.rules._rule import check_rule
+from agn_optax.center.durability import Durability, Image, Keeper
+from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
 
@@ -111,7 +111,7 @@ class LocalCenter:
     ) -> None:
         check_rule(rule)
         self.rule = rule
-        self._dtype = _check.float_dtype(dtype, "dtype")
+        self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
         self._packs = packs
         self._refuse_nonfinite = refuse_nonfinite
@@ -360,7 +360,7 @@ class LocalCenter:
 
         So nobody has seen the version, and the first exchange may move it in place.
         """
-        _check.float_leaves(params, "params")
+        check.float_leaves(params, "params")
         with self._changed:
             if self._store is not None and self._chief not in (None, worker):
                 by = f"worker {self._chief!r}" if self._chief else "whoever made it"
@@ -397,7 +397,7 @@ class LocalCenter:
         with self._changed:
             self._check_open()
             if params is not None and self._store is not None:
-                _check.same_tree(params, self._store.like, "params", "center")
+                check.same_tree(params, self._store.like, "params", "center")
             self._ledger.join(worker, incarnation, time.monotonic(), replace=replace)
             self._remember(worker)
             self._settle()

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import optax
 
-from agn_optax.center import _layout
-from agn_optax.rules import _elementwise
-from agn_optax.rules._rule import Rule
+from agn_optax._internal import layout
+from agn_optax.round import elementwise
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -38,8 +38,8 @@ class Packing:
         self._dtype = np.dtype(leaves[0].dtype)
         self._shapes = [leaf.shape for leaf in leaves]
         sizes = [math.prod(shape) for shape in self._shapes]
-        offsets, end = _layout.offsets(sizes)
-        middle = _layout.middle(offsets, end)
+        offsets, end = layout.offsets(sizes)
+        middle = layout.middle(offsets, end)
         self.shapes = ((middle,), (end - middle,))
         # Of every leaf: in which part it lies, and where there.
         self._places = [
@@ -121,7 +121,7 @@ def _packing_of(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> Packing | 
     if (0,) in packing.shapes:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
-    if not _elementwise.is_uniform(rule, tree, parts):
+    if not elementwise.is_uniform(rule, tree, parts):
         return None
     # And the optimizer's state can be taken apart, and put together, for a checkpoint.
     try:

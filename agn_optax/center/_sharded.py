@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center._background import in_background
+from agn_optax._internal import check, in_background
 from agn_optax.center._departures import Departures
 from agn_optax.center._protocol import Center, Snapshot
-from agn_optax.rules import _check, _elementwise
+from agn_optax.round import elementwise
 
 PyTree = Any
 
@@ -122,7 +122,7 @@ class ShardedCenter:
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives every shard its part of the parameters: see `Center.initialize`."""
-        _check.float_leaves(params, "params")
+        check.float_leaves(params, "params")
         parts = self._cut(params)
         # Who is the chief of the first shard is the chief of all.
         for center, part in zip(self.centers, parts, strict=True):
@@ -202,8 +202,8 @@ class ShardedCenter:
             with contextlib.suppress(errors.NotInitializedError):
                 self.pull()
         if self._model is not None:
-            _check.float_leaves(tree, what)
-            _check.same_tree(tree, self._model, what, "center")
+            check.float_leaves(tree, what)
+            check.same_tree(tree, self._model, what, "center")
 
     def _all(self, call: Callable[[Center, Any], Any], each: Any) -> list[Any]:
         """``call(center, x)`` of every shard at once; raises when all have ended."""
@@ -242,7 +242,7 @@ class ShardedCenter:
             cuts = [x[: cut[i]] if i in cut else x for i, x in enumerate(leaves)]
             return jax.tree.unflatten(treedef, cuts)
 
-        _elementwise.check(self.rule, jax.tree.unflatten(treedef, whole), part)
+        elementwise.check(self.rule, jax.tree.unflatten(treedef, whole), part)
         self._checked = kind
 
     def _join(self, snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -19,8 +19,10 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.rules import Rule, _check, _exchange, _trees
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -75,15 +77,15 @@ class Store:
             params = jax.device_put(params, device)
         kept = self._keep(rule, params, dtype, packs)
         # Of a copy: some optimizers keep the parameters that they are shown.
-        self._set(rule, CenterState(kept, rule.center.init(_trees.copy(kept)), 0))
+        self._set(rule, CenterState(kept, rule.center.init(trees.copy(kept)), 0))
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, *, packs: bool = False) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
-        _check.float_leaves(saved.params, "saved.params")
-        params, center_state = saved.params, _trees.copy(saved.center_state)
+        check.float_leaves(saved.params, "saved.params")
+        params, center_state = saved.params, trees.copy(saved.center_state)
         expected = jax.eval_shape(rule.center.init, params)
-        _check.same_tree(
+        check.same_tree(
             center_state, expected, "saved.center_state", "the rule's center_state"
         )
         version = int(saved.version)
@@ -102,7 +104,7 @@ class Store:
 
     def _keep(self, rule: Rule, params: PyTree, dtype: Any, packs: bool) -> PyTree:
         """A copy of parameters, as this store keeps them."""
-        self.like = jax.eval_shape(lambda: _trees.copy(params, dtype))
+        self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         # In the memory of the CPU that programs use when they are not told otherwise.
         here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
@@ -111,7 +113,7 @@ class Store:
         packs = packs and self._on_host
         self.packing = packing_of(rule, self.like) if packs else None
         if self.packing is None:
-            return _trees.copy(params, dtype)
+            return trees.copy(params, dtype)
         parts = self.packing.parts(jax.tree.leaves(params))
         return Packed(*map(_owned, parts))  # a loop would keep each part for the next
 
@@ -127,7 +129,7 @@ class Store:
         if self.packing is not None:
             params = self.packing.unpack(params)
             center_state = self.packing.unpack_state(self._rule, center_state)
-        params, center_state = _trees.copy((params, center_state))
+        params, center_state = trees.copy((params, center_state))
         return CenterState(params, center_state, self.current.number)
 
     def tree(self, version: Version) -> PyTree:
@@ -138,8 +140,8 @@ class Store:
 
     def check(self, contribution: PyTree) -> None:
         """A contribution belongs to this center."""
-        _check.same_tree(contribution, self.like, "contribution", "center")
-        _check.float_leaves(contribution, "contribution")
+        check.same_tree(contribution, self.like, "contribution", "center")
+        check.float_leaves(contribution, "contribution")
 
     def place(self, contribution: PyTree) -> PyTree:
         """A contribution where the center is, as the center is kept."""
@@ -150,7 +152,7 @@ class Store:
         leaves = jax.tree.leaves(contribution)
         if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
             return contribution  # programs take it as it is, in less time
-        return _trees.place_like(contribution, self.current.params)
+        return trees.place_like(contribution, self.current.params)
 
     def unplace(self, contribution: PyTree) -> PyTree:
         """A contribution as a tree, for others than this store."""
@@ -214,7 +216,7 @@ class Store:
         self.current = Version(params, self.current.number + 1)
 
 
-_with_progress = jax.jit(_exchange.with_progress)
+_with_progress = jax.jit(rounds.with_progress)
 
 
 def _owned(part: np.ndarray) -> jax.Array:
@@ -261,12 +263,12 @@ def _programs(rule: Rule) -> _Programs:
     """What the stores of one rule compile, shared by them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        message = _exchange.message_of(rule, contribution, center)
+        message = rounds.message_of(rule, contribution, center)
         squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), message)
         return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
 
     def weigh(contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
-        message = _exchange.message_of(rule, contribution, center)
+        message = rounds.message_of(rule, contribution, center)
         message = optax.tree.cast_like(message, center)
         return jax.tree.map(lambda m: m * scale.astype(m.dtype), message)
 
@@ -281,7 +283,7 @@ def _programs(rule: Rule) -> _Programs:
             # place. Versions may have.
             donated = ("center", "center_state") if in_place else ("center_state",)
             move[alone, in_place] = jax.jit(
-                functools.partial(_exchange.move_center, of), donate_argnames=donated
+                functools.partial(rounds.move_center, of), donate_argnames=donated
             )
     added = jax.jit(add, donate_argnums=0)
     return _Programs(move, jax.jit(norm), jax.jit(weigh), added)

@@ -7,8 +7,7 @@ programs side by side, and is public as `run`. The command needs the extra
 ``agn_optax[cli]``.
 """
 
-from agn_optax.cli._launch import run
-from agn_optax.cli._program import Ended, Program
+from agn_optax.launch import Ended, Program, run
 
 __all__ = ["Ended", "Program", "main", "run"]
 

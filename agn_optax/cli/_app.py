@@ -60,5 +60,5 @@ app.command("doctor")(_options.spread(_doctor.doctor))
 app.command("plan")(_options.spread(_plan.plan))
 # What follows the program's name is the program's.
 app.command("launch", context_settings={"allow_interspersed_args": False})(
-    _options.spread(_launch_command.launch)
+    _options.spread(_launch_command.launch_command)
 )

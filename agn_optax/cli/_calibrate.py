@@ -20,8 +20,7 @@ import numpy as np
 import optax
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Center
-from agn_optax.center._store import Store
+from agn_optax.center import Center, Store
 from agn_optax.planning import Cluster, Cost, Machine, abstract, plan
 
 _SIZES = (1_000, 10_000_000)  # float32 parameters

@@ -12,12 +12,12 @@ from agn_optax import errors, service
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Durability,
     Journal,
+    Mode,
     Snapshots,
     Synchronous,
 )
-from agn_optax.center._durability import Durability
-from agn_optax.center._ledger import Mode
 from agn_optax.cli import _options, _tls
 from agn_optax.rules import Rule
 

@@ -14,13 +14,7 @@ from agn_optax import errors
 from agn_optax._version import __version__
 from agn_optax.cli import _table
 from agn_optax.rules import Rule
-from agn_optax.service import (
-    Observer,
-    _address,
-    _fingerprint,
-    _trees,
-    _wire,
-)
+from agn_optax.service import Observer, address, fingerprint, wire
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.25  # seconds: a round trip that is felt at every exchange
@@ -102,7 +96,7 @@ class Checks:
                 yield _finding(name, check)
 
     def _check_address(self) -> tuple[Result, str]:
-        _address.check(self._address)
+        address.check(self._address)
         if self._address.startswith("unix:"):
             return "ok", f"{self._address} is a socket of this machine"
         host, port = self._host_and_port()
@@ -137,7 +131,7 @@ class Checks:
             return "ok", "TLS"
         if speaks_tls:
             raise _FailedError("the center speaks TLS: give --tls-ca FILE.pem")
-        if _address.is_local(self._address):
+        if address.is_local(self._address):
             return "ok", "plain text, which does not leave this machine"
         return (
             "warning",
@@ -161,10 +155,10 @@ class Checks:
 
     def _check_release(self) -> tuple[Result, str]:
         said = self._described
-        if said.protocol != _address.PROTOCOL:
+        if said.protocol != address.PROTOCOL:
             raise _FailedError(
                 f"the center speaks version {said.protocol} of the protocol, and this "
-                f"release {_address.PROTOCOL}"
+                f"release {address.PROTOCOL}"
             )
         if said.release != __version__:
             return (
@@ -202,7 +196,7 @@ class Checks:
     def _check_schema(self) -> tuple[Result, str]:
         if not self._described.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
-        schema = _trees.from_proto(self._described.schema)
+        schema = wire.from_proto(self._described.schema)
         if schema.hash != self._described.schema_hash:
             raise _FailedError(
                 f"the hash of the leaves is {schema.hash.hex()}, and the center says "
@@ -214,16 +208,16 @@ class Checks:
     def _check_frames(self) -> tuple[Result, str]:
         limit = self._described.max_frame
         said = f"the center takes {_table.size(limit)}"
-        if limit <= _wire.CHUNK_SIZE:
+        if limit <= wire.CHUNK_SIZE:
             raise _FailedError(
                 f"{said}, which must be more than a chunk's "
-                f"{_table.size(_wire.CHUNK_SIZE)}"
+                f"{_table.size(wire.CHUNK_SIZE)}"
             )
-        return "ok", f"{said}, chunks have {_table.size(_wire.CHUNK_SIZE)}"
+        return "ok", f"{said}, chunks have {_table.size(wire.CHUNK_SIZE)}"
 
     def _check_timeouts(self) -> tuple[Result, str]:
         waiting, lease = self._described.waiting_interval, self._described.lease
-        options = dict(_address.OPTIONS)
+        options = dict(address.OPTIONS)
         keepalive = (
             options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]
         ) / 1000
@@ -246,7 +240,7 @@ class Checks:
 
     def _check_rule(self) -> tuple[Result, str]:
         assert self._rule is not None
-        _fingerprint.compare(self._described.rule, self._rule, self._address)
+        fingerprint.compare(self._described.rule, self._rule, self._address)
         return "ok", f"{self._rule.name} at both ends"
 
     def _connect(self) -> socket.socket:

@@ -11,19 +11,19 @@ from typing import Annotated, Any
 import rich.text
 import typer
 
-from agn_optax import errors
-from agn_optax.cli import _center_options, _launch, _options, _rules, _table
+from agn_optax import errors, launch
+from agn_optax.cli import _center_options, _options, _rules, _table
 from agn_optax.cli._center_options import CenterOptions
-from agn_optax.cli._launch import Ended, Program
 from agn_optax.cli._rules import RuleOptions
-from agn_optax.service import _address
+from agn_optax.launch import Ended, Program
+from agn_optax.service import address as addresses
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
 
 
-def launch(
+def launch_command(
     command: Annotated[
         list[str],
         typer.Argument(
@@ -98,7 +98,7 @@ def launch(
         programs = [Program(_CENTER, serve, waited_for=False, followers=when_it_serves)]
     begin = time.monotonic()
     try:
-        ended = _launch.run(
+        ended = launch.run(
             programs,
             output=_Output([_CENTER, *(f"worker-{i}" for i in range(workers))], json),
             grace=stop_grace,
@@ -125,7 +125,7 @@ def launch(
 def _check(rule: RuleOptions, options: CenterOptions, config: Any, center: str) -> None:
     if center != "embedded":
         for each in center.split(","):
-            _address.check(each.strip())
+            addresses.check(each.strip())
         why = f"is for an embedded center, and --center is {center}"
         if config is not None:
             raise errors.InvalidArgumentError(f"--config {why}")

@@ -15,8 +15,9 @@ import optax
 import typer
 
 from agn_optax import errors, rules
+from agn_optax._internal import check
 from agn_optax.cli import _options
-from agn_optax.rules import Rule, _check
+from agn_optax.rules import Rule
 
 _RULE = "Rule"
 _OPTIMIZER = "Center optimizer"
@@ -169,7 +170,7 @@ def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
     settings = {each: getattr(options, each) for each in own}
     for each, (low, high) in _RANGES.items():
         if each in settings:
-            _check.rate(settings[each], _options.option(each), low=low, high=high)
+            check.rate(settings[each], _options.option(each), low=low, high=high)
     return factory(**settings)
 
 
@@ -223,6 +224,6 @@ def _load(name: str) -> Rule:
     if not isinstance(made, Rule):
         raise errors.InvalidTypeError(
             f"--rule-from {name} must be an agn_optax.rules.Rule, or a function "
-            f"without arguments that returns one, got {_check.show(made)}"
+            f"without arguments that returns one, got {check.show(made)}"
         )
     return made

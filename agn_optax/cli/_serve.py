@@ -13,7 +13,7 @@ import jax
 import typer
 
 from agn_optax import errors, service
-from agn_optax.center._background import in_background
+from agn_optax._internal import in_background
 from agn_optax.cli import _center_options, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions

@@ -1,13 +1,20 @@
-"""The mathematics: pure optax and jax; no device, no clock, no I/O.
+"""What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
-`_combinators` are the pieces, `_rule` the records made of them, `_exchange` the one
-place where a round is written, `_forms` the three ways to run it with the center in an
-optimizer state, `_optimizers` the drop-in optimizers.
+`_combinators` are the pieces, and `_rule` the records made of them. `_fingerprint`
+tells two of them apart.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
-`agn_optax`.
+`agn_optax`. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.rules._combinators import AccumulateState as AccumulateState
+from agn_optax.rules._combinators import accumulate as accumulate
+from agn_optax.rules._combinators import elastic_pull as elastic_pull
+from agn_optax.rules._combinators import normalize as normalize
+from agn_optax.rules._combinators import scale_by_staleness as scale_by_staleness
+from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
+from agn_optax.rules._fingerprint import difference as difference
+from agn_optax.rules._fingerprint import fingerprint as fingerprint
 from agn_optax.rules._rule import (
     Rule,
     agn,
@@ -18,6 +25,7 @@ from agn_optax.rules._rule import (
     dynsgd,
     easgd,
 )
+from agn_optax.rules._rule import check_rule as check_rule
 
 __all__ = [
     "Rule",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _check, _trees
+from agn_optax._internal import check, trees
 
 PyTree = Any
 
@@ -53,7 +53,7 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
       Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
       Normalization*, 2017.
     """
-    dtype = _check.float_dtype(dtype, "dtype")
+    dtype = check.float_dtype(dtype, "dtype")
 
     def zeros(leaf: Any) -> jax.Array:
         return jnp.zeros_like(leaf, dtype=dtype or jnp.result_type(leaf))
@@ -70,7 +70,7 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[PyTree, AccumulateState]:
         del params, extra_args
-        _check.same_tree(updates, state.sum, "updates", "the accumulated sum")
+        check.same_tree(updates, state.sum, "updates", "the accumulated sum")
         total = jax.tree.map(
             lambda s, u: s + jnp.asarray(u, s.dtype), state.sum, updates
         )
@@ -170,7 +170,7 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
       Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging
       SGD*, 2015.
     """
-    _check.rate(rate, "rate", low=0.0, high=float("inf"))
+    check.rate(rate, "rate", low=0.0, high=float("inf"))
 
     def update_fn(
         updates: PyTree,
@@ -181,18 +181,18 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         del extra_args
-        _check.params_given(params, "elastic_pull")
+        check.params_given(params, "elastic_pull")
         if center is None:
             raise errors.MissingArgumentError(
                 "elastic_pull needs the extra argument center: "
                 "update(grads, state, params, center=center), got none"
             )
-        _check.same_tree(updates, params, "updates", "params")
-        _check.same_tree(center, params, "center", "params")
+        check.same_tree(updates, params, "updates", "params")
+        check.same_tree(center, params, "center", "params")
 
         def pull(u: Any, x: Any, c: Any) -> jax.Array:
             u, x, c = jnp.asarray(u), jnp.asarray(x), jnp.asarray(c)
-            wide = _trees.wider(u.dtype, x.dtype, c.dtype)
+            wide = trees.wider(u.dtype, x.dtype, c.dtype)
             spring = jnp.asarray(rate, wide) * (x.astype(wide) - c.astype(wide))
             return (u.astype(wide) + spring).astype(u.dtype)
 
@@ -242,7 +242,7 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
                 "scale_by_staleness needs the extra argument staleness: "
                 "update(grads, state, params, staleness=0), got none"
             )
-        if not _check.is_traced(staleness) and staleness < 0:
+        if not check.is_traced(staleness) and staleness < 0:
             raise errors.InvalidArgumentError(
                 f"staleness must not be negative, got {staleness}"
             )
@@ -261,7 +261,7 @@ def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:
 
     def divide(u: Any) -> jax.Array:
         u = jnp.asarray(u)
-        wide = _trees.wider(u.dtype, jnp.float32)
+        wide = trees.wider(u.dtype, jnp.float32)
         return (u.astype(wide) / divisor.astype(wide)).astype(u.dtype)
 
     return jax.tree.map(divide, updates)

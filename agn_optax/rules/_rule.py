@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _check, _trees
+from agn_optax._internal import check, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
@@ -123,7 +123,7 @@ class Rule:
         for field in ("center", "record", "penalty"):
             part = getattr(self, field)
             if field != "penalty" or part is not None:
-                wrapped = _check.optimizer(part, f"{field} of rule {self.name!r}")
+                wrapped = check.optimizer(part, f"{field} of rule {self.name!r}")
                 object.__setattr__(self, field, wrapped)
 
 
@@ -133,7 +133,7 @@ def check_rule(value: Any) -> None:
         hint = "; call it first" if callable(value) else ""
         raise errors.InvalidTypeError(
             f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
-            f"got {_check.show(value)}{hint}"
+            f"got {check.show(value)}{hint}"
         )
 
 
@@ -151,7 +151,7 @@ class _Displacement:
         del record, steps
 
         def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
-            return _trees.rounded(a, x.dtype) - x.astype(a.dtype)
+            return trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
         return jax.tree.map(subtract, anchor, params)
 
@@ -162,7 +162,7 @@ class _Displacement:
         del steps
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
-            return (_trees.rounded(a, x.dtype) - k).astype(x.dtype)
+            return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
         return jax.tree.map(subtract, anchor, contribution, params)
 
@@ -401,8 +401,8 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
       Sixin Zhang, Anna Choromanska, Yann LeCun, *Deep learning with Elastic Averaging
       SGD*, 2015.
     """
-    _check.rate(moving_rate, "moving_rate", low=0.0, high=1.0, low_open=True)
-    _check.rate(rho, "rho", low=0.0, high=float("inf"))
+    check.rate(moving_rate, "moving_rate", low=0.0, high=1.0, low_open=True)
+    check.rate(rho, "rho", low=0.0, high=float("inf"))
     # A rho that is an array may change from step to step; only a plain 0 is known to
     # stay away.
     penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)

@@ -2,10 +2,14 @@
 
 `_server` and `_servicer` are the service, `_client` the center that workers see,
 `_observer` what those see who only watch, `_environment` what launched workers are
-told, `_wire` trees as bytes. What may travel is written down in `center.proto`. Needs
-the extra ``agn_optax[service]``, and is not imported by `agn_optax` itself.
+told, `wire` trees as bytes, `transports` how these get there. What may travel is
+written down in `center.proto`. Needs the extra ``agn_optax[service]``, and is not
+imported by `agn_optax` itself. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.service import _address as address  # noqa: F401
+from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
+from agn_optax.service import wire as wire
 from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer

@@ -20,16 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import Snapshot
-from agn_optax.center._sharded import ShardedCenter
-from agn_optax.rules import Rule, _check
-from agn_optax.rules._rule import check_rule
-from agn_optax.service import _address, _fingerprint, _memory, _trees, _wire
+from agn_optax._internal import check
+from agn_optax.center import ShardedCenter, Snapshot
+from agn_optax.rules import Rule, check_rule
+from agn_optax.service import _address, _fingerprint
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import SOON, Connection
-from agn_optax.service._frames import Parcel
-from agn_optax.service._links import GrpcLink, Link, open_direct
 from agn_optax.service._observer import as_dict
+from agn_optax.service.transports import _memory
+from agn_optax.service.transports._links import GrpcLink, Link, open_direct
+from agn_optax.service.wire import _schema, _trees
+from agn_optax.service.wire._frames import Parcel
 
 PyTree = Any
 # Bytes of an exchange whose answer the center had better not keep until the next one.
@@ -140,8 +141,8 @@ def connect(
 def _wire_dtype(dtype: Any) -> str:
     if dtype is None:
         return ""
-    name = jnp.dtype(_check.float_dtype(dtype, "wire_dtype")).name
-    _wire.Schema([]).cast(name)
+    name = jnp.dtype(check.float_dtype(dtype, "wire_dtype")).name
+    _schema.Schema([]).cast(name)
     return str(name)
 
 
@@ -188,7 +189,7 @@ class RemoteCenter:
         self._wire_dtype = wire_dtype
         self._like = like
         self._sessions: dict[str, _Session] = {}
-        self._schema: _wire.Schema | None = None
+        self._schema: _schema.Schema | None = None
         self._dtype = ""
         self._transport = transport
         self._direct: pb.Direct | None = None
@@ -237,7 +238,7 @@ class RemoteCenter:
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
-        _check.float_leaves(params, "params")
+        check.float_leaves(params, "params")
         if self._schema is not None:
             self._check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
@@ -394,7 +395,7 @@ class RemoteCenter:
         *,
         any_float: bool = False,
     ) -> None:
-        _check.float_leaves(tree, what)
+        check.float_leaves(tree, what)
         if self._schema is None:
             self._describe()
         if self._schema is None:
@@ -481,7 +482,7 @@ class RemoteCenter:
             return self._receive(link)
 
     def _initialize(
-        self, schema: _wire.Schema, arrays: list[np.ndarray], worker: str
+        self, schema: _schema.Schema, arrays: list[np.ndarray], worker: str
     ) -> None:
         def begin(channel: Any, frames: Iterator[bytes]) -> Any:
             return channel.stream_unary(
@@ -601,7 +602,7 @@ class RemoteCenter:
         self,
         session: _Session,
         message: pb.Message,
-        schema: _wire.Schema,
+        schema: _schema.Schema,
         arrays: list[np.ndarray],
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         if session.link is None or session.link.done():

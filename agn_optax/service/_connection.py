@@ -20,7 +20,7 @@ import grpc
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._links import Link
+from agn_optax.service.transports._links import Link
 
 T = TypeVar("T")
 

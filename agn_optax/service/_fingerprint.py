@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from agn_optax import errors
-from agn_optax.rules import Rule, _fingerprint
+from agn_optax import errors, rules
+from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 
 
@@ -15,9 +15,9 @@ def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
     """What tells ``rule`` from others."""
     return tuple(
         pb.Print(part=part, setting=print_)
-        if part in _fingerprint.SETTINGS
+        if part in rules.SETTINGS
         else pb.Print(part=part, numbers=print_)
-        for part, print_ in _fingerprint.fingerprint(rule).items()
+        for part, print_ in rules.fingerprint(rule).items()
     )
 
 
@@ -28,12 +28,10 @@ def compare(theirs: Any, rule: Rule, address: str) -> None:
       RuleMismatchError: it is not; names what differs first.
     """
     others = {
-        each.part: each.setting
-        if each.part in _fingerprint.SETTINGS
-        else tuple(each.numbers)
+        each.part: each.setting if each.part in rules.SETTINGS else tuple(each.numbers)
         for each in theirs
     }
-    if other := _fingerprint.difference(others, rule):
+    if other := rules.difference(others, rule):
         raise errors.RuleMismatchError(
             f"the center at {address} runs another rule: {other}. Give both the same "
             "optimizers and settings"

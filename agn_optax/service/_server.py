@@ -18,15 +18,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
-from agn_optax.center import Center, LocalCenter
-from agn_optax.center._background import in_background
-from agn_optax.center._durability import Durability
-from agn_optax.center._ledger import Mode
-from agn_optax.center._uplink import Uplink
-from agn_optax.rules import Rule, _check
+from agn_optax._internal import check, in_background
+from agn_optax.center import Center, Durability, LocalCenter, Mode
+from agn_optax.rules import Rule
 from agn_optax.service import _address
-from agn_optax.service._listener import Listener
 from agn_optax.service._servicer import Servicer
+from agn_optax.service.transports._listener import Listener
+from agn_optax.worker import Uplink
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -175,7 +173,7 @@ def serve(
         durability=durability,
         packs=True,
     )
-    kept = "" if dtype is None else _check.float_dtype(dtype, "dtype").name
+    kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center, kept, upwards)
     try:

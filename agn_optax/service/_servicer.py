@@ -17,21 +17,16 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax._internal import in_background
 from agn_optax._version import __version__
-from agn_optax.center._background import in_background
-from agn_optax.center._local import Answer, LocalCenter
-from agn_optax.center._packing import Packed
-from agn_optax.center._store import Version, let_go
-from agn_optax.service import _frames, _memory, _status, _trees, _wire
+from agn_optax.center import Answer, LocalCenter, Packed, Version, let_go
+from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import (
-    MAX_FRAME,
-    PROTOCOL,
-    SERVICE,
-    WAITING_INTERVAL,
-)
+from agn_optax.service._address import MAX_FRAME, PROTOCOL, SERVICE, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
-from agn_optax.service._frames import Parcel
+from agn_optax.service.transports import _memory
+from agn_optax.service.wire import _frames, _schema, _trees
+from agn_optax.service.wire._frames import Parcel
 
 PyTree = Any
 _LEAST_COPIED = 1 << 20  # bytes
@@ -74,7 +69,7 @@ class Servicer:
         self._turn = threading.Lock()
         self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
-        self._schema: _wire.Schema | None = None
+        self._schema: _schema.Schema | None = None
         self._packed = False  # whether the center's arrays are the wire's buffer
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
@@ -268,7 +263,7 @@ class Servicer:
             ],
         )
 
-    def schema(self) -> _wire.Schema | None:
+    def schema(self) -> _schema.Schema | None:
         """Of the center, once it has parameters."""
         if self._schema is None and self.center.is_initialized:
             like = self.center.like
@@ -277,7 +272,7 @@ class Servicer:
             self._schema = schema
         return self._schema
 
-    def _schema_of(self, message: pb.Message) -> _wire.Schema:
+    def _schema_of(self, message: pb.Message) -> _schema.Schema:
         """Of the contribution that a message announces."""
         schema = self.schema()
         if schema is None:
@@ -313,7 +308,7 @@ class Servicer:
         self,
         join: pb.Join,
         message: pb.Message,
-        schema: _wire.Schema,
+        schema: _schema.Schema,
         reader: _frames.Incoming,
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
@@ -372,7 +367,7 @@ class Servicer:
         self,
         join: pb.Join,
         message: pb.Message,
-        schema: _wire.Schema,
+        schema: _schema.Schema,
         buffer: np.ndarray,
     ) -> None:
         self.center.submit(
@@ -383,14 +378,14 @@ class Servicer:
             sequence=message.sequence,
         )
 
-    def _contribution(self, schema: _wire.Schema, buffer: np.ndarray) -> PyTree:
+    def _contribution(self, schema: _schema.Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
         return _trees.build(schema, schema.views(buffer), self.center.like)
 
     def _copied(
-        self, join: pb.Join, answer: Answer, schema: _wire.Schema, buffer: np.ndarray
+        self, join: pb.Join, answer: Answer, schema: _schema.Schema, buffer: np.ndarray
     ) -> Answer:
         """An answer that lies where its message came, if it has room there.
 
@@ -460,14 +455,14 @@ def _check_protocol(protocol: int) -> None:
 
 
 def _check_wire_dtype(dtype: str) -> None:
-    _wire.Schema([]).cast(dtype)
+    _schema.Schema([]).cast(dtype)
     if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
         raise errors.InvalidArgumentError(
             f"wire_dtype {dtype} needs JAX_ENABLE_X64=1 in this center's environment"
         )
 
 
-def _check_representable(schema: _wire.Schema) -> None:
+def _check_representable(schema: _schema.Schema) -> None:
     for leaf in schema.leaves:
         if jax.dtypes.canonicalize_dtype(leaf.dtype).name != leaf.dtype:
             raise errors.TreeMismatchError(

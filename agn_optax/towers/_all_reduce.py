@@ -16,7 +16,8 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax._internal import check
+from agn_optax.round import collectives
 from agn_optax.towers import _rows
 
 PyTree = Any
@@ -104,7 +105,7 @@ def all_reduce(
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
     """
-    axes = _axes.names(axis_name)
+    axes = collectives.names(axis_name)
     _one_of(reduction, "reduction", _REDUCTIONS)
     _one_of(algorithm, "algorithm", _ALGORITHMS)
     _one_of(delay, "delay", (0, 1))
@@ -122,7 +123,7 @@ def all_reduce(
         (bucket_leaves, "bucket_leaves"),
     ):
         if value is not None:
-            _check.positive_int(value, argument)
+            check.positive_int(value, argument)
     if bucket_leaves is not None and bucket_bytes is None:
         raise errors.InvalidArgumentError(
             f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
@@ -130,8 +131,8 @@ def all_reduce(
     wire = _Wire(
         axes,
         algorithm,
-        _check.float_dtype(wire_dtype, "wire_dtype"),
-        _check.float_dtype(sum_dtype, "sum_dtype"),
+        check.float_dtype(wire_dtype, "wire_dtype"),
+        check.float_dtype(sum_dtype, "sum_dtype"),
     )
     if sum_dtype is not None and wire_dtype is None:
         raise errors.InvalidArgumentError(
@@ -149,13 +150,13 @@ def all_reduce(
         **extra_args: Any,
     ) -> tuple[PyTree, AllReduceState]:
         del params, extra_args
-        _check.axis_bound(axis_name)
+        check.axis_bound(axis_name)
         _check_gradients(updates, axes)
         if delay:
             updates, state = _delayed(updates, state)
-        if _axes.size(axes) == 1 and not _axes.checked(axes):
+        if collectives.size(axes) == 1 and not collectives.checked(axes):
             return _rows.map_rows(_rows.unique, updates), state
-        scale = 1 / _axes.size(axes) if reduction == "mean" else 1.0
+        scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
         leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
         reduced: list[Any] = [None] * len(leaves)
         dense = []
@@ -226,14 +227,14 @@ def densify() -> optax.GradientTransformationExtraArgs:
 class _Wire:
     """How one array is reduced."""
 
-    axes: _axes.Axes
+    axes: collectives.Axes
     algorithm: str
     dtype: Any  # on the wire; None is the array's own
     sum_dtype: Any  # of the sum; None is the wire's
 
     def reduce(self, x: jax.Array, scale: float) -> jax.Array:
         if not x.size:
-            return _axes.psum(x, self.axes)
+            return collectives.psum(x, self.axes)
         wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
         if jnp.finfo(wire).bits > 16:
             return self._reduce(x.astype(wire)).astype(x.dtype) * factor
@@ -246,35 +247,35 @@ class _Wire:
         elif self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
             scattered, others = self.axes, ()
         else:
-            return _axes.psum(x, self.axes)
-        n = _axes.size(scattered)
+            return collectives.psum(x, self.axes)
+        n = collectives.size(scattered)
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % n))
         piece = self._scatter(flat, scattered)
         if others and self.sum_dtype is not None:
-            padded = jnp.pad(piece, (0, -piece.size % _axes.size(others)))
+            padded = jnp.pad(piece, (0, -piece.size % collectives.size(others)))
             part = self._gather(self._scatter(padded, others), others)
             piece = part[: piece.size]
         else:
-            piece = _axes.psum(piece, others)
+            piece = collectives.psum(piece, others)
         return self._gather(piece, scattered)[: x.size].reshape(x.shape)
 
-    def _scatter(self, flat: jax.Array, axes: _axes.Axes) -> jax.Array:
+    def _scatter(self, flat: jax.Array, axes: collectives.Axes) -> jax.Array:
         if self.sum_dtype is None:
-            return _axes.scatter(flat, axes)
+            return collectives.scatter(flat, axes)
         # As integers of the same width: some backends widen 16-bit floats on the wire.
-        n = _axes.size(axes)
+        n = collectives.size(axes)
         # Under vmap a constant gradient is not mapped, and all_to_all wants it so.
         rows = _bits(flat.reshape(n, -1))
-        rows = jnp.where(_axes.index(axes) < 0, jnp.zeros_like(rows), rows)
+        rows = jnp.where(collectives.index(axes) < 0, jnp.zeros_like(rows), rows)
         pieces = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
         wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
         return wide.sum(axis=0).astype(flat.dtype)
 
-    def _gather(self, piece: jax.Array, axes: _axes.Axes) -> jax.Array:
+    def _gather(self, piece: jax.Array, axes: collectives.Axes) -> jax.Array:
         if self.dtype is None:
-            return _axes.gather(piece, axes, same=True)
-        return _floats(_axes.gather(_bits(piece), axes, same=True), piece.dtype)
+            return collectives.gather(piece, axes, same=True)
+        return _floats(collectives.gather(_bits(piece), axes, same=True), piece.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -329,23 +330,23 @@ def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceS
             "updates has row-sparse gradients, which cannot wait: their rows change "
             "from step to step. Leave delay out, or put densify() first"
         )
-    _check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
+    check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
     before = optax.tree.cast_like(state.in_flight, updates)
     waiting = optax.tree.cast_like(updates, state.in_flight)
     return before, AllReduceState(waiting)
 
 
-def _check_gradients(updates: PyTree, axes: _axes.Axes) -> None:
+def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
-    checked = _axes.checked(axes)
+    checked = collectives.checked(axes)
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
             leaf = leaf.data
-        _check.float_leaves(leaf, f"updates{keystr(path)}")
-        if checked and (alike := set(axes) - _axes.varying(jnp.asarray(leaf))):
+        check.float_leaves(leaf, f"updates{keystr(path)}")
+        if checked and (alike := set(axes) - collectives.varying(jnp.asarray(leaf))):
             raise errors.TreeMismatchError(
                 f"updates{keystr(path)} is the same on every tower of "
                 f"{', '.join(sorted(alike))} already: "
@@ -358,5 +359,5 @@ def _check_gradients(updates: PyTree, axes: _axes.Axes) -> None:
 def _one_of(value: Any, argument: str, choices: tuple[Any, ...]) -> None:
     if isinstance(value, bool) or value not in choices:
         raise errors.InvalidArgumentError(
-            f"{argument} must be one of {choices}, got {_check.show(value)}"
+            f"{argument} must be one of {choices}, got {check.show(value)}"
         )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _check
+from agn_optax._internal import check
 from agn_optax.towers import _mesh, _programs, _replicas, _rows
 
 PyTree = Any
@@ -171,7 +171,7 @@ def check_alike(batches: list[PyTree]) -> None:
             _rows.is_rows(x) for x in jax.tree.leaves(batches[i], is_leaf=_rows.is_rows)
         ):
             continue
-        _check.same_tree(batches[i], batches[0], f"batches[{i}]", "batches[0]")
+        check.same_tree(batches[i], batches[0], f"batches[{i}]", "batches[0]")
 
 
 def stack(batches: list[PyTree]) -> PyTree:

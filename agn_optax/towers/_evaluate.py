@@ -12,7 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check, _trees
+from agn_optax._internal import check, trees
+from agn_optax.round import collectives
 from agn_optax.towers import _programs, _rows
 
 PyTree = Any
@@ -27,11 +28,15 @@ def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
 
         def total(v: jax.Array) -> jax.Array:
             v = jnp.asarray(v)
-            wide = v.astype(_trees.wider(v.dtype, jnp.float32))
+            wide = v.astype(trees.wider(v.dtype, jnp.float32))
             mask = real.reshape(-1, *(1,) * (v.ndim - 1))
-            return _axes.psum(jnp.where(mask, wide, 0).sum(axis=0), mesh.axis_names)
+            return collectives.psum(
+                jnp.where(mask, wide, 0).sum(axis=0), mesh.axis_names
+            )
 
-        return jax.tree.map(total, values), _axes.psum(real.sum(), mesh.axis_names)
+        return jax.tree.map(total, values), collectives.psum(
+            real.sum(), mesh.axis_names
+        )
 
     return _mapped(mesh, of_one_tower, PartitionSpec())
 
@@ -92,7 +97,7 @@ def check_reduction(reduction: Any) -> None:
         if value not in ("mean", "sum"):
             raise errors.InvalidArgumentError(
                 "reduction must be 'mean' or 'sum', or a mapping of metric names to "
-                f"them, got {_check.show(value)}"
+                f"them, got {check.show(value)}"
             )
 
 

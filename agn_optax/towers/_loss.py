@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check, _trees
+from agn_optax._internal import check, trees
+from agn_optax.round import collectives
 
 SCOPE = "reduce_loss"
 _REDUCTIONS = ("mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights")
@@ -62,13 +63,13 @@ def reduce_loss(
     """
     if reduction not in _REDUCTIONS:
         raise errors.InvalidArgumentError(
-            f"reduction must be one of {_REDUCTIONS}, got {_check.show(reduction)}; a "
+            f"reduction must be one of {_REDUCTIONS}, got {check.show(reduction)}; a "
             "gradient needs one number"
         )
-    _check.axis_bound(axis_name)
-    axes = _axes.names(axis_name)
+    check.axis_bound(axis_name)
+    axes = collectives.names(axis_name)
     losses = jnp.asarray(losses)
-    _check.float_leaves(losses, "losses")
+    check.float_leaves(losses, "losses")
     if weights is None:
         weights = jnp.ones(losses.shape[:1], losses.dtype)
     weights = jax.lax.stop_gradient(jnp.asarray(weights))
@@ -88,19 +89,19 @@ def reduce_loss(
     per_weight = losses.size // max(weights.size, 1)
     weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
     # In float32 at least: float16 overflows at 65504.
-    wide = _trees.wider(losses.dtype, jnp.float32)
+    wide = trees.wider(losses.dtype, jnp.float32)
     weights = weights.astype(wide)
     # A row of weight 0 counts for nothing, be its loss infinite.
     numerator = jnp.where(weights != 0, losses.astype(wide) * weights, 0).sum()
     divisor = {
         "mean": lambda: weights.sum() * per_weight,
-        "sum": lambda: jnp.ones((), wide) / _axes.size(axes),
+        "sum": lambda: jnp.ones((), wide) / collectives.size(axes),
         "sum_over_batch_size": lambda: jnp.asarray(losses.size, wide),
         "sum_by_nonzero_weights": lambda: (weights != 0).sum(dtype=wide) * per_weight,
     }[reduction]()
     # Named, so that nobody takes this for the reduction of gradients.
     with jax.named_scope(SCOPE):
-        total = _axes.psum(divisor, axes)
+        total = collectives.psum(divisor, axes)
     # The mean over the towers divides by their number once more.
-    share = numerator * _axes.size(axes) / jnp.where(total != 0, total, 1)
+    share = numerator * collectives.size(axes) / jnp.where(total != 0, total, 1)
     return jnp.where(total != 0, share, 0).astype(losses.dtype)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check, _trees
+from agn_optax._internal import check, trees
+from agn_optax.round import collectives
 
 PyTree = Any
 
@@ -91,14 +92,14 @@ def loss_scaling(
     References:
       Paulius Micikevicius et al., *Mixed Precision Training*, 2018.
     """
-    inner = _check.optimizer(inner, "inner")
+    inner = check.optimizer(inner, "inner")
     infinite = float("inf")
-    _check.rate(min_scale, "min_scale", low=0.0, high=infinite, low_open=True)
-    _check.rate(factor, "factor", low=1.0, high=infinite, low_open=True)
-    _check.rate(max_scale, "max_scale", low=min_scale, high=infinite)
-    _check.rate(initial_scale, "initial_scale", low=min_scale, high=max_scale)
-    _check.positive_int(growth_interval, "growth_interval")
-    axes = _axes.names(axis_name)
+    check.rate(min_scale, "min_scale", low=0.0, high=infinite, low_open=True)
+    check.rate(factor, "factor", low=1.0, high=infinite, low_open=True)
+    check.rate(max_scale, "max_scale", low=min_scale, high=infinite)
+    check.rate(initial_scale, "initial_scale", low=min_scale, high=max_scale)
+    check.positive_int(growth_interval, "growth_interval")
+    axes = collectives.names(axis_name)
 
     def init_fn(params: PyTree) -> LossScaleState:
         return LossScaleState(
@@ -114,16 +115,16 @@ def loss_scaling(
         params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, LossScaleState]:
-        _check.axis_bound(axis_name)
-        _check.float_leaves(updates, "updates")
+        check.axis_bound(axis_name)
+        check.float_leaves(updates, "updates")
         bad = sum(
             (~jnp.isfinite(g).all()).astype(jnp.int32) for g in jax.tree.leaves(updates)
         )
-        finite = _axes.psum(jnp.asarray(bad, jnp.int32), axes) == 0
+        finite = collectives.psum(jnp.asarray(bad, jnp.int32), axes) == 0
 
         def unscale(g: Any) -> jax.Array:
             g = jnp.asarray(g)
-            wide = g.astype(_trees.wider(g.dtype, jnp.float32))
+            wide = g.astype(trees.wider(g.dtype, jnp.float32))
             return wide / state.scale.astype(wide.dtype)
 
         unscaled = jax.tree.map(unscale, updates)
@@ -140,7 +141,7 @@ def loss_scaling(
         _check_together(step, (unscaled, state.inner_state), axes)
         # The gradients' own memory becomes the updates'.
         carry = (optax.tree.cast_like(unscaled, like), state.inner_state)
-        stepped, inner_state = _axes.when(finite, step, carry)
+        stepped, inner_state = collectives.when(finite, step, carry)
         stepped = jax.tree.map(lambda u: jnp.where(finite, u, 0), stepped)
         good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
         grows = good_steps >= growth_interval
@@ -160,9 +161,9 @@ def loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_together(step: Any, carry: Any, axes: _axes.Axes) -> None:
+def _check_together(step: Any, carry: Any, axes: collectives.Axes) -> None:
     """Whoever communicates in a step must skip it together."""
-    others = _axes.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
+    others = collectives.spoken(jax.make_jaxpr(step)(carry).jaxpr) - set(axes)
     if others:
         raise errors.InvalidArgumentError(
             f"inner communicates over {', '.join(map(repr, sorted(others)))}, and a "
@@ -195,7 +196,7 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
       >>> print(agn_optax.loss_scale(tx.init(jnp.zeros(3))))
       32768.0
     """
-    found = _trees.nodes(opt_state, LossScaleState)
+    found = trees.nodes(opt_state, LossScaleState)
     if len(found) != 1:
         raise errors.InvalidArgumentError(
             f"opt_state must hold the state of one loss_scaling(...), found "

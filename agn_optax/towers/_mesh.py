@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax._internal import check
+from agn_optax.round import collectives
 
 
 def make(
     devices: int | Sequence[Any] | Mesh | None,
     workers: int | None,
-    axes: _axes.Axes,
+    axes: collectives.Axes,
     worker_axis: str,
 ) -> Mesh:
     """A mesh with ``worker_axis`` first and the axes of the towers behind it."""
@@ -34,10 +35,10 @@ def make(
     if len(axes) > 1:
         raise errors.InvalidTypeError(
             f"with several tower axes {axes} devices must be a Mesh that has them, got "
-            f"{_check.show(devices)}"
+            f"{check.show(devices)}"
         )
     chosen = _chosen(devices)
-    workers = 1 if workers is None else _check.positive_int(workers, "workers")
+    workers = 1 if workers is None else check.positive_int(workers, "workers")
     if len(chosen) % workers:
         raise errors.InvalidArgumentError(
             f"workers must divide the number of towers, got {workers} workers for "
@@ -50,7 +51,7 @@ def _chosen(devices: Any) -> list[Any]:
     if devices is None:
         return list(jax.local_devices())
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
-        count, local = _check.positive_int(devices, "devices"), jax.local_devices()
+        count, local = check.positive_int(devices, "devices"), jax.local_devices()
         if count > len(local):
             raise errors.InvalidArgumentError(
                 f"devices={count} were asked for, and this process has {len(local)}: "
@@ -62,7 +63,7 @@ def _chosen(devices: Any) -> list[Any]:
     ):
         raise errors.InvalidTypeError(
             "devices must be None, a number, a list of devices or a Mesh, got "
-            f"{_check.show(devices)}"
+            f"{check.show(devices)}"
         )
     if not len(devices) or len(set(devices)) < len(devices):
         raise errors.InvalidArgumentError(
@@ -72,7 +73,7 @@ def _chosen(devices: Any) -> list[Any]:
 
 
 def _of_mesh(
-    mesh: Mesh, workers: int | None, axes: _axes.Axes, worker_axis: str
+    mesh: Mesh, workers: int | None, axes: collectives.Axes, worker_axis: str
 ) -> Mesh:
     missing = [name for name in axes if name not in mesh.axis_names]
     extra = [n for n in mesh.axis_names if n not in (*axes, worker_axis)]

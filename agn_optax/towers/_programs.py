@@ -12,8 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _axes
-from agn_optax.rules._forms import scan_round
+from agn_optax.round import collectives, scan_round
 from agn_optax.towers import _loss, _replicas, _rows
 
 PyTree = Any
@@ -88,7 +87,7 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def on_tower(*arguments: PyTree) -> PyTree:
         made = jax.tree.map(jnp.asarray, make(*arguments))
-        return as_row(_replicas.fold_keys(made, _axes.index(mesh.axis_names)))
+        return as_row(_replicas.fold_keys(made, collectives.index(mesh.axis_names)))
 
     def on_all(*arguments: PyTree) -> PyTree:
         specs = jax.tree.map(
@@ -104,7 +103,10 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def step(
-    mesh: Mesh, train_step: Callable[..., Any], tower_axes: _axes.Axes, donate: bool
+    mesh: Mesh,
+    train_step: Callable[..., Any],
+    tower_axes: collectives.Axes,
+    donate: bool,
 ) -> Program:
     """``(state, batch) -> (state, metrics)`` of all towers."""
 
@@ -169,7 +171,7 @@ def whole_round(
     period: int,
     exchange: Callable[[PyTree], PyTree] | None,
     unroll: int | bool,
-    tower_axes: _axes.Axes,
+    tower_axes: collectives.Axes,
     donate: bool,
 ) -> Program:
     """``(state, batches) -> (state, metrics)`` of all towers."""
@@ -198,7 +200,9 @@ def whole_round(
     return _of_stacked(mesh, one_round, rows(mesh, 1), donate=donate)
 
 
-def _checked(train_step: Callable[..., Any], axes: _axes.Axes) -> Callable[..., Any]:
+def _checked(
+    train_step: Callable[..., Any], axes: collectives.Axes
+) -> Callable[..., Any]:
     """``train_step``, refused if the members of one of ``axes`` never speak.
 
     Each would train on its own and be thrown away but for the first.
@@ -209,7 +213,7 @@ def _checked(train_step: Callable[..., Any], axes: _axes.Axes) -> Callable[..., 
         if not silent:
             return train_step(*arguments)
         traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-        heard = _axes.spoken(traced.jaxpr, aside=_loss.SCOPE)
+        heard = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
         silent = [name for name in silent if name not in heard]
         if silent:
             raise errors.InvalidArgumentError(

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.rules import _axes
-from agn_optax.rules._forms import ExchangeState
-from agn_optax.rules._placement import OnHost, ShardedCenter
+from agn_optax.round import ExchangeState, OnHost, ShardedCenter, collectives
 from agn_optax.towers._all_reduce import AllReduceState
 
 PyTree = Any
@@ -51,7 +49,7 @@ class PerTower:
     """
 
     rows: PyTree
-    axes: _axes.Axes
+    axes: collectives.Axes
 
 
 @jax.tree_util.register_dataclass

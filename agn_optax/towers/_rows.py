@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.rules import _axes
+from agn_optax.round import collectives
 
 
 def is_rows(value: Any) -> bool:
@@ -37,14 +37,14 @@ def check(rows: Any, what: str) -> None:
         )
 
 
-def all_gather(rows: Any, axes: _axes.Axes, scale: float, wire_dtype: Any) -> Any:
+def all_gather(rows: Any, axes: collectives.Axes, scale: float, wire_dtype: Any) -> Any:
     """The rows of all towers in one array, each row once."""
     dtype = rows.data.dtype
     values = rows.data * jnp.asarray(scale, dtype)
     if wire_dtype is not None:
         values = values.astype(wire_dtype)
-    values = _axes.gather(values, axes, same=True).astype(dtype)
-    indices = _axes.gather(rows.indices, axes, same=True)
+    values = collectives.gather(values, axes, same=True).astype(dtype)
+    indices = collectives.gather(rows.indices, axes, same=True)
     return unique(type(rows)((values, indices), shape=rows.shape))
 
 

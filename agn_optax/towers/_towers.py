@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check, _trees
-from agn_optax.rules._center_params import center_params as _center_params
-from agn_optax.rules._placement import OnHost
+from agn_optax._internal import check, trees
+from agn_optax.round import OnHost, collectives
+from agn_optax.round import center_params as _center_params
 from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas
 
 PyTree = Any
@@ -89,7 +89,7 @@ class Towers:
     ) -> None:
         self.axis_name = axis_name
         self.worker_axis = worker_axis
-        self._tower_axes = _axes.names(axis_name)
+        self._tower_axes = collectives.names(axis_name)
         self.mesh = _mesh.make(devices, workers, self._tower_axes, worker_axis)
         self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
@@ -329,7 +329,7 @@ class Towers:
         """
         if remainder not in ("error", "drop"):
             raise errors.InvalidArgumentError(
-                f"remainder must be 'error' or 'drop', got {_check.show(remainder)}; "
+                f"remainder must be 'error' or 'drop', got {check.show(remainder)}; "
                 "shard_padded fills up instead"
             )
         if remainder == "drop":
@@ -508,7 +508,7 @@ class Towers:
           >>> print(params[0])  # the mean of what the towers found
           7.5
         """
-        _check.positive_int(period, "period")
+        check.positive_int(period, "period")
         return _programs.whole_round(
             self.mesh, train_step, period, exchange, unroll, self._tower_axes, donate
         )
@@ -628,7 +628,7 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
 
 
-def _apart(mesh: Mesh, axes: _axes.Axes) -> Callable[[PyTree], PyTree]:
+def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
     """Of a row for every tower, those that differ: a dimension for each of ``axes``."""
     names = mesh.axis_names
     kept = tuple(slice(None) if name in axes else 0 for name in names)
@@ -659,7 +659,7 @@ def _check_function(function: Any, what: str) -> None:
     except TypeError:
         raise errors.InvalidTypeError(
             f"{what} must be hashable, such as a plain function, got "
-            f"{_check.show(function)}"
+            f"{check.show(function)}"
         ) from None
 
 
@@ -680,7 +680,7 @@ def _mean_of_rows(tree: PyTree) -> PyTree:
     def mean(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf[0]
-        wide = leaf.astype(_trees.wider(leaf.dtype, jnp.float32))
+        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
         return wide.mean(axis=0).astype(leaf.dtype)
 
     return jax.tree.map(mean, tree)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from agn_optax import errors
-from agn_optax.rules import _check
+from agn_optax._internal import check
 
 # Bytes that a device sends in the best algorithms (ring, pairwise exchange), in units
 # of the bytes of the result; n is the number of devices that take part.
@@ -138,7 +138,7 @@ def _text(compiled: Any) -> str:
     if as_text is None:
         raise errors.InvalidTypeError(
             "compiled must be a compiled program, jitted.lower(...).compile(), got "
-            f"{_check.show(compiled)}"
+            f"{check.show(compiled)}"
         )
     return as_text()
 

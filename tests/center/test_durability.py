@@ -26,9 +26,8 @@ from agn_optax.center import (
     LocalCenter,
     Snapshots,
     Synchronous,
-    _journal,
-    _records,
 )
+from agn_optax.center.durability import _journal, _records
 
 DOWNPOUR = rules.downpour()
 LIMIT = 60  # seconds that nothing here takes

@@ -15,7 +15,7 @@ from agn_optax import rules, service
 from agn_optax.center import Journal
 from agn_optax.center._packing import Packing, packing_of
 from agn_optax.center._store import Store
-from agn_optax.service import _trees
+from agn_optax.service.wire import _trees
 
 SHAPES = [(25, 20), (13,), (7,), (3, 2, 4), (1000,), (64,), (0, 3)]
 OPTIMIZERS = {

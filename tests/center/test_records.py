@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agn_optax.center import _records
+from agn_optax.center.durability import _records
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(2, 3),

@@ -24,7 +24,7 @@ from support import (
 
 import agn_optax
 from agn_optax import errors, rules
-from agn_optax.rules import _exchange
+from agn_optax.round import _exchange
 
 
 def test_the_chief_initializes_and_the_others_wait_and_adopt():

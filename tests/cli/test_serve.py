@@ -18,13 +18,8 @@ from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import (
-    BoundedStaleness,
-    Journal,
-    Snapshots,
-    Synchronous,
-    _journal,
-)
+from agn_optax.center import BoundedStaleness, Journal, Snapshots, Synchronous
+from agn_optax.center.durability import _journal
 from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions

@@ -10,7 +10,7 @@ import pytest
 import support
 
 import agn_optax
-from agn_optax.rules import _leafwise
+from agn_optax.round import _leafwise
 
 # AGN's message needs no parameters, so its updates are not written down at all.
 DROP_INS = {k: v for k, v in support.DROP_INS.items() if k != "agn"}

@@ -21,10 +21,12 @@ from support import RULES, assert_identical, tree
 
 import agn_optax
 from agn_optax import errors, rules, service
+from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
-from agn_optax.center._background import in_background
-from agn_optax.service import _connection, _links, _memory, _packets, _trees
+from agn_optax.service import _connection
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import _links, _memory, _packets
+from agn_optax.service.wire import _trees
 
 RULE = rules.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes

@@ -17,7 +17,8 @@ from commands import python
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import Journal, Snapshots, _journal
+from agn_optax.center import Journal, Snapshots
+from agn_optax.center.durability import _journal
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = rules.downpour()

@@ -20,7 +20,9 @@ import talking
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _client, _frames, _memory
+from agn_optax.service import _client
+from agn_optax.service.transports import _memory
+from agn_optax.service.wire import _frames
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6

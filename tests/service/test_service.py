@@ -25,8 +25,8 @@ import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Synchronous
 from agn_optax.center._sharded import assign
-from agn_optax.service import _trees, _wire
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.wire import _schema, _trees
 
 PACKAGE = pathlib.Path(service.__file__).parent
 ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
@@ -329,9 +329,9 @@ def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
     head = message.SerializeToString()
     other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
     hostile = [
-        [_wire.encode(head, 0, [bytes(size)])],
-        [_wire.encode(head, 8, [bytes(8)])],
-        [_wire.encode(head, 0, [bytes(8)])] * 2,
+        [_schema.encode(head, 0, [bytes(size)])],
+        [_schema.encode(head, 8, [bytes(8)])],
+        [_schema.encode(head, 0, [bytes(8)])] * 2,
         [other.SerializeToString()],
         [b"\xff" * 20],
         [b""],

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import agn_optax
 from agn_optax import errors, rules
-from agn_optax.service import _trees, connect, serve
-from agn_optax.service._wire import Assembler, Leaf, Schema
+from agn_optax.service import connect, serve
+from agn_optax.service.wire import _trees
+from agn_optax.service.wire._schema import Assembler, Leaf, Schema
 
 
 class Layer(NamedTuple):

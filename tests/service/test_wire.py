@@ -12,9 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agn_optax import errors
-from agn_optax.service import _casting, _wire
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._wire import Assembler, Leaf, Schema, allocate, decode, encode
+from agn_optax.service.wire import _casting, _schema
+from agn_optax.service.wire._schema import (
+    Assembler,
+    Leaf,
+    Schema,
+    allocate,
+    decode,
+    encode,
+)
 
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -63,7 +70,7 @@ def test_bfloat16_is_numpys_name():
     assert np.dtype("bfloat16") == ml_dtypes.bfloat16
 
 
-@given(leaves(), st.integers(1, 200) | st.just(_wire.CHUNK_SIZE))
+@given(leaves(), st.integers(1, 200) | st.just(_schema.CHUNK_SIZE))
 @example([array("float32", (4,))], 1)
 @example([array("float32", (4,)), array("float32", (0, 3))], 64)
 @example([array("int8", ()), array("bool", ()), array("bfloat16", (2, 3), "F")], 7)
@@ -169,9 +176,9 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
         expected = [a.astype(wire) for a in arrays]
     there = allocate(schema.size)
     there[:] = 0
-    _wire.assign(schema.places(arrays, there))
+    _schema.assign(schema.places(arrays, there))
     assert_same_bits(schema.views(there), expected)
-    for size, cast in ((1000, _wire.in_dtype), (_wire.CHUNK_SIZE, _casting.pieces)):
+    for size, cast in ((1000, _schema.in_dtype), (_schema.CHUNK_SIZE, _casting.pieces)):
         assembler = Assembler(schema)
         for offset, pieces in schema.chunks(arrays, size, cast):
             assembler.feed(offset, b"".join(pieces))
@@ -467,12 +474,12 @@ def test_the_hash_is_that_of_the_leaves():
 
 def test_the_wire_needs_neither_jax_nor_grpc():
     named = set()
-    for node in ast.walk(ast.parse(inspect.getsource(_wire))):
+    for node in ast.walk(ast.parse(inspect.getsource(_schema))):
         if isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             named |= {f"{node.module}.{alias.name}" for alias in node.names}
     foreign = {n for n in named if n.split(".")[0] not in sys.stdlib_module_names}
     # The last one is arithmetic only.
-    own = {"agn_optax.errors", "agn_optax.center._layout"}
+    own = {"agn_optax.errors", "agn_optax._internal.layout"}
     assert foreign == {"ml_dtypes", "numpy"} | own

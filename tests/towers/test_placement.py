@@ -12,7 +12,7 @@ import support
 
 import agn_optax
 from agn_optax import errors
-from agn_optax.rules._forms import find_state
+from agn_optax.round._forms import find_state
 
 # Where shards may lie: over the workers, over the towers of each, over both.
 SHARDS = ["workers", "towers", ("workers", "towers")]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.rules import _check
+from agn_optax._internal import check
 
 # Exchanges made so far -> local steps of the round that begins.
 PeriodSchedule = Callable[[Any], Any]
@@ -21,9 +21,9 @@ def as_schedule(period: Any) -> PeriodSchedule:
     Of a schedule only the first round can be checked before it runs.
     """
     if not callable(period):
-        constant = _check.positive_int(period, "period")
+        constant = check.positive_int(period, "period")
         return lambda exchanges: constant
-    _check.positive_int(period(0), "period(0), the first round's period,")
+    check.positive_int(period(0), "period(0), the first round's period,")
     return period
 
 
@@ -74,7 +74,7 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
       >>> schedule(0), schedule(1), schedule(2)
       (110, 10, 10)
     """
-    _check.positive_int(period, "period")
+    check.positive_int(period, "period")
     _steps(steps)
     return lambda exchanges: _either(exchanges == 0, steps + period, period)
 
@@ -106,6 +106,6 @@ def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
       Tao Lin, Sebastian U. Stich, Kumar Kshitij Patel, Martin Jaggi, *Don't Use Large
       Mini-Batches, Use Local SGD*, 2018.
     """
-    _check.positive_int(period, "period")
+    check.positive_int(period, "period")
     _steps(steps)
     return lambda exchanges: _either(exchanges < steps, 1, period)

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from agn_optax.center import _records
-from agn_optax.center._directory import Directory, allocate
+from agn_optax.center.durability import _records
+from agn_optax.center.durability._directory import Directory, allocate
 
 PyTree = Any
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center._background import in_background
-from agn_optax.service import _wire
+from agn_optax._internal import in_background
+from agn_optax.service.wire import _schema
 
 _COPY = "agn-optax copy"  # name of a thread
 _LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
@@ -81,7 +81,7 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
 
 
 def write(
-    schema: _wire.Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray
+    schema: _schema.Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray
 ) -> None:
     """Copies arrays to their places in a buffer, in its dtypes; gaps stay as they are.
 
@@ -90,16 +90,16 @@ def write(
     """
     places = list(schema.places(arrays, buffer))
     if schema.size < _LEAST_FOR_TWO:
-        _wire.assign(places)
+        _schema.assign(places)
         return
     # One core alone does not reach what memory can do; the other side waits meanwhile.
     first, second = _halves(places, schema.size)
     try:
-        other = in_background(functools.partial(_wire.assign, second), _COPY)
+        other = in_background(functools.partial(_schema.assign, second), _COPY)
     except RuntimeError:  # no more threads
-        _wire.assign(places)
+        _schema.assign(places)
         return
-    _wire.assign(first)
+    _schema.assign(first)
     other.result()
 
 
@@ -141,7 +141,7 @@ class Buffers:
         """An aligned buffer of ``size`` bytes; free when the last view of it is."""
         raw = self._pop()
         if raw is None or raw.size < size:
-            raw = _wire.allocate(size)
+            raw = _schema.allocate(size)
         return lent(raw, size, self._give_back)
 
     def _give_back(self, raw: np.ndarray) -> None:

@@ -24,12 +24,13 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.center import _journal
-from agn_optax.center._directory import Directory, explained
+from agn_optax._internal import check, trees
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._records import Record
 from agn_optax.center._store import CenterState, Store
-from agn_optax.rules import Rule, _check, _fingerprint, _trees
+from agn_optax.center.durability import _journal
+from agn_optax.center.durability._directory import Directory, explained
+from agn_optax.center.durability._records import Record
+from agn_optax.rules import Rule, difference, fingerprint
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -220,7 +221,7 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        if other := _fingerprint.difference(snapshot.about["rule"], rule):
+        if other := difference(snapshot.about["rule"], rule):
             raise errors.RuleMismatchError(
                 f"{where} is one of another rule: {other}. Give it the same optimizers "
                 "and settings, or another directory"
@@ -388,7 +389,7 @@ class Keeper:
         about = {
             "version": int(image.state.version),
             "life": self.life,
-            "rule": dict(_fingerprint.fingerprint(self._rule)),
+            "rule": dict(fingerprint(self._rule)),
             "params": _leaves(params),
             "containers": _containers(params),
             "ledger": image.ledger,
@@ -423,8 +424,8 @@ def _state(
     """A snapshot as the center that it is of."""
     about = snapshot.about
     if params is not None:
-        _check.float_leaves(params, "params")
-        like = jax.eval_shape(lambda: _trees.copy(params, dtype))
+        check.float_leaves(params, "params")
+        like = jax.eval_shape(lambda: trees.copy(params, dtype))
         _check_same(about["params"], _leaves(like), where)
         treedef = jax.tree.structure(params)
     elif about["containers"] is None:
@@ -434,7 +435,7 @@ def _state(
         )
     else:
         leaves = iter(range(len(about["params"])))
-        treedef = jax.tree.structure(_trees.rebuild(about["containers"], leaves))
+        treedef = jax.tree.structure(trees.rebuild(about["containers"], leaves))
         if dtype is not None:
             wanted = [[path, dtype.name, shape] for path, _, shape in about["params"]]
             _check_same(about["params"], wanted, where)
@@ -492,8 +493,8 @@ def _containers(params: PyTree) -> Any:
     """A tree without its leaves, as JSON; None if that cannot say what it is."""
     leaves = jax.tree.leaves(params)
     try:
-        made = _trees.structure(params)
-        again = _trees.rebuild(made, iter(range(len(leaves))))
+        made = trees.structure(params)
+        again = trees.rebuild(made, iter(range(len(leaves))))
     except (KeyError, StopIteration, TypeError, ValueError):
         return None
     same = str(jax.tree.structure(again)) == str(jax.tree.structure(params))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from agn_optax import errors
-from agn_optax.cli._program import Ended, Program
-from agn_optax.cli._supervisor import Supervisor
+from agn_optax.launch._program import Ended, Program
+from agn_optax.launch._supervisor import Supervisor
 
 __all__ = ["Ended", "Program", "run"]
 

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax.rules import _axes, _check
+from agn_optax._internal import check
+from agn_optax.round import _collectives
 
 PyTree = Any
 
@@ -79,7 +80,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.memory not in ("device", "host"):
             raise errors.InvalidArgumentError(
-                f"memory must be 'device' or 'host', got {_check.show(self.memory)}"
+                f"memory must be 'device' or 'host', got {check.show(self.memory)}"
             )
 
 
@@ -94,7 +95,9 @@ class ShardedCenter:
 
     pieces: PyTree  # as the parameters; leaves [1, ..., 1, elements of a piece]
     shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
-    axes: tuple[_axes.Axes, _axes.Axes]  # the worker's own, and those of the workers
+    axes: tuple[
+        _collectives.Axes, _collectives.Axes
+    ]  # the worker's own, and those of the workers
     cut: tuple[int, int]  # into how many pieces by each
 
     def like(self) -> PyTree:
@@ -121,19 +124,19 @@ class Layout:
     placement: Placement = dataclasses.field(default_factory=Placement)
 
     @property
-    def workers(self) -> _axes.Axes:
-        return _axes.names(self.axis_name)
+    def workers(self) -> _collectives.Axes:
+        return _collectives.names(self.axis_name)
 
     @property
-    def within(self) -> _axes.Axes:
+    def within(self) -> _collectives.Axes:
         """Axes of the shards whose towers are one worker together."""
-        shards = _axes.names(self.placement.shard_axis)
+        shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name not in self.workers)
 
     @property
-    def across(self) -> _axes.Axes:
+    def across(self) -> _collectives.Axes:
         """Axes of the shards whose towers are workers of their own."""
-        shards = _axes.names(self.placement.shard_axis)
+        shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name in self.workers)
 
     @property
@@ -152,8 +155,8 @@ class Layout:
                 "a center in shards lives inside the mesh; its state is made by "
                 "towers.create(tx.init, params), and updated in Towers' programs"
             )
-        _check.axis_bound(self.axis_name, hint)
-        _check.axis_bound(self.placement.shard_axis, hint)
+        check.axis_bound(self.axis_name, hint)
+        check.axis_bound(self.placement.shard_axis, hint)
 
     def part(self, tree: PyTree) -> PyTree:
         """What this tower keeps of ``tree``, which its worker's towers have alike."""
@@ -165,7 +168,7 @@ class Layout:
 
     def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
         """This tower's piece of all workers' messages, each given as a part."""
-        count = _axes.size(self.workers)
+        count = _collectives.size(self.workers)
         rest = tuple(name for name in self.workers if name not in self.across)
 
         def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
@@ -233,7 +236,7 @@ class Layout:
         if sharded:
             self._cut().check(center)
         whole = center.like() if sharded else center
-        _check.same_tree(params, whole, "params", "center")
+        check.same_tree(params, whole, "params", "center")
 
     def _cut(self) -> _Cut:
         return _Cut(self.within, self.across)
@@ -252,7 +255,7 @@ def whole_center(center: PyTree) -> PyTree:
         return center
     within, across = center.axes
     try:
-        _check.axis_bound((*within, *across))
+        check.axis_bound((*within, *across))
     except errors.UnboundAxisError:
         raise errors.UnboundAxisError(
             f"this center is in shards over the axes {(*within, *across)}, which are "
@@ -279,11 +282,11 @@ class _Cut:
     (a weight decay for matrices only, say).
     """
 
-    within: _axes.Axes
-    across: _axes.Axes
+    within: _collectives.Axes
+    across: _collectives.Axes
 
     def pieces(self) -> tuple[int, int]:
-        return _axes.size(self.within), _axes.size(self.across)
+        return _collectives.size(self.within), _collectives.size(self.across)
 
     def check(self, center: ShardedCenter) -> None:
         """``center`` was cut like this."""
@@ -297,44 +300,44 @@ class _Cut:
 
     def part(self, leaf: jax.Array) -> jax.Array:
         length = self._part_length(leaf)
-        if length is None or _axes.size(self.within) == 1:
+        if length is None or _collectives.size(self.within) == 1:
             return leaf
-        return _slice(leaf, _axes.index(self.within), length, leaf.ndim)
+        return _slice(leaf, _collectives.index(self.within), length, leaf.ndim)
 
     def piece(self, leaf: jax.Array) -> jax.Array:
         part, length = self.part(leaf), self._piece_length(leaf)
-        if length is None or _axes.size(self.across) == 1:
+        if length is None or _collectives.size(self.across) == 1:
             return part
-        return _slice(part, _axes.index(self.across), length, leaf.ndim)
+        return _slice(part, _collectives.index(self.across), length, leaf.ndim)
 
-    def scatter(self, part: jax.Array, like: Any, rest: _axes.Axes) -> jax.Array:
+    def scatter(self, part: jax.Array, like: Any, rest: _collectives.Axes) -> jax.Array:
         """Pieces summed over ``across``, and over ``rest``."""
         length = self._piece_length(like)
         if length is None:
-            return _axes.psum(part, (*self.across, *rest))
-        if _axes.size(self.across) > 1:
-            flat = _padded(part, length * _axes.size(self.across))
-            part = _line(_axes.scatter(flat, self.across), len(like.shape))
-        return _axes.psum(part, rest)
+            return _collectives.psum(part, (*self.across, *rest))
+        if _collectives.size(self.across) > 1:
+            flat = _padded(part, length * _collectives.size(self.across))
+            part = _line(_collectives.scatter(flat, self.across), len(like.shape))
+        return _collectives.psum(part, rest)
 
     def unite(self, piece: jax.Array, like: Any) -> jax.Array:
         length = self._piece_length(like)
-        if length is None or _axes.size(self.across) == 1:
+        if length is None or _collectives.size(self.across) == 1:
             return piece
-        flat = _axes.gather(piece.reshape(-1), self.across)
-        if _axes.size(self.within) == 1:
+        flat = _collectives.gather(piece.reshape(-1), self.across)
+        if _collectives.size(self.within) == 1:
             return flat[: math.prod(like.shape)].reshape(like.shape)
         return _line(flat, len(like.shape))
 
     def whole(self, part: jax.Array, like: Any) -> jax.Array:
-        if self._piece_length(like) is None or _axes.size(self.within) == 1:
+        if self._piece_length(like) is None or _collectives.size(self.within) == 1:
             return part
-        flat = _axes.gather(part.reshape(-1), self.within, same=True)
+        flat = _collectives.gather(part.reshape(-1), self.within, same=True)
         return flat[: math.prod(like.shape)].reshape(like.shape)
 
     def _piece_length(self, leaf: Any) -> int | None:
         """Elements of a piece; None for a leaf that stays whole."""
-        pieces = _axes.size((*self.within, *self.across))
+        pieces = _collectives.size((*self.within, *self.across))
         elements = math.prod(leaf.shape)
         if pieces == 1 or not leaf.shape or elements < pieces:
             return None
@@ -342,7 +345,7 @@ class _Cut:
 
     def _part_length(self, leaf: Any) -> int | None:
         length = self._piece_length(leaf)
-        return None if length is None else length * _axes.size(self.across)
+        return None if length is None else length * _collectives.size(self.across)
 
 
 def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:

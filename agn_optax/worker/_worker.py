@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.center._background import in_background
-from agn_optax.center._protocol import Center, Snapshot
-from agn_optax.rules import _check, _exchange, _period, _trees
-from agn_optax.rules._exchange import LocalState
+from agn_optax import round as rounds
+from agn_optax._internal import check, in_background, trees
+from agn_optax.center import Center, Snapshot
+from agn_optax.round import LocalState
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -138,14 +138,14 @@ class Worker:
         if not isinstance(center, Center):
             raise errors.InvalidTypeError(
                 "center must be a center, such as agn_optax.LocalCenter(rule, params), "
-                f"got {_check.show(center)}"
+                f"got {check.show(center)}"
             )
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
-            patience = int(_check.positive_int(patience, "patience"))
-        _check.rate(give_up, "give_up", low=0.0, high=float("inf"))
-        inner = _check.optimizer(inner, "inner")
+            patience = int(check.positive_int(patience, "patience"))
+        check.rate(give_up, "give_up", low=0.0, high=float("inf"))
+        inner = check.optimizer(inner, "inner")
         rule = center.rule
         self.center = center
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
@@ -156,7 +156,7 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._period = _period.as_schedule(period)
+        self._period = rounds.as_schedule(period)
         self._anchor: Snapshot | None = None
         self._message: _Message | None = None  # of an exchange not yet adopted
         # Of an exchange that is over, to be written over: what it sent, and kept.
@@ -172,14 +172,14 @@ class Worker:
         self._holds_anchor = rule.needs_anchor and not keep_anchor
 
         def init_fn(params: PyTree) -> LocalState:
-            anchor = _trees.copy(params) if keep_anchor else None
-            return _exchange.init_local(rule, inner, params, anchor)
+            anchor = trees.copy(params) if keep_anchor else None
+            return rounds.init_local(rule, inner, params, anchor)
 
         def update_fn(
             updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
         ) -> tuple[PyTree, LocalState]:
-            _exchange.check_step(updates, params, f"worker {self.name!r}")
-            return _exchange.local_step(
+            rounds.check_step(updates, params, f"worker {self.name!r}")
+            return rounds.local_step(
                 rule, inner, updates, state, params, None, extra_args
             )
 
@@ -188,16 +188,16 @@ class Worker:
                 lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
             )
             state = init_fn(params)
-            anchor = _trees.copy(center) if keep_anchor else None
+            anchor = trees.copy(center) if keep_anchor else None
             return params, state._replace(anchor=anchor)
 
         def adopt_fn(
             params: PyTree, state: LocalState, center: PyTree
         ) -> tuple[PyTree, LocalState]:
-            params = _exchange.adopt(rule, params, center)
-            return params, _exchange.begin_round(rule, state, params, center)
+            params = rounds.adopt(rule, params, center)
+            return params, rounds.begin_round(rule, state, params, center)
 
-        self._recovers = recovers = _exchange.recovers(rule)
+        self._recovers = recovers = rounds.recovers(rule)
 
         # What local steps may not touch while it is on its way lies in buffers of its
         # own, which the next departure writes over: fresh ones would take longer.
@@ -207,16 +207,16 @@ class Worker:
             state: LocalState,
             anchor: PyTree,
         ) -> tuple[PyTree, _Left, LocalState]:
-            contribution = _exchange.contribute(rule, state, params, anchor)
+            contribution = rounds.contribute(rule, state, params, anchor)
             kept = None if recovers else params
-            contribution, kept = _exchange.overwrite(spare, (contribution, kept))
+            contribution, kept = rounds.overwrite(spare, (contribution, kept))
             left = _Left(kept, state.local_steps)
-            state = _exchange.empty_record(rule, state, params, params)
+            state = rounds.empty_record(rule, state, params, params)
             return contribution, left, state
 
         def stay_fn(params: PyTree, state: LocalState) -> tuple[_Left, LocalState]:
-            left = _Left(None if recovers else _trees.copy(params), state.local_steps)
-            return left, _exchange.empty_record(rule, state, params, params)
+            left = _Left(None if recovers else trees.copy(params), state.local_steps)
+            return left, rounds.empty_record(rule, state, params, params)
 
         def land_fn(
             params: PyTree,
@@ -228,15 +228,15 @@ class Worker:
         ) -> tuple[PyTree, LocalState]:
             sent = left.params
             if recovers:
-                sent = _exchange.recover(
+                sent = rounds.recover(
                     rule, contribution, params, state, anchor, left.steps
                 )
-            params = _exchange.adopt_late(rule, params, sent, center)
-            return params, _exchange.move_anchor(state, center)
+            params = rounds.adopt_late(rule, params, sent, center)
+            return params, rounds.move_anchor(state, center)
 
         self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
         self._start = jax.jit(start_fn)
-        self._contribute = jax.jit(functools.partial(_exchange.contribute, rule))
+        self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
         self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
         self._depart_program = jax.jit(depart_fn, donate_argnums=(0, 2))
         self._stay_program = jax.jit(stay_fn, donate_argnums=1)
@@ -284,7 +284,7 @@ class Worker:
                 "start(params, chief=True), got params=None"
             )
         if chief:
-            _check.float_leaves(params, "params")
+            check.float_leaves(params, "params")
             jax.eval_shape(self._start, params, params)  # before others are let in
         self._abandon()
         self.center.join(self.name, params, timeout=timeout)
@@ -305,9 +305,9 @@ class Worker:
     ) -> tuple[PyTree, LocalState]:
         if params is None:
             params = snapshot.params
-        _check.same_tree(params, snapshot.params, "params", "center")
-        _check.float_leaves(params, "params")
-        placed = _trees.place_like(snapshot.params, params)
+        check.same_tree(params, snapshot.params, "params", "center")
+        check.float_leaves(params, "params")
+        placed = trees.place_like(snapshot.params, params)
         params, state = self._start(placed, params)
         self._begin(params, state, snapshot._replace(params=placed), length)
         return params, state
@@ -437,13 +437,13 @@ class Worker:
           WorkerStateError: the center is older than what was saved.
         """
         center = self.center.pull()
-        _check.same_tree(saved.params, center.params, "saved.params", "center")
+        check.same_tree(saved.params, center.params, "saved.params", "center")
         expected = jax.eval_shape(self._start, center.params, saved.params)[1]
-        _check.same_tree(saved.state, expected, "saved.state", "this worker's state")
+        check.same_tree(saved.state, expected, "saved.state", "this worker's state")
         if self._holds_anchor:
-            _check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
+            check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
         seen = jax.tree.map(int, saved.anchor_version)
-        _check.same_tree(seen, center.version, "saved.anchor_version", "its version")
+        check.same_tree(seen, center.version, "saved.anchor_version", "its version")
         if any(jax.tree.leaves(jax.tree.map(int.__gt__, seen, center.version))):
             raise errors.WorkerStateError(
                 f"saved is of a worker that has seen version {seen} of the center, "
@@ -452,7 +452,7 @@ class Worker:
             )
         exchanges = int(saved.exchanges)
         length = self._length_of_round(exchanges)
-        params, state, anchor = _trees.copy((saved.params, saved.state, saved.anchor))
+        params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
         self._abandon()
         self.center.join(self.name, params)
         self.exchanges = exchanges
@@ -477,7 +477,7 @@ class Worker:
             except errors.CenterUnreachableError as error:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
-                message.contribution = _trees.copy(message.contribution)
+                message.contribution = trees.copy(message.contribution)
                 left, state = self._stay_program(params, state)
                 self._take_off(message, left, length)
                 return params, state
@@ -510,7 +510,7 @@ class Worker:
         spare, self._spare = self._spare, None
         if spare is None:
             contribution = self._contribute(state, params, anchor.params)
-            spare = _trees.copy((contribution, None if self._recovers else params))
+            spare = trees.copy((contribution, None if self._recovers else params))
         contribution, left, state = self._depart_program(
             spare, params, state, anchor.params
         )
@@ -608,7 +608,7 @@ class Worker:
         self.norm = answer.norm
 
     def _place(self, answer: Snapshot, params: PyTree) -> Snapshot:
-        return answer._replace(params=_trees.place_like(answer.params, params))
+        return answer._replace(params=trees.place_like(answer.params, params))
 
     def _abandon(self) -> None:
         """Forgets a message whose answer nobody waits for any more."""
@@ -635,16 +635,16 @@ class Worker:
         self._message = None
 
     def _length_of_round(self, exchanges: int) -> int:
-        length = _check.positive_int(self._period(exchanges), f"period({exchanges})")
+        length = check.positive_int(self._period(exchanges), f"period({exchanges})")
         return int(length)
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Everything that can be wrong with the loop's arrays, before any is sent."""
         assert self._like is not None
-        _check.params_given(params, f"worker {self.name!r}")
-        _check.same_tree(params, self._like[0], "params", "this worker's parameters")
-        _check.same_tree(state, self._like[1], "state", "this worker's state")
-        _check.float_leaves(params, "params")
+        check.params_given(params, f"worker {self.name!r}")
+        check.same_tree(params, self._like[0], "params", "this worker's parameters")
+        check.same_tree(state, self._like[1], "state", "this worker's state")
+        check.float_leaves(params, "params")
         for what, tree in (("params", params), ("state", state)):
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
                 if isinstance(leaf, jax.Array) and leaf.is_deleted():

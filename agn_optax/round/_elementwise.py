@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from agn_optax import errors
-from agn_optax.rules._rule import Rule
+from agn_optax.rules import Rule
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

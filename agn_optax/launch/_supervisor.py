@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from agn_optax import errors
-from agn_optax.cli._guard import Guard
-from agn_optax.cli._process import Process
-from agn_optax.cli._program import Ended, Program
+from agn_optax.launch._guard import Guard
+from agn_optax.launch._process import Process
+from agn_optax.launch._program import Ended, Program
 
 
 @dataclasses.dataclass

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.rules import _check, _trees
-from agn_optax.rules._placement import WHOLE, Layout
-from agn_optax.rules._rule import Rule
+from agn_optax._internal import check, trees
+from agn_optax.round._placement import WHOLE, Layout
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -55,7 +55,7 @@ def init_local(
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
         # Of a copy: some optimizers keep the parameters that they are shown.
-        inner_state=inner.init(_trees.copy(params)),
+        inner_state=inner.init(trees.copy(params)),
         record=rule.record.init(layout.part(params)),
         anchor=anchor,
     )
@@ -289,15 +289,15 @@ def overwrite(old: PyTree, new: PyTree) -> PyTree:
     def over(o: Any, n: jax.Array) -> jax.Array:
         # A narrow center is adopted as it is kept, not as it was before rounding.
         dtype = jnp.result_type(o)
-        wide = n.astype(_trees.wider(n.dtype, dtype))
-        return jnp.where(True, _trees.rounded(wide, n.dtype).astype(dtype), o)
+        wide = n.astype(trees.wider(n.dtype, dtype))
+        return jnp.where(True, trees.rounded(wide, n.dtype).astype(dtype), o)
 
     return jax.tree.map(over, old, new)
 
 
 def check_step(grads: PyTree, params: PyTree, who: str) -> None:
     """What a local step is called with can be used at all."""
-    _check.params_given(params, who)
-    _check.same_tree(grads, params, "grads", "params")
-    _check.float_leaves(grads, "grads")
-    _check.float_leaves(params, "params")
+    check.params_given(params, who)
+    check.same_tree(grads, params, "grads", "params")
+    check.float_leaves(grads, "grads")
+    check.float_leaves(params, "params")

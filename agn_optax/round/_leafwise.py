@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from agn_optax.rules import _axes, _elementwise
+from agn_optax.round import _collectives, _elementwise
 
 PyTree = Any
 
@@ -79,7 +79,7 @@ def when(
     if plan is None:
         if due is None:
             return act(carry, fixed)
-        return _axes.when(due, lambda carry: act(carry, fixed), carry)
+        return _collectives.when(due, lambda carry: act(carry, fixed), carry)
     if due is None:
         due = count >= 0
     leaves, treedef = jax.tree.flatten(carry)
@@ -93,7 +93,7 @@ def when(
         # The next loop counts on from this one, so that XLA cannot begin with what it
         # is given, and keep that, before this one is done.
         own = gate(_only(carry, plan.of_carry, group), count >= 0)
-        own, count = _axes.when(due, body, (own, count))
+        own, count = _collectives.when(due, body, (own, count))
         made = iter(jax.tree.leaves(own))
         for i, place in enumerate(places):
             if place == _SHARED or place in group:

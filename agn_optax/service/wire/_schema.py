@@ -19,12 +19,12 @@ import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import _layout
+from agn_optax._internal import layout
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
 _CAST_SIZE = 1 << 16  # numbers that are cast at a time: what a cache holds
-_GAP = bytes(_layout.ALIGNMENT * 8)
+_GAP = bytes(layout.ALIGNMENT * 8)
 _OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
@@ -102,7 +102,7 @@ class Schema:
                 raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
             paths.add(leaf.path)
             # As a packed center has them, so that its array is this buffer.
-            unit = _layout.ALIGNMENT * np.dtype(leaf.dtype).itemsize
+            unit = layout.ALIGNMENT * np.dtype(leaf.dtype).itemsize
             offset = -(-end // unit) * unit
             offsets.append(offset)
             end = offset + leaf.nbytes
@@ -171,7 +171,7 @@ class Schema:
         (dtype,) = self.dtypes
         size = np.dtype(dtype).itemsize
         begins, end = [offset // size for offset in self.offsets], self.size // size
-        middle = _layout.middle(begins, end)
+        middle = layout.middle(begins, end)
         sizes = {"first": middle, "second": end - middle}
         return Schema([Leaf(f"['{k}']", dtype, (n,)) for k, n in sizes.items()])
 

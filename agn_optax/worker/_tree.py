@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax.center._local import LocalCenter
-from agn_optax.center._protocol import Center
-from agn_optax.center._worker import Worker
-from agn_optax.rules import _check, _trees
+from agn_optax._internal import check, trees
+from agn_optax.center import Center, LocalCenter
+from agn_optax.worker._worker import Worker
 
 PyTree = Any
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class Uplink:
     def __init__(
         self, center: LocalCenter, parent: Center, *, period: int, name: str
     ) -> None:
-        self._period = int(_check.positive_int(period, "parent_period"))
+        self._period = int(check.positive_int(period, "parent_period"))
         self._keeps_record = bool(
             jax.tree.leaves(parent.rule.record.init(jnp.zeros(())))
         )
@@ -159,13 +158,13 @@ class Uplink:
         with self._center.atomically():
             sent = self._center.pull().params
             state = self._state._replace(local_steps=jnp.int32(self._steps))
-            self._state = _trees.copy(state)._replace(
+            self._state = trees.copy(state)._replace(
                 record=self._parent.rule.record.init(sent)
             )
             # The next call of exchange is the last of so many local steps.
             self.worker._local_steps = self._steps - 1
             self._steps = 0
-        params = _trees.copy(sent)
+        params = trees.copy(sent)
         adopted, after = self._insist(lambda: self.worker.exchange(params, state))
         with self._center.atomically():
             self._center.shift(adopted, sent)

@@ -17,9 +17,11 @@ import grpc
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.service import _address, _frames, _memory, _packets, _status, _wire
+from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._frames import Parcel
+from agn_optax.service.transports import _memory, _packets
+from agn_optax.service.wire import _frames, _schema
+from agn_optax.service.wire._frames import Parcel
 
 _PATIENCE = 1.0  # seconds to wait for a direct connection, which gRPC replaces
 
@@ -53,7 +55,7 @@ class Link(abc.ABC):
         """Around a use of it, during which its resources stay."""
         yield
 
-    def expect(self, schema: _wire.Schema) -> None:  # noqa: B027 most need not know
+    def expect(self, schema: _schema.Schema) -> None:  # noqa: B027 most need not know
         """The next parcel asks for a buffer of ``schema`` in return."""
 
     @abc.abstractmethod
@@ -65,7 +67,7 @@ class Link(abc.ABC):
         """The next control part."""
 
     @abc.abstractmethod
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         """The buffer that follows it."""
 
     @abc.abstractmethod
@@ -117,7 +119,7 @@ class GrpcLink(Link):
         assert control is not None  # `_incoming` has no end
         return control
 
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         return self._reader.buffer(schema, what)
 
     def result(self) -> Any:
@@ -190,7 +192,7 @@ class DirectLink(Link):
                 if self._done and not self._holders:
                     self._end.close()
 
-    def expect(self, schema: _wire.Schema) -> None:
+    def expect(self, schema: _schema.Schema) -> None:
         self._wanted = schema.size
 
     def send(self, parcel: Parcel) -> None:
@@ -208,7 +210,7 @@ class DirectLink(Link):
             raise _status.exception_in(self._frame.refused)
         return self._frame
 
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         if self._frame.segment:
             answer, self._answer = self._answer, None
             if answer is None or answer.size < schema.size:

@@ -8,8 +8,8 @@ import jax
 import optax
 
 from agn_optax import errors
-from agn_optax.rules._forms import find_state
-from agn_optax.rules._placement import whole_center
+from agn_optax.round._forms import find_state
+from agn_optax.round._placement import whole_center
 
 PyTree = Any
 

@@ -13,8 +13,9 @@ import struct
 from collections.abc import Callable, Iterator
 
 from agn_optax import errors
-from agn_optax.service import _address, _casting
-from agn_optax.service._frames import Parcel
+from agn_optax.service import _address
+from agn_optax.service.wire import _casting
+from agn_optax.service.wire._frames import Parcel
 
 HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
 GREETING = b"agn_optax direct 1\n"

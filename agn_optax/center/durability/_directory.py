@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center import _records
-from agn_optax.center._records import Record
+from agn_optax.center.durability import _records
+from agn_optax.center.durability._records import Record
 
 if sys.platform != "win32":
     import fcntl

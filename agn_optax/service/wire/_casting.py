@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from agn_optax.service import _wire
+from agn_optax.service.wire import _schema
 
 _AT_A_TIME = 1 << 19  # numbers: what a cache holds, and is worth calling a program for
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
 def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
-    """As `_wire.in_dtype`, by all cores, in a third of numpy's time each."""
+    """As `_schema.in_dtype`, by all cores, in a third of numpy's time each."""
     end = 0
     if (
         {flat.dtype.name, dtype.name} <= _DTYPES
@@ -29,7 +29,7 @@ def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
         with jax.transfer_guard_host_to_device("allow"):
             made = _cast(part, dtype)
         yield np.asarray(made)
-    yield from _wire.in_dtype(flat[end:], dtype)  # no program for each number of them
+    yield from _schema.in_dtype(flat[end:], dtype)  # no program for each number of them
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -9,15 +9,16 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
-from agn_optax.service import _casting, _memory, _wire
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import _memory
+from agn_optax.service.wire import _casting, _schema
 
 
 class Parcel(NamedTuple):
     """What one side says at a time: a control part, and the arrays that follow it."""
 
     control: pb.Frame
-    schema: _wire.Schema | None = None  # None: no arrays follow
+    schema: _schema.Schema | None = None  # None: no arrays follow
     arrays: Sequence[np.ndarray] = ()
     # Called before the last of it is sent: without that, nobody has it.
     until: Callable[[], None] | None = None
@@ -42,7 +43,7 @@ class Incoming(Protocol):
         """The next control part; None when the worker is gone."""
         ...
 
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         """The buffer that follows it."""
         ...
 
@@ -71,9 +72,9 @@ class Reader:
         control, self._offset, self._chunk = parse(frame)
         return control
 
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         """The buffer that follows it."""
-        assembler = _wire.Assembler(schema, self._buffers.take(schema.size))
+        assembler = _schema.Assembler(schema, self._buffers.take(schema.size))
         assembler.feed(self._offset, self._chunk)
         while not assembler.complete:
             feed(assembler, next(self._frames, b""), what)
@@ -86,7 +87,7 @@ def parse(frame: bytes) -> tuple[pb.Frame, int, memoryview]:
     Raises:
       ProtocolError: not a frame.
     """
-    control, offset, chunk = _wire.decode(frame)
+    control, offset, chunk = _schema.decode(frame)
     return parse_control(control), offset, chunk
 
 
@@ -120,19 +121,19 @@ def _frames_of(parcel: Parcel) -> Iterator[bytes]:
     if parcel.schema is not None:
         chunks = parcel.schema.chunks(parcel.arrays, cast=_casting.pieces)
         for offset, pieces in chunks:
-            yield _wire.encode(head, offset, pieces)
+            yield _schema.encode(head, offset, pieces)
             head = b""
     if head:  # no arrays, or without elements
         yield head
 
 
-def feed(assembler: _wire.Assembler, frame: bytes, what: str) -> None:
+def feed(assembler: _schema.Assembler, frame: bytes, what: str) -> None:
     """The next frame of what an assembler waits for.
 
     Raises:
       ProtocolError: it is something else.
     """
-    control, offset, chunk = _wire.decode(frame)
+    control, offset, chunk = _schema.decode(frame)
     if control or not chunk:
         raise errors.ProtocolError(
             f"{what} ends after {assembler.received} of {assembler.schema.size} bytes"

@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from agn_optax.cli import _guard
+from agn_optax.launch import _guard
 
 # What is read at once: all that a pipe holds.
 _CHUNK = 1 << 16

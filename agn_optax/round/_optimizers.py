@@ -6,9 +6,9 @@ from typing import Any
 
 import optax
 
-from agn_optax import errors
-from agn_optax.rules import _check, _rule
-from agn_optax.rules._forms import exchange_every
+from agn_optax import errors, rules
+from agn_optax._internal import check
+from agn_optax.round._forms import exchange_every
 
 # TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period /
 # num_worker.
@@ -58,8 +58,8 @@ def agn(
       Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
       Normalization*, 2017.
     """
-    inner = _check.optimizer(inner, "inner")
-    rule = _rule.agn(inner if center is None else center, record_dtype=record_dtype)
+    inner = check.optimizer(inner, "inner")
+    rule = rules.agn(inner if center is None else center, record_dtype=record_dtype)
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -98,7 +98,7 @@ def agn_window(
       Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
       Normalization*, 2017.
     """
-    rule = _rule.agn_window()
+    rule = rules.agn_window()
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -136,7 +136,7 @@ def downpour(
     References:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
-    rule = _rule.downpour()
+    rule = rules.downpour()
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -179,7 +179,7 @@ def dynsgd(
       Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
       Parameter Servers*, 2017.
     """
-    rule = _rule.dynsgd()
+    rule = rules.dynsgd()
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -219,7 +219,7 @@ def average(
     References:
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
-    rule = _rule.average()
+    rule = rules.average()
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -263,7 +263,7 @@ def diloco(
       Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of
       Language Models*, 2023.
     """
-    rule = _rule.diloco(center)
+    rule = rules.diloco(center)
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )
@@ -322,7 +322,7 @@ def easgd(
       SGD*, 2015.
     """
     if num_workers is not None:
-        _check.positive_int(num_workers, "num_workers")
+        check.positive_int(num_workers, "num_workers")
     if moving_rate is None:
         if num_workers is None and axis_name is not None:
             raise errors.InvalidArgumentError(
@@ -336,10 +336,10 @@ def easgd(
             )
         moving_rate = (
             _BETA
-            / _check.positive_int(period, "period")
+            / check.positive_int(period, "period")
             / (1 if num_workers is None else num_workers)
         )
-    rule = _rule.easgd(moving_rate, rho=rho)
+    rule = rules.easgd(moving_rate, rho=rho)
     return exchange_every(
         inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
     )

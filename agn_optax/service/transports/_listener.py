@@ -17,11 +17,13 @@ from concurrent.futures import Future, wait
 import numpy as np
 
 from agn_optax import errors
-from agn_optax.center._background import in_background
-from agn_optax.service import _address, _frames, _memory, _packets, _status, _wire
+from agn_optax._internal import in_background
+from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._frames import Parcel
 from agn_optax.service._servicer import Servicer
+from agn_optax.service.transports import _memory, _packets
+from agn_optax.service.wire import _frames, _schema
+from agn_optax.service.wire._frames import Parcel
 
 _log = logging.getLogger("agn_optax")
 _PATIENCE = 5.0  # seconds that a greeting, or whoever is refused, may take
@@ -228,7 +230,7 @@ class Connection:
                 raise errors.ProtocolError(f"segment {number} was never attached")
         return frame
 
-    def buffer(self, schema: _wire.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
         """The buffer that follows it, or lies in shared memory."""
         if self._segment:
             there = self._segments[self._segment]

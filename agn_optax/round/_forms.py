@@ -22,17 +22,10 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax.rules import (
-    _axes,
-    _check,
-    _elementwise,
-    _exchange,
-    _leafwise,
-    _period,
-    _trees,
-)
-from agn_optax.rules._placement import Layout, Placement
-from agn_optax.rules._rule import Rule, check_rule
+from agn_optax._internal import check, trees
+from agn_optax.round import _collectives, _elementwise, _exchange, _leafwise, _period
+from agn_optax.round._placement import Layout, Placement
+from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
 
@@ -120,9 +113,9 @@ def phases(
       >>> print(params)
       [0.5 1.5]
     """
-    inner = _check.optimizer(inner, "inner")
+    inner = check.optimizer(inner, "inner")
     check_rule(rule)
-    center_dtype = _check.float_dtype(center_dtype, "center_dtype")
+    center_dtype = check.float_dtype(center_dtype, "center_dtype")
     layout = Layout(axis_name, _placement_of(placement))
     # On a mesh the center itself is the anchor, unless workers adopt it as it was
     # before, or need all of it at every step and hold a piece.
@@ -131,17 +124,17 @@ def phases(
     )
 
     def init_fn(params: PyTree) -> ExchangeState:
-        _check.float_leaves(params, "params")
+        check.float_leaves(params, "params")
         layout.check_memory()
         if layout.sharded:
             layout.check_bound()
             _elementwise.check(rule, params, layout.piece)
-        whole = _trees.copy(params, center_dtype)
+        whole = trees.copy(params, center_dtype)
         piece = layout.piece(whole)
         center, center_state = layout.store(
-            piece, rule.center.init(_trees.copy(piece)), params
+            piece, rule.center.init(trees.copy(piece)), params
         )
-        anchor = _trees.copy(whole) if keep_anchor else None
+        anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
             local=_exchange.init_local(rule, inner, params, anchor, layout),
             center=center,
@@ -164,10 +157,10 @@ def phases(
     def exchange_fn(
         params: PyTree, state: PyTree, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        _check.params_given(params, rule.name)
+        check.params_given(params, rule.name)
         own = find_state(state)
         layout.check_center(params, own.center)
-        _check.float_leaves(params, "params")
+        check.float_leaves(params, "params")
         layout.check_bound()
         inner_state, own = own.local.inner_state, _with_inner(own, None)
 
@@ -281,7 +274,7 @@ def exchange_every(
     def update_fn(
         updates: PyTree, state: ExchangeState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ExchangeState]:
-        _check.axis_bound(axis_name)
+        check.axis_bound(axis_name)
         updates, state = split.update(updates, state, params, **extra_args)
         center, center_state = layout.settle(state.center, state.center_state)
         state = state._replace(center=center, center_state=center_state)
@@ -312,7 +305,7 @@ def exchange_every(
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
-        moved = _axes.when(
+        moved = _collectives.when(
             due, lambda state: exchanged((updates, state), params)[1], state
         )
         moved = _with_inner(moved, inner_state)
@@ -429,7 +422,7 @@ def _placement_of(value: Any) -> Placement:
     if not isinstance(value, Placement):
         raise errors.InvalidTypeError(
             "placement must be an agn_optax.Placement or None, such as "
-            f"Placement(shard_axis='towers'), got {_check.show(value)}"
+            f"Placement(shard_axis='towers'), got {check.show(value)}"
         )
     return value
 
@@ -440,7 +433,7 @@ def _is_own(node: Any) -> bool:
 
 def find_state(opt_state: PyTree) -> ExchangeState:
     """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
-    found = _trees.nodes(opt_state, ExchangeState)
+    found = trees.nodes(opt_state, ExchangeState)
     if not found:
         raise errors.CenterNotFoundError(
             f"no center in this {type(opt_state).__name__}: expected the state of one "

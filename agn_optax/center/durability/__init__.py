@@ -1,0 +1,15 @@
+"""What of a center outlives its process: snapshots, and a journal of exchanges.
+
+`_keeper` is told what happens and decides what is written, `_journal` is the thread
+that writes, `_directory` the files, and `_records` what is in them.
+"""
+
+from agn_optax.center.durability._keeper import (
+    Durability,
+    Image,
+    Journal,
+    Keeper,
+    Snapshots,
+)
+
+__all__ = ["Durability", "Image", "Journal", "Keeper", "Snapshots"]

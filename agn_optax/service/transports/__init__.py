@@ -1,0 +1,1 @@
+"""How what travels gets from one side to the other."""
