@@ -1,24 +1,28 @@
 """The center outside the program.
 
-`_protocol` is the seam (`Center`), `_local` the center in this process. `_ledger`
-decides who is there and which message is next, `_store` makes one version of the center
-after the other, `_sharded` makes one center of several. `durability` lets a center
-outlive its process. What happens at an exchange is not written here but in
+`_protocol` is the seam (`Center` and its `Session`). `_core` is the heart of every
+center: `_ledger` decides who is there and which message is next, `_store` makes one
+version after the other, and `durability` lets them outlive the process. `_local` is the
+center in this process, `_sharded` one center of several, `_tree` a center that is a
+worker of another one. What happens at an exchange is not written here but in
 `agn_optax.round`, whose pieces centers and workers call. What is imported `as` itself
 is for the layers above.
 """
 
+from agn_optax.center._core import Answer as Answer
+from agn_optax.center._core import Core as Core
+from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._ledger import Mode as Mode
-from agn_optax.center._local import Answer as Answer
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._packing import Packed as Packed
-from agn_optax.center._protocol import Center, Snapshot
+from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version
 from agn_optax.center._store import let_go as let_go
+from agn_optax.center._tree import Uplink as Uplink
 from agn_optax.center.durability import Durability as Durability
 from agn_optax.center.durability import Journal, Snapshots
 
@@ -29,6 +33,7 @@ __all__ = [
     "CenterState",
     "Journal",
     "LocalCenter",
+    "Session",
     "Snapshot",
     "Snapshots",
     "Synchronous",

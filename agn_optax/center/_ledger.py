@@ -4,24 +4,25 @@ The ledger holds no arrays, no lock, no socket and no clock: `now`, in seconds, 
 argument. Its owner feeds it what happened and asks what to do:
 
     join, leave                 a worker comes or goes
-    connect, disconnect         its connection does
+    connect, disconnect, hear   its connection does; a sign of life came
     submit                      its message is there
     take -> Batch | None        the messages to apply (or drop) next, as one exchange
-    settle(batch)               they have been, and nothing was said in between
+    settle, refuse              they have been, or could not be
     acknowledge                 the worker has its answer
     shift                       the center moved by itself
     memory, recall              what outlives the process
 
 A worker is known by its name, a life of it by its incarnation, and an exchange in that
-life by its sequence number 1, 2, 3, ... A sequence number that was settled is never
-taken again; so a life that was replaced by another one does not come back.
+life by its sequence number 1, 2, 3, ... What may happen in which state of a life is the
+table `NEXT`; what is not in it is refused, or has no effect.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from agn_optax import errors
@@ -110,6 +111,40 @@ class Synchronous:
 Mode = Asynchronous | BoundedStaleness | Synchronous
 
 
+class State(enum.Enum):
+    """Of one life of a worker."""
+
+    IDLE = "no exchange is under way"
+    WAITING = "its message waits to be applied"
+    ANSWERED = "its message was applied, or dropped, and the answer is kept"
+    GONE = "it left, or was given up"
+
+
+# What becomes of a life in a state when something happens to it.
+NEXT = {
+    (State.IDLE, "join"): State.IDLE,
+    (State.IDLE, "submit"): State.WAITING,
+    (State.IDLE, "repeat"): State.IDLE,  # answered with the center as it is
+    (State.IDLE, "acknowledge"): State.IDLE,
+    (State.IDLE, "disconnect"): State.IDLE,
+    (State.IDLE, "leave"): State.GONE,
+    (State.WAITING, "join"): State.WAITING,
+    (State.WAITING, "repeat"): State.WAITING,
+    (State.WAITING, "settle"): State.ANSWERED,
+    (State.WAITING, "refuse"): State.IDLE,  # as if the message had never come
+    (State.WAITING, "acknowledge"): State.WAITING,
+    (State.WAITING, "disconnect"): State.WAITING,
+    (State.WAITING, "leave"): State.GONE,
+    (State.ANSWERED, "join"): State.ANSWERED,
+    (State.ANSWERED, "submit"): State.WAITING,  # the next: so it has the answer
+    (State.ANSWERED, "repeat"): State.ANSWERED,
+    (State.ANSWERED, "acknowledge"): State.IDLE,
+    (State.ANSWERED, "disconnect"): State.ANSWERED,
+    (State.ANSWERED, "leave"): State.GONE,
+    (State.GONE, "join"): State.IDLE,
+}
+
+
 @dataclasses.dataclass
 class Member:
     """What the ledger knows of one worker."""
@@ -119,15 +154,22 @@ class Member:
     clock: int  # rounds made, comparable between workers
     joined: float  # when
     seen: float  # when it was last heard of
+    state: State = State.IDLE
+    connection: int = 0  # 1, 2, 3, ... of this life: which of them is the last
     connected: bool = True
-    expires: float | None = None  # when it is given up, if it is not back; None: never
-    gone: bool = False  # it left, or was given up; only its sequence is remembered
+    # Seconds without a sign of life after which it is given up; None: it gives none.
+    silence: float | None = None
+    expires: float = math.inf  # when it is given up, if nothing is heard
     sequence: int = 0  # of its last settled exchange
-    acknowledged: int = 0  # ... of which it has the answer
     exchanges: int = 0
     dropped: int = 0
     staleness: int | None = None
     applied: bool = True  # its last exchange was; else it was dropped
+
+    @property
+    def gone(self) -> bool:
+        """It left, or was given up; only its last exchange is remembered."""
+        return self.state is State.GONE
 
 
 # Of a member; what else there is was true of a process and its connections.
@@ -142,6 +184,9 @@ _REMEMBERED = (
     "staleness",
     "applied",
 )
+# Lives that have gone and may still come back with the exchange that they were in. One
+# that is forgotten is told to start again.
+_MOST_GONE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,23 +253,35 @@ class Ledger:
         self.max_workers = max_workers
         self.barrier = barrier
         self.version = version
-        self.members: dict[str, Member] = {}
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
+        self._present: dict[str, Member] = {}
+        self._gone: dict[str, Member] = {}  # the last to go is the last
+        self._departed: list[str] = []
         self._open = barrier == 0
-        self._replaced: set[tuple[str, str]] = set()  # workers and incarnations
+        self._earliest = math.inf  # nobody expires before
+        self._looked = -math.inf  # when `expire` was last asked
 
-    def present(self) -> dict[str, Member]:
-        """The workers that are there, or may still come back."""
-        return {n: m for n, m in self.members.items() if not m.gone}
+    def present(self) -> Mapping[str, Member]:
+        """The workers that are there, or may still come back within their leases."""
+        return self._present
+
+    def departed(self) -> list[str]:
+        """The workers that have left, or were given up, since this was last asked."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def find(self, worker: str) -> Member | None:
+        """A worker that is there, or is remembered."""
+        return self._present.get(worker) or self._gone.get(worker)
 
     def member(self, worker: str, incarnation: str) -> Member:
-        """A worker that is there.
+        """A life of a worker that is there.
 
         Raises:
           WorkerStateError: it is not, or another life of it is.
         """
-        member = self.members.get(worker)
-        if member is None or member.gone:
+        member = self._present.get(worker)
+        if member is None:
             raise errors.WorkerStateError(
                 f"worker {worker!r} is not one of this center's: it never joined, "
                 "left, or was given up; join again"
@@ -239,66 +296,111 @@ class Ledger:
         return self._open
 
     def join(
-        self, worker: str, incarnation: str, now: float, *, replace: bool = False
-    ) -> None:
-        """A worker is there: new, or back.
+        self,
+        worker: str,
+        incarnation: str,
+        now: float,
+        *,
+        replace: bool = False,
+        back: bool = False,
+        silence: float | None = None,
+    ) -> int:
+        """A worker is there: new, or back. Returns the number of its connection.
 
         Args:
           worker: its name.
           incarnation: of this life.
           now: seconds.
           replace: takes the name from a worker that seems to be there.
+          back: this life has been there before, and so is refused unless it is known.
+          silence: seconds without a sign of life after which it is given up; None for a
+            worker that gives none.
 
         Raises:
           NameTakenError: a connected worker has that name.
           CenterFullError: there are ``max_workers`` already.
-          WorkerStateError: another life of the worker has replaced this one.
+          WorkerStateError: this life was replaced by another one, or is forgotten.
         """
         self.expire(now)
-        if (worker, incarnation) in self._replaced:
-            raise _was_replaced(worker)
-        old = self.members.get(worker)
-        clocks = [m.clock for n, m in self.present().items() if n != worker]
+        old = self.find(worker)
+        others = [m.clock for n, m in self._present.items() if n != worker]
         if old is not None and old.incarnation == incarnation:
             if old.gone:
                 self._make_room(worker)
-                old.clock = min(clocks, default=old.clock)
-            old.connected, old.expires, old.gone, old.seen = True, None, False, now
-            self._open = self._open or len(self.present()) >= self.barrier
-            return
-        if old is not None and not old.gone and old.connected and not replace:
-            raise errors.NameTakenError(
-                f"there is a worker {worker!r} already, which joined "
-                f"{now - old.joined:.0f} s ago; give each worker a name of its own"
-            )
-        if old is None or old.gone:
-            self._make_room(worker)
-        if old is not None:
-            self._replaced.add((worker, old.incarnation))
-        self.pending.pop(worker, None)
-        self.members[worker] = Member(
-            incarnation, self.version, min(clocks, default=0), joined=now, seen=now
-        )
-        self._open = self._open or len(self.present()) >= self.barrier
+                old.clock = min(others, default=old.clock)
+                self._present[worker] = self._gone.pop(worker)
+            old.state = NEXT[old.state, "join"]
+            member = old
+        elif back:
+            raise _was_replaced(worker)
+        else:
+            if old is None or old.gone:
+                self._make_room(worker)
+            elif old.connected and not replace:
+                raise errors.NameTakenError(
+                    f"there is a worker {worker!r} already, which joined "
+                    f"{now - old.joined:.0f} s ago; give each worker a name of its own"
+                )
+            self.pending.pop(worker, None)
+            self._gone.pop(worker, None)
+            clock = min(others, default=0)
+            member = Member(incarnation, self.version, clock, joined=now, seen=now)
+            self._present[worker] = member
+        member.connected, member.silence = True, silence
+        member.connection += 1
+        self._hear(member, now)
+        self._open = self._open or len(self._present) >= self.barrier
+        return member.connection
 
-    def leave(self, worker: str, incarnation: str) -> None:
-        """A worker goes for good; one that is not there has gone already."""
-        member = self.members.get(worker)
-        if member is not None and member.incarnation == incarnation:
-            self._give_up(worker, member)
+    def leave(self, worker: str, incarnation: str) -> bool:
+        """A worker goes for good; False if that life is not there."""
+        member = self._present.get(worker)
+        if member is None or member.incarnation != incarnation:
+            return False
+        self._give_up(worker, member)
+        return True
 
-    def disconnect(self, worker: str, incarnation: str, now: float) -> None:
-        """The connection of a worker broke; it has until its lease ends to be back."""
-        member = self.members.get(worker)
-        if member is not None and member.incarnation == incarnation and not member.gone:
+    def disconnect(
+        self, worker: str, incarnation: str, connection: int, now: float
+    ) -> None:
+        """The connection of a worker broke; it has until its lease ends to be back.
+
+        If that is not its last one, it is back already.
+        """
+        member = self._present.get(worker)
+        if (
+            member is not None
+            and member.incarnation == incarnation
+            and member.connection == connection
+        ):
+            member.state = NEXT[member.state, "disconnect"]
             member.connected = False
-            member.expires = now + self.lease
+            self._expect(member, now + self.lease)
+
+    def hear(self, worker: str, incarnation: str, now: float) -> bool:
+        """A sign of life came; False if that life is not there."""
+        self.expire(now)
+        member = self._present.get(worker)
+        if member is None or member.incarnation != incarnation:
+            return False
+        if member.connected:
+            self._hear(member, now)
+        return True
 
     def expire(self, now: float) -> None:
         """Gives up the workers whose leases are over."""
-        for worker, member in self.present().items():
-            if member.expires is not None and member.expires <= now:
+        pause, self._looked = now - self._looked, now
+        if now < self._earliest:
+            return
+        for worker, member in list(self._present.items()):
+            # If nobody asked for so long, this center itself was not running, and
+            # nobody's silence says anything.
+            if member.connected and member.silence and pause > member.silence / 2:
+                member.expires = max(member.expires, now + member.silence)
+            if member.expires <= now:
                 self._give_up(worker, member)
+        expiries = (member.expires for member in self._present.values())
+        self._earliest = min(expiries, default=math.inf)
 
     def submit(
         self,
@@ -318,7 +420,7 @@ class Ledger:
             sequence number is neither the last one nor the next.
           InvalidArgumentError: its anchor is not a version that the center has had.
         """
-        self.expire(now)
+        self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
         if not 0 <= anchor_version <= self.version:
             raise errors.InvalidArgumentError(
@@ -330,17 +432,16 @@ class Ledger:
                 f"worker {worker!r} sent exchange {sequence}, but its last one was "
                 f"{member.sequence}"
             )
-        member.seen = now
-        if sequence == member.sequence:
-            return False
-        # Who sends the next message has the answer to the last.
-        member.acknowledged = member.sequence
-        if worker not in self.pending:
+        is_last = sequence == member.sequence
+        if is_last or member.state is State.WAITING:
+            member.state = NEXT[member.state, "repeat"]
+        else:
+            member.state = NEXT[member.state, "submit"]
             # Counted from where the worker's round began, for the rules that adopt the
             # center before their own message have an anchor older than that.
             missed = self.version - max(member.turn, anchor_version)
             self.pending[worker] = Entry(worker, sequence, anchor_version, now, missed)
-        return True
+        return not is_last
 
     def take(self, now: float) -> Batch | None:
         """The messages to deal with next, which wait no longer; None if all must."""
@@ -355,7 +456,8 @@ class Ledger:
         """The messages of a batch have been applied, or dropped."""
         self.version += batch.applies
         for entry, staleness in zip(batch.entries, batch.staleness, strict=True):
-            member = self.members[entry.worker]
+            member = self._present[entry.worker]
+            member.state = NEXT[member.state, "settle"]
             member.sequence = entry.sequence
             member.staleness = staleness
             member.turn = self.version
@@ -366,49 +468,59 @@ class Ledger:
             else:
                 member.dropped += 1
 
+    def refuse(self, batch: Batch) -> None:
+        """The messages of a batch could not be applied: as if they had never come."""
+        for entry in batch.entries:
+            member = self._present[entry.worker]
+            member.state = NEXT[member.state, "refuse"]
+
     def shift(self) -> None:
         """The center moved for another reason than a message; nobody is late for it."""
         self.version += 1
-        for member in self.members.values():
+        for member in (*self._present.values(), *self._gone.values()):
             member.turn += 1
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has the answer to an exchange, and will not ask for it again."""
-        member = self.members.get(worker)
-        if member is not None and member.incarnation == incarnation:
-            member.acknowledged = max(
-                member.acknowledged, min(sequence, member.sequence)
-            )
+        member = self._present.get(worker)
+        if (
+            member is not None
+            and member.incarnation == incarnation
+            and member.sequence == sequence
+        ):
+            member.state = NEXT[member.state, "acknowledge"]
 
     def memory(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
         """What of some workers (None: of all) outlives a process, as JSON has it."""
+        known = (
+            {**self._gone, **self._present}
+            if workers is None
+            else {each: self.find(each) for each in workers}
+        )
         members = {
-            name: {field: getattr(self.members[name], field) for field in _REMEMBERED}
-            for name in (self.members if workers is None else workers)
+            name: {field: getattr(member, field) for field in _REMEMBERED}
+            for name, member in known.items()
+            if member is not None
         }
-        if workers is not None:
-            return {"members": members}
-        return {
-            "members": members,
-            "open": self._open,
-            "replaced": sorted(self._replaced),
-        }
+        return {"members": members, "open": self._open}
 
     def recall(self, memory: dict[str, Any], now: float) -> None:
         """Knows what it knew in an earlier process; nobody is connected, though."""
-        self._open = self._open or memory.get("open", False)
-        self._replaced.update(map(tuple, memory.get("replaced", ())))
+        self._open = self._open or memory["open"]
         for name, fields in memory["members"].items():
-            old = self.members.get(name)
-            if old is not None and old.incarnation != fields["incarnation"]:
-                self._replaced.add((name, old.incarnation))
-            self.members[name] = Member(**fields, joined=now, seen=now)
-            self.disconnect(name, fields["incarnation"], now)
-        self._open = self._open or len(self.present()) >= self.barrier
+            told = dict(fields)
+            gone = told.pop("gone")
+            member = Member(**told, joined=now, seen=now)
+            self._gone.pop(name, None)
+            self._present[name] = member
+            self.disconnect(name, member.incarnation, member.connection, now)
+            if gone:
+                self._give_up(name, member)
+        self._open = self._open or len(self._present) >= self.barrier
 
     def deadline(self) -> float | None:
         """When to ask `take` again if nothing happens before; None: need not."""
-        times = [m.expires for m in self.present().values() if m.expires is not None]
+        times = [m.expires for m in self._present.values() if m.expires < math.inf]
         if isinstance(self.mode, Synchronous) and self._has_quorum():
             times.append(self._first_arrival() + self.mode.grace)
         return min(times, default=None)
@@ -422,8 +534,8 @@ class Ledger:
                 return self._batch([entry])
             if mode.versions is not None and entry.missed > mode.versions:
                 return self._batch([entry], applies=False)
-            clocks = [member.clock for member in self.present().values()]
-            ahead = self.members[entry.worker].clock - min(clocks)
+            clocks = [member.clock for member in self._present.values()]
+            ahead = self._present[entry.worker].clock - min(clocks)
             if mode.rounds is None or ahead <= mode.rounds:
                 return self._batch([entry])
         return None
@@ -435,7 +547,7 @@ class Ledger:
             late = [entry for entry in self.pending.values() if entry.missed]
             if late:
                 return self._batch(late[:1], applies=False)
-        everybody = self.present().keys() <= self.pending.keys()
+        everybody = self._present.keys() <= self.pending.keys()
         if not everybody and not (
             self._has_quorum() and now >= self._first_arrival() + mode.grace
         ):
@@ -464,12 +576,27 @@ class Ledger:
         on_time = [entry.arrived for entry in entries if not entry.missed]
         return min(on_time or [entry.arrived for entry in entries])
 
+    def _hear(self, member: Member, now: float) -> None:
+        member.seen = now
+        member.expires = math.inf
+        if member.silence is not None:
+            self._expect(member, now + member.silence)
+
+    def _expect(self, member: Member, until: float) -> None:
+        member.expires = until
+        self._earliest = min(self._earliest, until)
+
     def _give_up(self, worker: str, member: Member) -> None:
-        member.gone, member.connected, member.expires = True, False, None
+        member.state = NEXT[member.state, "leave"]
+        member.connected, member.expires = False, math.inf
         self.pending.pop(worker, None)
+        self._gone[worker] = self._present.pop(worker)
+        self._departed.append(worker)
+        if len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]
 
     def _make_room(self, worker: str) -> None:
-        there = len(self.present())
+        there = len(self._present)
         if self.max_workers is not None and there >= self.max_workers:
             raise errors.CenterFullError(
                 f"no room for worker {worker!r}: this center takes {self.max_workers} "
@@ -479,7 +606,8 @@ class Ledger:
 
 def _was_replaced(worker: str) -> errors.WorkerStateError:
     return errors.WorkerStateError(
-        f"worker {worker!r} was replaced by another one of that name"
+        f"worker {worker!r} was replaced by another one of that name, or has been away "
+        "for so long that it is forgotten; start() again"
     )
 
 

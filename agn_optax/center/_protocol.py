@@ -1,7 +1,8 @@
-"""The seam between a worker and the center it shares: `Center`, and what it answers."""
+"""The seam between a worker and the center it shares: `Center`, and its `Session`."""
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from agn_optax.rules import Rule
@@ -21,6 +22,94 @@ class Snapshot(NamedTuple):
     applied: bool = True  # False if the message was dropped: then this is a pull
 
 
+class Session(abc.ABC):
+    """One life of one worker at a center, from `Center.join` until it leaves.
+
+    An exchange is known by its worker, the worker's incarnation and a sequence number,
+    and by nothing else. The exchanges of a life are numbered 1, 2, 3, ...; one of them
+    is under way at most. To repeat one is always safe: it is applied once.
+
+    Attributes:
+      worker: the worker's name.
+      incarnation: of this life of it.
+    """
+
+    worker: str
+    incarnation: str
+
+    @abc.abstractmethod
+    def submit(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+    ) -> None:
+        """Hands in an exchange; `collect` has its answer.
+
+        Args:
+          sequence: of the exchange: that of the last one, or one more.
+          contribution: as the rule's ``contribution`` made it, with the structure and
+            shapes of the center. It is read until the exchange is collected.
+          anchor_version: version of the snapshot that the worker adopted last.
+          steps: local steps that the worker made, for whoever watches.
+
+        Raises:
+          NotInitializedError: the center has no parameters yet.
+          TreeMismatchError: the contribution does not belong to this center.
+          InvalidArgumentError: ``anchor_version`` is of the future.
+          MessageRefusedError: the message is not finite, where that is refused.
+          WorkerStateError: this life is over, or ``sequence`` is neither its last
+            exchange nor the next.
+          CenterUnreachableError: a remote center does not answer.
+        """
+
+    @abc.abstractmethod
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        """The answer to an exchange: the version that the rule adopts.
+
+        Args:
+          sequence: of an exchange that was handed in.
+          timeout: seconds to wait at most; None waits for good.
+
+        Returns:
+          The version before or after the message, with the staleness and the norm of
+          the message, and whether it was applied; None if it still waits.
+
+        Raises:
+          WorkerStateError: this life is over.
+          CenterUnreachableError: a remote center does not answer.
+        """
+
+    @abc.abstractmethod
+    def acknowledge(self, sequence: int) -> None:
+        """The worker has the answer, which the center need not keep any more."""
+
+    @abc.abstractmethod
+    def disconnect(self) -> None:
+        """The connection broke; the worker has until its lease ends to be back."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """The worker goes, and nobody waits for it any more. May be said twice."""
+
+    def exchange(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+    ) -> Snapshot:
+        """Submits, collects and acknowledges: a whole exchange. May be repeated."""
+        self.submit(sequence, contribution, anchor_version=anchor_version, steps=steps)
+        snapshot = self.collect(sequence)
+        assert snapshot is not None  # it waits for good
+        self.acknowledge(sequence)
+        return snapshot
+
+
 @runtime_checkable
 class Center(Protocol):
     """The center variable, outside of any worker's program.
@@ -35,7 +124,7 @@ class Center(Protocol):
 
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
-    ) -> None:
+    ) -> Session:
         """A worker is there, and waits for the others if the center has a barrier.
 
         Args:
@@ -44,16 +133,15 @@ class Center(Protocol):
             structure, shapes and dtypes; None if it takes what comes.
           timeout: seconds to wait at most for the others; None waits for good.
 
+        Returns:
+          A new life of that worker.
+
         Raises:
           NameTakenError: another worker has that name.
           CenterFullError: there is no room for one more.
           TreeMismatchError: ``params`` does not belong to this center.
           NotInitializedError: the others did not come in time.
         """
-        ...
-
-    def leave(self, worker: str) -> None:
-        """A worker goes, and nobody waits for it any more. May be said twice."""
         ...
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
@@ -84,36 +172,5 @@ class Center(Protocol):
 
         Raises:
           NotInitializedError: it has no parameters yet.
-        """
-        ...
-
-    def exchange(
-        self,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        worker: str,
-        steps: int = 0,
-    ) -> Snapshot:
-        """Applies what a worker contributes and returns what it adopts.
-
-        Args:
-          contribution: as the rule's ``contribution`` made it, with the structure and
-            shapes of the center. It is read, not kept.
-          anchor_version: version of the snapshot that the worker adopted last.
-          worker: the worker's name.
-          steps: local steps that the worker made, for whoever watches.
-
-        Returns:
-          The version that the rule adopts, before or after the message, with the
-          staleness and the norm of the message, and whether it was applied.
-
-        Raises:
-          NotInitializedError: the center has no parameters yet.
-          TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future.
-          MessageRefusedError: the message is not finite, where that is refused.
-          CenterUnreachableError: a remote center does not answer. A repeated call with
-            the same contribution is applied once only.
         """
         ...

@@ -11,8 +11,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from concurrent.futures import wait
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,11 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check, in_background
-from agn_optax.center._departures import Departures
-from agn_optax.center._protocol import Center, Snapshot
+from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise
 
 PyTree = Any
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -69,9 +69,8 @@ class ShardedCenter:
     """Several centers as one; made by ``agn_optax.service.connect`` of many addresses.
 
     A worker pulls from all and exchanges with all of them in parallel. Each shard is
-    atomic and counts by itself: a version is a tuple, one number for each, staleness is
-    that of the stalest part, and a message that reached some shards only reaches the
-    others when it is repeated.
+    atomic and counts by itself: a version is a tuple, one number for each, and
+    staleness is that of the stalest part.
 
     Args:
       centers: the shards, in an order that is the same for every worker.
@@ -91,39 +90,35 @@ class ShardedCenter:
         self.centers = tuple(centers)
         self._like = like
         self._closed = False
-        # An exchange that has not been answered by every shard yet, by worker.
-        self._answers: dict[str, dict[int, Future[Snapshot]]] = {}
-        self._departures = Departures()
         self._checked: Any = None  # the kind of tree that the rule was checked with
         self._model: PyTree = None  # the center, abstract, once it is known
 
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
-    ) -> None:
+    ) -> ShardedSession:
         """A worker is there: see `Center.join`."""
         parts: list[PyTree] = [None] * len(self.centers)
         if params is not None:
-            self._check_model(params, "params")
-            parts = self._cut(params)
-        try:
-            self._all(
-                lambda center, part: center.join(worker, part, timeout=timeout), parts
-            )
-        except BaseException:
-            self.leave(worker)
-            raise
-        self._answers.pop(worker, None)
+            self.check_model(params, "params")
+            parts = self.cut(params)
+        joined: list[Session] = []
 
-    def leave(self, worker: str) -> None:
-        """A worker goes: see `Center.leave`."""
-        self._departures.add(worker)
-        if not self._closed:  # by which it has left
-            self._all(lambda center, _: center.leave(worker), self.centers)
+        def join(center: Center, part: PyTree) -> Session:
+            joined.append(center.join(worker, part, timeout=timeout))
+            return joined[-1]
+
+        try:
+            sessions = self.all(join, self.centers, parts)
+        except BaseException:
+            for session in joined:
+                session.leave()
+            raise
+        return ShardedSession(self, sessions)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives every shard its part of the parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
-        parts = self._cut(params)
+        parts = self.cut(params)
         # Who is the chief of the first shard is the chief of all.
         for center, part in zip(self.centers, parts, strict=True):
             center.initialize(part, worker=worker)
@@ -131,57 +126,11 @@ class ShardedCenter:
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once all shards are initialized."""
-        return self._join(self._all(lambda c, _: c.wait(timeout), self.centers))
+        return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
 
     def pull(self) -> Snapshot:
         """The center as it is: every part is one version of its shard."""
-        return self._join(self._all(lambda c, _: c.pull(), self.centers))
-
-    def exchange(
-        self,
-        contribution: PyTree,
-        *,
-        anchor_version: Any,
-        worker: str,
-        steps: int = 0,
-    ) -> Snapshot:
-        """Gives every shard its part of a contribution: see `Center.exchange`."""
-        versions, departures = anchor_version, self._departures.number(worker)
-        if not isinstance(versions, tuple) or len(versions) != len(self.centers):
-            raise errors.InvalidArgumentError(
-                f"anchor_version must be a tuple of {len(self.centers)} versions, one "
-                f"for each shard, got {versions!r}"
-            )
-        self._check_model(contribution, "contribution")
-        parts = self._cut(contribution)
-        if not _is_finite(contribution):  # one shard would refuse it, another take it
-            raise errors.MessageRefusedError(
-                "the message is not finite; the center stays as it was. Start again "
-                "from the center, with a smaller learning rate or with clipping"
-            )
-        self._departures.check(worker, departures)
-        answers = self._answers.setdefault(worker, {})
-        for shard, center in enumerate(self.centers):
-            # Repeated where it failed; one that was interrupted may be on its way yet.
-            if shard not in answers or _failed(answers[shard]):
-                exchange = functools.partial(
-                    center.exchange,
-                    parts[shard],
-                    anchor_version=versions[shard],
-                    worker=worker,
-                    steps=steps,
-                )
-                answers[shard] = in_background(exchange, f"{worker} shard {shard}")
-        wait(answers.values())
-        try:
-            snapshots = [answers[shard].result() for shard in sorted(answers)]
-        except errors.CenterUnreachableError:
-            raise
-        except errors.AgnOptaxError:  # which is not sent again
-            self._answers.pop(worker, None)
-            raise
-        self._answers.pop(worker, None)
-        return self._join(snapshots)
+        return self.unite(self.all(lambda center: center.pull(), self.centers))
 
     def close(self) -> None:
         """Closes the connections to all shards."""
@@ -196,7 +145,7 @@ class ShardedCenter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_model(self, tree: PyTree, what: str) -> None:
+    def check_model(self, tree: PyTree, what: str) -> None:
         """``tree`` is like the center, whose parts would differ in strange places."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
@@ -205,20 +154,21 @@ class ShardedCenter:
             check.float_leaves(tree, what)
             check.same_tree(tree, self._model, what, "center")
 
-    def _all(self, call: Callable[[Center, Any], Any], each: Any) -> list[Any]:
-        """``call(center, x)`` of every shard at once; raises when all have ended."""
+    def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
+        """``call(...)`` for every shard at once; raises when all have ended."""
         if self._closed:
             raise errors.CenterClosedError(
                 "the connections to the shards of this center are closed"
             )
         futures = [
-            in_background(functools.partial(call, center, x), "agn-optax shard")
-            for center, x in zip(self.centers, each, strict=True)
+            in_background(functools.partial(call, *of_one), "agn-optax shard")
+            for of_one in zip(*each, strict=True)
         ]
         wait(futures)
         return [future.result() for future in futures]
 
-    def _cut(self, tree: PyTree) -> list[PyTree]:
+    def cut(self, tree: PyTree) -> list[PyTree]:
+        """A tree as the parts of the shards."""
         leaves, treedef = jax.tree.flatten(tree)
         shapes = [jnp.shape(leaf) for leaf in leaves]
         pieces = assign(shapes, len(self.centers))
@@ -245,7 +195,8 @@ class ShardedCenter:
         elementwise.check(self.rule, jax.tree.unflatten(treedef, whole), part)
         self._checked = kind
 
-    def _join(self, snapshots: Sequence[Snapshot]) -> Snapshot:
+    def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
+        """The answers of all shards as one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
         whole = self._whole([snapshot.params for snapshot in snapshots])
@@ -270,8 +221,69 @@ class ShardedCenter:
         return jax.tree.unflatten(jax.tree.structure(self._like), jax.tree.leaves(tree))
 
 
-def _failed(future: Future[Any]) -> bool:
-    return future.done() and future.exception() is not None
+class ShardedSession(Session):
+    """A worker's life at all shards of a center; made by `ShardedCenter.join`.
+
+    A message that reached some shards only reaches the others when the exchange is
+    repeated. If its worker is killed before that, it stays there alone.
+    """
+
+    def __init__(self, center: ShardedCenter, sessions: Sequence[Session]) -> None:
+        self.worker = sessions[0].worker
+        self.incarnation = sessions[0].incarnation
+        self._center = center
+        self._sessions = sessions
+
+    def submit(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+    ) -> None:
+        """Gives every shard its part of a contribution: see `Session.submit`."""
+        shards = len(self._sessions)
+        if not isinstance(anchor_version, tuple) or len(anchor_version) != shards:
+            raise errors.InvalidArgumentError(
+                f"anchor_version must be a tuple of {shards} versions, one for each "
+                f"shard, got {anchor_version!r}"
+            )
+        self._center.check_model(contribution, "contribution")
+        parts = self._center.cut(contribution)
+        if not _is_finite(contribution):  # one shard would refuse it, another take it
+            raise errors.MessageRefusedError(
+                "the message is not finite; the center stays as it was. Start again "
+                "from the center, with a smaller learning rate or with clipping"
+            )
+
+        def submit(session: Session, part: PyTree, version: int) -> None:
+            session.submit(sequence, part, anchor_version=version, steps=steps)
+
+        self._center.all(submit, self._sessions, parts, anchor_version)
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        """The answers of all shards as one: see `Session.collect`."""
+        answers = self._center.all(
+            lambda session: session.collect(sequence, timeout), self._sessions
+        )
+        there = [answer for answer in answers if answer is not None]
+        return self._center.unite(there) if len(there) == len(answers) else None
+
+    def acknowledge(self, sequence: int) -> None:
+        """As `Session.acknowledge`."""
+        for session in self._sessions:
+            session.acknowledge(sequence)
+
+    def disconnect(self) -> None:
+        """As `Session.disconnect`."""
+        for session in self._sessions:
+            session.disconnect()
+
+    def leave(self) -> None:
+        """As `Session.leave`."""
+        for session in self._sessions:
+            session.leave()
 
 
 @jax.jit

@@ -138,10 +138,16 @@ class Store:
             return version.params
         return jax.device_put(self.packing.unpack(version.params))
 
-    def check(self, contribution: PyTree) -> None:
-        """A contribution belongs to this center."""
-        check.same_tree(contribution, self.like, "contribution", "center")
-        check.float_leaves(contribution, "contribution")
+    def take(self, contribution: PyTree) -> PyTree:
+        """A contribution, if it belongs to this center, where the center is.
+
+        Raises:
+          TreeMismatchError: it does not.
+        """
+        if self.packing is None or not self.packing.is_packed(contribution):
+            check.same_tree(contribution, self.like, "contribution", "center")
+            check.float_leaves(contribution, "contribution")
+        return self.place(contribution)
 
     def place(self, contribution: PyTree) -> PyTree:
         """A contribution where the center is, as the center is kept."""

@@ -11,26 +11,21 @@ on with local steps, and lands with the progress that it has made since.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import logging
-import threading
-import time
 import uuid
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background, trees
-from agn_optax.center import Center, Snapshot
+from agn_optax._internal import check, trees
+from agn_optax.center import Center, Session, Snapshot
 from agn_optax.round import LocalState
+from agn_optax.worker._flight import Message
+from agn_optax.worker._programs import Left, Programs, programs
 
 PyTree = Any
-_log = logging.getLogger("agn_optax")
 
 
 class WorkerState(NamedTuple):
@@ -42,30 +37,6 @@ class WorkerState(NamedTuple):
     anchor_version: Any  # int; a tuple of them for a center in shards
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
-
-
-class _Left(NamedTuple):
-    """What tells the parameters as they were when a message left."""
-
-    params: PyTree  # a copy; None where the contribution tells them
-    steps: jax.Array  # int32: local steps that it was made of
-
-
-@dataclasses.dataclass
-class _Message:
-    """An exchange that has begun: kept until its answer is adopted.
-
-    If it fails, the same message is sent again, for the center may have applied it.
-    """
-
-    contribution: PyTree
-    anchor_version: Any
-    steps: int
-    answer: Snapshot | None = None
-    error: BaseException | None = None
-    left: _Left | None = None  # None unless local steps go on meanwhile
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    abandoned: bool = False
 
 
 class Worker:
@@ -145,9 +116,10 @@ class Worker:
         if patience is not None and patience != 0:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
-        inner = check.optimizer(inner, "inner")
-        rule = center.rule
+        check.optimizer(inner, "inner")
+        self._programs: Programs = programs(center.rule, inner)
         self.center = center
+        self.tx = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.exchanges = 0
         self.dropped = 0
@@ -157,90 +129,15 @@ class Worker:
         self._patience = patience
         self._give_up = give_up
         self._period = rounds.as_schedule(period)
+        self._session: Session | None = None
+        self._sent = 0  # sequence number of the session's last exchange that is over
         self._anchor: Snapshot | None = None
-        self._message: _Message | None = None  # of an exchange not yet adopted
+        self._message: Message | None = None  # of an exchange not yet adopted
         # Of an exchange that is over, to be written over: what it sent, and kept.
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
         self._local_steps = 0
-        self._round_length = 0
-
-        # Only a penalty reads the anchor at every step, and then it travels with the
-        # state. For a contribution the worker holds on to the snapshot, which costs no
-        # copy.
-        keep_anchor = rule.penalty is not None
-        self._holds_anchor = rule.needs_anchor and not keep_anchor
-
-        def init_fn(params: PyTree) -> LocalState:
-            anchor = trees.copy(params) if keep_anchor else None
-            return rounds.init_local(rule, inner, params, anchor)
-
-        def update_fn(
-            updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
-        ) -> tuple[PyTree, LocalState]:
-            rounds.check_step(updates, params, f"worker {self.name!r}")
-            return rounds.local_step(
-                rule, inner, updates, state, params, None, extra_args
-            )
-
-        def start_fn(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
-            params = jax.tree.map(
-                lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
-            )
-            state = init_fn(params)
-            anchor = trees.copy(center) if keep_anchor else None
-            return params, state._replace(anchor=anchor)
-
-        def adopt_fn(
-            params: PyTree, state: LocalState, center: PyTree
-        ) -> tuple[PyTree, LocalState]:
-            params = rounds.adopt(rule, params, center)
-            return params, rounds.begin_round(rule, state, params, center)
-
-        self._recovers = recovers = rounds.recovers(rule)
-
-        # What local steps may not touch while it is on its way lies in buffers of its
-        # own, which the next departure writes over: fresh ones would take longer.
-        def depart_fn(
-            spare: tuple[PyTree, PyTree],
-            params: PyTree,
-            state: LocalState,
-            anchor: PyTree,
-        ) -> tuple[PyTree, _Left, LocalState]:
-            contribution = rounds.contribute(rule, state, params, anchor)
-            kept = None if recovers else params
-            contribution, kept = rounds.overwrite(spare, (contribution, kept))
-            left = _Left(kept, state.local_steps)
-            state = rounds.empty_record(rule, state, params, params)
-            return contribution, left, state
-
-        def stay_fn(params: PyTree, state: LocalState) -> tuple[_Left, LocalState]:
-            left = _Left(None if recovers else trees.copy(params), state.local_steps)
-            return left, rounds.empty_record(rule, state, params, params)
-
-        def land_fn(
-            params: PyTree,
-            state: LocalState,
-            contribution: PyTree,
-            left: _Left,
-            anchor: PyTree,
-            center: PyTree,
-        ) -> tuple[PyTree, LocalState]:
-            sent = left.params
-            if recovers:
-                sent = rounds.recover(
-                    rule, contribution, params, state, anchor, left.steps
-                )
-            params = rounds.adopt_late(rule, params, sent, center)
-            return params, rounds.move_anchor(state, center)
-
-        self.tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-        self._start = jax.jit(start_fn)
-        self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
-        self._adopt = jax.jit(adopt_fn, donate_argnums=(0, 1))
-        self._depart_program = jax.jit(depart_fn, donate_argnums=(0, 2))
-        self._stay_program = jax.jit(stay_fn, donate_argnums=1)
-        self._land_program = jax.jit(land_fn, donate_argnums=(0, 1))
+        self._round_length: int | None = None  # None: the schedule is still to be asked
 
     def start(
         self,
@@ -285,9 +182,11 @@ class Worker:
             )
         if chief:
             check.float_leaves(params, "params")
-            jax.eval_shape(self._start, params, params)  # before others are let in
-        self._abandon()
-        self.center.join(self.name, params, timeout=timeout)
+            jax.eval_shape(
+                self._programs.start, params, params
+            )  # before others are let in
+        self._end()
+        session = self.center.join(self.name, params, timeout=timeout)
         try:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
@@ -295,21 +194,22 @@ class Worker:
                 snapshot = self.center.pull()
             else:
                 snapshot = self.center.wait(timeout)
-            return self._adopt_first(params, snapshot, length)
+            return self._adopt_first(session, params, snapshot, length)
         except BaseException:
-            self.center.leave(self.name)
+            session.leave()
             raise
 
     def _adopt_first(
-        self, params: PyTree, snapshot: Snapshot, length: int
+        self, session: Session, params: PyTree, snapshot: Snapshot, length: int
     ) -> tuple[PyTree, LocalState]:
         if params is None:
             params = snapshot.params
         check.same_tree(params, snapshot.params, "params", "center")
         check.float_leaves(params, "params")
         placed = trees.place_like(snapshot.params, params)
-        params, state = self._start(placed, params)
-        self._begin(params, state, snapshot._replace(params=placed), length)
+        params, state = self._programs.start(placed, params)
+        anchor = snapshot._replace(params=placed)
+        self._begin(session, params, state, anchor, length)
         return params, state
 
     @property
@@ -324,7 +224,7 @@ class Worker:
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
-        return self._in_flight or self._local_steps + 1 >= self._round_length
+        return self._in_flight or self._local_steps + 1 >= self._length()
 
     def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
@@ -352,12 +252,13 @@ class Worker:
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
+        length = self._length()
         self._local_steps += 1
         if self._in_flight:
             params, state = self._maybe_land(params, state)
-        if self._local_steps < self._round_length or self._in_flight:
+        if self._local_steps < length or self._in_flight:
             return params, state
-        return self._exchange(params, state)
+        return self._exchange(params, state, self._length_of_round(self.exchanges + 1))
 
     def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Exchanges now, however many local steps the round has had, unless none.
@@ -372,7 +273,8 @@ class Worker:
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
-            params, state = self._exchange(params, state)
+            # Whatever the schedule says of the next round, these steps are sent.
+            params, state = self._exchange(params, state, None)
         return self._land(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
@@ -381,9 +283,8 @@ class Worker:
         What was not exchanged is lost: `flush` before, if it matters. Leaving a
         ``with worker:`` block, by Ctrl-C too, does the same.
         """
-        self._abandon()
+        self._end()
         self._anchor = self._spare = None
-        self.center.leave(self.name)
 
     def __enter__(self) -> Worker:
         return self
@@ -407,7 +308,7 @@ class Worker:
         Raises:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
-        anchor = self._require_start()
+        anchor, _ = self._require_start()
         if self._message is not None:  # the center may have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
@@ -438,9 +339,9 @@ class Worker:
         """
         center = self.center.pull()
         check.same_tree(saved.params, center.params, "saved.params", "center")
-        expected = jax.eval_shape(self._start, center.params, saved.params)[1]
+        expected = jax.eval_shape(self._programs.start, center.params, saved.params)[1]
         check.same_tree(saved.state, expected, "saved.state", "this worker's state")
-        if self._holds_anchor:
+        if self._programs.holds_anchor:
             check.same_tree(saved.anchor, center.params, "saved.anchor", "center")
         seen = jax.tree.map(int, saved.anchor_version)
         check.same_tree(seen, center.version, "saved.anchor_version", "its version")
@@ -453,134 +354,114 @@ class Worker:
         exchanges = int(saved.exchanges)
         length = self._length_of_round(exchanges)
         params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
-        self._abandon()
-        self.center.join(self.name, params)
+        self._end()
+        session = self.center.join(self.name, params)
         self.exchanges = exchanges
-        self._begin(params, state, Snapshot(anchor, seen), length)
+        self._begin(session, params, state, Snapshot(anchor, seen), length)
         self._local_steps = int(saved.local_steps)
         return params, state
 
-    def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        anchor = self._require_start()
+    def _exchange(
+        self, params: PyTree, state: LocalState, length: int | None
+    ) -> tuple[PyTree, LocalState]:
+        """Ends a round; ``length`` is that of the next, None if it is not yet known."""
+        anchor, session = self._require_start()
         self._check_loop(params, state)
-        length = self._length_of_round(self.exchanges + 1)
         message = self._message
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state, length)
         if message is None:
-            contribution = self._contribute(state, params, anchor.params)
-            message = _Message(contribution, anchor.version, self._local_steps)
-            self._message = message
+            contribution = self._programs.contribute(state, params, anchor.params)
+            message = self._message = self._new_message(contribution)
         if message.answer is None:
             try:
-                message.answer = self._send(message)
+                message.answer = message.send(session)
             except errors.CenterUnreachableError as error:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
+                # It may be made of the loop's arrays, which now go on.
                 message.contribution = trees.copy(message.contribution)
-                left, state = self._stay_program(params, state)
+                left, state = self._programs.stay(params, state)
                 self._take_off(message, left, length)
                 return params, state
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
         answer = self._place(message.answer, params)
-        params, state = self._adopt(params, state, answer.params)
+        params, state = self._programs.adopt(params, state, answer.params)
         self._landed(answer)
         self._begin_round(answer, length)
         return params, state
 
-    def _send(self, message: _Message) -> Snapshot:
-        return self.center.exchange(
-            message.contribution,
-            anchor_version=message.anchor_version,
-            worker=self.name,
-            steps=message.steps,
-        )
+    def _new_message(self, contribution: PyTree) -> Message:
+        anchor, _ = self._require_start()
+        return Message(self._sent + 1, contribution, anchor.version, self._local_steps)
 
     @property
     def _in_flight(self) -> bool:
         return self._message is not None and self._message.left is not None
 
     def _depart(
-        self, params: PyTree, state: LocalState, length: int
+        self, params: PyTree, state: LocalState, length: int | None
     ) -> tuple[PyTree, LocalState]:
         """Contributes, and goes on with local steps while that is on its way."""
-        anchor = self._require_start()
+        anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
         if spare is None:
-            contribution = self._contribute(state, params, anchor.params)
-            spare = trees.copy((contribution, None if self._recovers else params))
-        contribution, left, state = self._depart_program(
+            contribution = self._programs.contribute(state, params, anchor.params)
+            kept = None if self._programs.recovers else params
+            spare = trees.copy((contribution, kept))
+        contribution, left, state = self._programs.depart(
             spare, params, state, anchor.params
         )
-        message = _Message(contribution, anchor.version, self._local_steps)
+        message = self._new_message(contribution)
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
         self._take_off(message, left, length)
         return params, state
 
-    def _take_off(self, message: _Message, left: _Left, length: int) -> None:
+    def _take_off(self, message: Message, left: Left, length: int | None) -> None:
         """A round begins while a message is on its way."""
+        _, session = self._require_start()
         message.left = left
         self._message = message
         self._local_steps = 0
         self._round_length = length
-        self._send_in_background(message)
-
-    def _send_in_background(self, message: _Message) -> None:
-        in_background(functools.partial(self._fly, message), f"{self.name} exchange")
-
-    def _fly(self, message: _Message) -> None:
-        """On a thread of its own: sends until there is an answer, or no hope."""
-        lost: float | None = None  # since when
-        try:
-            # Whoever leaves meanwhile is not there any more for the center to hear of.
-            jax.block_until_ready(message.contribution)
-            while not message.abandoned:
-                try:
-                    message.answer = self._send(message)
-                    return
-                except errors.CenterClosedError:
-                    raise
-                except errors.CenterUnreachableError:
-                    lost = lost or time.monotonic()
-                    if time.monotonic() - lost >= self._give_up:
-                        raise
-                    time.sleep(0.5)  # attempts of the center have pauses of their own
-        except BaseException as error:
-            message.error = error
-        finally:
-            message.done.set()
-            del message  # which has the error, whose traceback has this frame
+        message.take_off(session, self._give_up)
 
     def _maybe_land(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
         """Lands if the answer is there, or patience is at its end."""
         assert self._message is not None
-        patience = self._round_length if self._patience is None else self._patience
-        if self._message.done.is_set() or self._local_steps >= max(patience, 1):
+        assert self._message.flight is not None
+        patience = self._length() if self._patience is None else self._patience
+        if self._message.flight.done() or self._local_steps >= max(patience, 1):
             return self._land(params, state)
         return params, state
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
-        anchor, message = self._require_start(), self._message
+        (anchor, session), message = self._require_start(), self._message
         assert message is not None
         assert message.left is not None
         self._check_loop(params, state)
-        message.done.wait()
-        if message.error is not None:
-            raise self._failure(message)
+        error = message.land()
+        if isinstance(error, errors.CenterUnreachableError):
+            # It may have been applied, so no other message may take its place.
+            message.take_off(session, self._give_up)
+        elif error is not None:
+            self._message = None  # it is lost, and local steps may go on
+        if error is not None:
+            raise error
         assert message.answer is not None
-        answer = self._place(message.answer, params)
-        params, state = self._land_program(
+        answer, recovers = self._place(message.answer, params), self._programs.recovers
+        params, state = self._programs.land(
             params,
             state,
-            message.contribution if self._recovers else None,
+            message.contribution if recovers else None,
             message.left,
-            anchor.params if self._recovers else None,
+            anchor.params if recovers else None,
             answer.params,
         )
         if self.overlap:
@@ -589,19 +470,8 @@ class Worker:
         self._keep_anchor(answer)
         return params, state
 
-    def _failure(self, message: _Message) -> BaseException:
-        """Why it has no answer, which holds no array of it: callers may keep errors."""
-        error, message.error = message.error, None
-        assert error is not None
-        if isinstance(error, errors.CenterUnreachableError):
-            # It may have been applied, so no other message may take its place.
-            message.done.clear()
-            self._send_in_background(message)
-        else:  # What was sent is lost, or somebody else's; local steps may go on.
-            self._message = None
-        return error
-
     def _landed(self, answer: Snapshot) -> None:
+        self._sent += 1
         self.exchanges += 1
         self.dropped += not answer.applied
         self.staleness = answer.staleness
@@ -610,20 +480,29 @@ class Worker:
     def _place(self, answer: Snapshot, params: PyTree) -> Snapshot:
         return answer._replace(params=trees.place_like(answer.params, params))
 
-    def _abandon(self) -> None:
-        """Forgets a message whose answer nobody waits for any more."""
-        if self._message is not None:
-            self._message.abandoned = True
-            self._message = None
+    def _end(self) -> None:
+        """Leaves, with a message whose answer nobody waits for any more."""
+        session, self._session = self._session, None
+        message, self._message = self._message, None
+        if message is not None:
+            message.abandoned.set()
+        if session is not None:
+            session.leave()
 
     def _begin(
-        self, params: PyTree, state: LocalState, anchor: Snapshot, length: int
+        self,
+        session: Session,
+        params: PyTree,
+        state: LocalState,
+        anchor: Snapshot,
+        length: int,
     ) -> None:
+        self._session, self._sent = session, 0
         self._spare = None
         self._like = jax.eval_shape(lambda loop: loop, (params, state))
         self._begin_round(anchor, length)
 
-    def _begin_round(self, anchor: Snapshot, length: int) -> None:
+    def _begin_round(self, anchor: Snapshot, length: int | None) -> None:
         self._keep_anchor(anchor)
         self._local_steps = 0
         self._round_length = length
@@ -631,8 +510,15 @@ class Worker:
     def _keep_anchor(self, anchor: Snapshot) -> None:
         # Without a reader, the anchor's arrays are let go, so that old versions can be
         # freed.
-        self._anchor = anchor if self._holds_anchor else anchor._replace(params=None)
+        holds = self._programs.holds_anchor
+        self._anchor = anchor if holds else anchor._replace(params=None)
         self._message = None
+
+    def _length(self) -> int:
+        """Local steps of the current round."""
+        if self._round_length is None:
+            self._round_length = self._length_of_round(self.exchanges)
+        return self._round_length
 
     def _length_of_round(self, exchanges: int) -> int:
         length = check.positive_int(self._period(exchanges), f"period({exchanges})")
@@ -654,10 +540,10 @@ class Worker:
                         "returned"
                     )
 
-    def _require_start(self) -> Snapshot:
-        if self._anchor is None:
+    def _require_start(self) -> tuple[Snapshot, Session]:
+        if self._anchor is None or self._session is None:
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has not started: call start() before its first "
                 "local step"
             )
-        return self._anchor
+        return self._anchor, self._session

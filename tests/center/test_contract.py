@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import (
     RULES,
     assert_close,
@@ -105,14 +106,18 @@ def test_versions_are_whole_and_stay_what_they_are(kind):
     with center_kinds.made(kind, rules.downpour(), tree()) as center:
         first = center.pull()
         center.join("w")
-        answer = center.exchange(tree(seed=1), anchor_version=first.version, worker="w")
+        answer = sessions.exchange(
+            center, tree(seed=1), anchor_version=first.version, worker="w"
+        )
         assert count(answer.version) == count(first.version) + 1
         assert answer.staleness == 0
         assert answer.applied
         expected = jax.tree.map(lambda c, m: c - m, tree(), tree(seed=1))
         assert_identical(first.params, tree())
         assert_identical(answer.params, expected)
-        again = center.exchange(tree(seed=2), anchor_version=first.version, worker="w")
+        again = sessions.exchange(
+            center, tree(seed=2), anchor_version=first.version, worker="w"
+        )
         assert again.staleness == 1
         assert_identical(answer.params, expected)
 
@@ -129,7 +134,7 @@ def test_a_contribution_of_another_model(kind, contribution, message):
     with center_kinds.made(kind, rules.downpour(), tree()) as center:
         version = center.pull().version
         with pytest.raises(errors.TreeMismatchError, match=message):
-            center.exchange(contribution, anchor_version=version, worker="w")
+            sessions.exchange(center, contribution, anchor_version=version, worker="w")
         assert center.pull().version == version
         assert_identical(center.pull().params, tree())
 
@@ -152,7 +157,7 @@ def test_an_anchor_of_the_future(kind):
         version = jax.tree.map(lambda v: v + 1, center.pull().version)
         for wrong in (version, None):
             with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
-                center.exchange(tree(), anchor_version=wrong, worker="w")
+                sessions.exchange(center, tree(), anchor_version=wrong, worker="w")
         assert_identical(center.pull().params, tree())
 
 
@@ -170,8 +175,8 @@ def test_threads_exchange_at_once(kind):
                 message = jax.tree.map(lambda x: x + float(number + 1), start)
                 version = center.pull().version
                 for _ in range(exchanges):
-                    answer = center.exchange(
-                        message, anchor_version=version, worker=name
+                    answer = sessions.exchange(
+                        center, message, anchor_version=version, worker=name
                     )
                     version = answer.version
                     if kind != "shards":  # each shard has versions of its own

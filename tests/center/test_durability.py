@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import RULES, assert_identical, tree
 
 import agn_optax
@@ -56,7 +57,9 @@ def files(directory):
 
 def send(center, value=1.0, worker="w", anchor_version=0):
     message = jax.tree.map(lambda x: jnp.full_like(x, value), center.pull().params)
-    return center.exchange(message, anchor_version=anchor_version, worker=worker)
+    return sessions.exchange(
+        center, message, anchor_version=anchor_version, worker=worker
+    )
 
 
 def kept(durability, rule=DOWNPOUR, **settings):
@@ -79,7 +82,9 @@ def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
     center = LocalCenter(rule, tree(dtype), durability=Journal(tmp_path / "a"))
     for i in range(6):
         message = tree("bfloat16" if i == 3 else dtype, seed=i)
-        center.exchange(message, anchor_version=max(0, i - 2), worker=f"w{i % 3}")
+        sessions.exchange(
+            center, message, anchor_version=max(0, i - 2), worker=f"w{i % 3}"
+        )
     again = kept(Journal(killed(tmp_path / "a")), rule)
     assert again.life == center.life
     assert_identical(again.save(), center.save())
@@ -443,7 +448,7 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     message = jnp.ones(2)
     for _ in range(2):
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
-            center.exchange(message, anchor_version=1, worker="w")
+            sessions.exchange(center, message, anchor_version=1, worker="w")
     assert center.version == 2  # in memory, which nobody is told
     with (
         pytest.raises(errors.CenterClosedError, match="No space left"),

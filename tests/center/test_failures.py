@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import RULES, assert_identical, feeds, run_worker, tree
 
 import agn_optax
@@ -68,7 +69,8 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
 ):
     center, worker, params, state = started
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
-    expected.exchange(
+    sessions.exchange(
+        expected,
         worker._contribute(state, params, {"a": jnp.ones(2)}),
         anchor_version=0,
         worker="w",
@@ -172,7 +174,7 @@ def test_restore_of_a_center_refuses(change, error, message):
 def test_a_version_that_is_no_int(version):
     center = agn_optax.LocalCenter(rules.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
-        center.exchange(tree(), anchor_version=version, worker="w")
+        sessions.exchange(center, tree(), anchor_version=version, worker="w")
     assert center.version == 0
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import RULES, assert_close, assert_identical, tree
@@ -45,7 +46,9 @@ def test_versions_are_immutable_and_count_exchanges():
     center = agn_optax.LocalCenter(rules.downpour(), tree())
     kept = [center.pull()]
     for version in range(1, 6):
-        answer = center.exchange(tree(seed=version), anchor_version=0, worker="w")
+        answer = sessions.exchange(
+            center, tree(seed=version), anchor_version=0, worker="w"
+        )
         assert answer.version == version
         assert answer.staleness == version - 1
         kept.append(center.pull())
@@ -69,7 +72,7 @@ def test_the_parameters_are_copied():
 def test_the_version_that_the_rule_adopts(rule):
     center = agn_optax.LocalCenter(RULES[rule](), tree())
     before = center.pull()
-    answer = center.exchange(tree(seed=1), anchor_version=0, worker="w")
+    answer = sessions.exchange(center, tree(seed=1), anchor_version=0, worker="w")
     if "easgd" in rule:
         assert answer.version == 0
         assert_identical(answer.params, before.params)
@@ -83,7 +86,7 @@ def test_the_version_that_the_rule_adopts(rule):
 def test_an_anchor_of_the_future_is_refused(version):
     center = agn_optax.LocalCenter(rules.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match=r"in \[0, 0\].*got"):
-        center.exchange(tree(), anchor_version=version, worker="w")
+        sessions.exchange(center, tree(), anchor_version=version, worker="w")
     assert center.version == 0
     assert_identical(center.pull().params, tree())
 
@@ -94,7 +97,7 @@ def test_not_initialized():
         center.pull,
         center.save,
         lambda: center.version,
-        lambda: center.exchange(tree(), anchor_version=0, worker="w"),
+        lambda: sessions.exchange(center, tree(), anchor_version=0, worker="w"),
         lambda: center.wait(timeout=0.0),
     ):
         with pytest.raises(errors.NotInitializedError, match="chief=True"):
@@ -104,7 +107,7 @@ def test_not_initialized():
 def test_initialize_once():
     center = agn_optax.LocalCenter(rules.downpour())
     center.initialize(tree(), worker="anna")
-    center.exchange(tree(seed=1), anchor_version=0, worker="anna")
+    sessions.exchange(center, tree(seed=1), anchor_version=0, worker="anna")
     moved = center.pull()
     # The chief may come back after a crash, and finds the center as it left it.
     assert_identical(center.initialize(tree(), worker="anna").params, moved.params)
@@ -125,7 +128,9 @@ def test_exchanges_of_threads_are_atomic_and_counted():
         message = {"w": jnp.full(1000, float(number + 1))}
         version = 0
         for _ in range(exchanges):
-            answer = center.exchange(message, anchor_version=version, worker="w")
+            answer = sessions.exchange(
+                center, message, anchor_version=version, worker="w"
+            )
             assert answer.staleness == answer.version - 1 - version
             version = answer.version
             seen[number].append(version)
@@ -150,7 +155,7 @@ def test_readers_see_whole_versions_while_threads_write():
     def write():
         one = {"a": jnp.ones(100_000), "b": jnp.ones(3)}
         for _ in range(60):
-            center.exchange(one, anchor_version=0, worker="w")
+            sessions.exchange(center, one, anchor_version=0, worker="w")
         done.set()
 
     def read():
@@ -173,8 +178,8 @@ def test_any_order_of_workers_adds_up(exchanges):
     anchors = [center.pull() for _ in range(4)]
     for worker, value in exchanges:
         message = jnp.full(4, float(value))
-        anchors[worker] = center.exchange(
-            message, anchor_version=anchors[worker].version, worker=str(worker)
+        anchors[worker] = sessions.exchange(
+            center, message, anchor_version=anchors[worker].version, worker=str(worker)
         )
     assert center.version == len(exchanges)
     np.testing.assert_array_equal(
@@ -219,7 +224,7 @@ def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypa
 
     def exchange():
         with pytest.raises(errors.WorkerStateError, match="has left while its message"):
-            center.exchange(jnp.ones(4), anchor_version=0, worker="anna")
+            sessions.exchange(center, jnp.ones(4), anchor_version=0, worker="anna")
 
     def leave():
         assert asked.wait(60)
@@ -238,7 +243,9 @@ def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
     center = agn_optax.LocalCenter(rules.dynsgd(), jnp.zeros(()))
     expected = 0.0
     for staleness in range(5):  # the anchor stays at version 0
-        answer = center.exchange(jnp.float32(1.0), anchor_version=0, worker="slow")
+        answer = sessions.exchange(
+            center, jnp.float32(1.0), anchor_version=0, worker="slow"
+        )
         assert answer.staleness == staleness
         expected -= 1 / (staleness + 1)
         np.testing.assert_allclose(center.pull().params, expected, rtol=1e-6)
@@ -272,5 +279,5 @@ def test_what_was_saved_is_a_copy():
     saved = center.save()
     expected = jax.tree.map(np.array, saved)
     for seed in range(3):
-        center.exchange(tree(seed=seed), anchor_version=0, worker="w")
+        sessions.exchange(center, tree(seed=seed), anchor_version=0, worker="w")
     assert_identical(saved, expected)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import RULES, assert_identical, feeds, run_worker
 
 import agn_optax
@@ -194,7 +195,9 @@ def test_a_journal_does_not_depend_on_it(tmp_path, before):
     settings = {"durability": Journal(tmp_path)}
     center = agn_optax.LocalCenter(rule, arrays(0), packs=before, **settings)
     for version in range(3):
-        center.exchange(arrays(version), anchor_version=version, worker="anna")
+        sessions.exchange(
+            center, arrays(version), anchor_version=version, worker="anna"
+        )
     there = jax.tree.map(np.asarray, center.pull().params)
     (tmp_path / "copy").mkdir()
     for file in tmp_path.glob("*-*"):  # as a crash leaves it, without a last snapshot
@@ -241,5 +244,5 @@ def test_a_server_of_containers_in_another_order():
         service.serve(rule, params) as server,
         service.connect(server.address, rule, like=params) as center,
     ):
-        answer = center.exchange(params, anchor_version=0, worker="anna")
+        answer = sessions.exchange(center, params, anchor_version=0, worker="anna")
         assert_identical(answer.params, jax.tree.map(jnp.zeros_like, params))

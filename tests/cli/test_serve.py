@@ -14,6 +14,7 @@ import grpc
 import jax.numpy as jnp
 import optax
 import pytest
+import sessions
 from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
@@ -196,7 +197,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         center.join("w")
         monkeypatch.setattr(_journal, "_sync", full)
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
-            center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+            sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 
     with pytest.raises(AssertionError, match=r"cannot be kept in .* No space left on"):
         serve(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import DROP_INS, RULES
 
 import agn_optax
@@ -221,7 +222,7 @@ def test_worker_of_another_tree(misfit):
     with raises(errors.TreeMismatchError, "params", path):
         worker.start(params)
     with raises(errors.TreeMismatchError, "contribution", path):
-        center.exchange(params, anchor_version=0, worker="w")
+        sessions.exchange(center, params, anchor_version=0, worker="w")
     assert center.version == 0
 
 

@@ -1,6 +1,7 @@
 """A process that is one worker which only sends: run by test_many_workers."""
 
 import numpy as np
+import sessions
 import talking
 
 from agn_optax import rules, service
@@ -21,8 +22,8 @@ class Commands:
         seen = self._center.pull()
         message = np.zeros_like(seen.params)
         message[element] = 1
-        answer = self._center.exchange(
-            message, anchor_version=seen.version, worker=self._worker
+        answer = sessions.exchange(
+            self._center, message, anchor_version=seen.version, worker=self._worker
         )
         return {
             "applied": answer.applied,

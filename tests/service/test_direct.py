@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import RULES, assert_identical, tree
 
 import agn_optax
@@ -107,7 +108,7 @@ def test_a_narrow_wire(transport, dtype):
         )
         with center:
             ones = jax.tree.map(jnp.ones_like, center.pull().params)
-            answer = center.exchange(ones, anchor_version=0, worker="anna")
+            answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
         assert answer.params["w"].dtype == jnp.float32
         np.testing.assert_array_equal(answer.params["w"], 0.0)
         np.testing.assert_array_equal(answer.params["b"], -1.0)
@@ -118,14 +119,19 @@ def test_a_narrow_message_and_a_wide_answer(transport):
     with made(transport) as (_, center):
         ones = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
         for version in range(3):
-            answer = center.exchange(ones, anchor_version=version, worker="anna")
+            answer = sessions.exchange(
+                center, ones, anchor_version=version, worker="anna"
+            )
         np.testing.assert_array_equal(answer.params["w"], 1.0 - 3)
 
 
 def test_a_tree_without_elements(transport):
     for params in ({}, {"w": jnp.zeros((0, 3))}):
         with made(transport, params=params) as (_, center):
-            assert center.exchange(params, anchor_version=0, worker="a").version == 1
+            assert (
+                sessions.exchange(center, params, anchor_version=0, worker="a").version
+                == 1
+            )
 
 
 def test_answers_stay_what_they_are(transport):
@@ -133,7 +139,7 @@ def test_answers_stay_what_they_are(transport):
     with made(transport) as (_, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
-            center.exchange(ones, anchor_version=version, worker="anna")
+            sessions.exchange(center, ones, anchor_version=version, worker="anna")
             for version in range(2 * _packets.MOST_SEGMENTS)
         ]
         for version, answer in enumerate(kept):
@@ -142,7 +148,7 @@ def test_answers_stay_what_they_are(transport):
         del kept, answer
         gc.collect()
         for version in range(2 * _packets.MOST_SEGMENTS, 100):
-            center.exchange(ones, anchor_version=version, worker="anna")
+            sessions.exchange(center, ones, anchor_version=version, worker="anna")
         np.testing.assert_array_equal(view, -5.0)
 
 
@@ -152,7 +158,9 @@ def test_memory_is_used_again(way_of):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         places = set()
         for version in range(12):
-            answer = center.exchange(ones, anchor_version=version, worker="anna")
+            answer = sessions.exchange(
+                center, ones, anchor_version=version, worker="anna"
+            )
             places.add(answer.params["w"].unsafe_buffer_pointer())
             del answer
         assert len(places) <= 3
@@ -190,7 +198,9 @@ def test_a_message_is_read_before_it_is_overwritten():
         expected = np.zeros(4 * SIZE, np.float32)
         for version in range(20):
             sent = np.full(4 * SIZE, float(version), np.float32)
-            center.exchange({"w": sent}, anchor_version=version, worker="anna")
+            sessions.exchange(
+                center, {"w": sent}, anchor_version=version, worker="anna"
+            )
             expected += np.float32(0.5) * (sent - expected)
         np.testing.assert_allclose(server.center.pull().params["w"], expected, 1e-6)
 
@@ -204,7 +214,7 @@ def test_a_site_reads_what_its_workers_send_in_shared_memory():
         for i in range(8):
             scaled = jax.tree.map(lambda x, i=i: i * x, ones)
             version = center.pull().version
-            center.exchange(scaled, anchor_version=version, worker="anna")
+            sessions.exchange(center, scaled, anchor_version=version, worker="anna")
         wait_for(lambda: parent.version == 2)
         server.stop()
         np.testing.assert_array_equal(parent.pull().params["w"], 1.0 - 28)
@@ -219,7 +229,7 @@ def test_many_workers_of_one_process(transport):
 
         def work(name):
             for version in range(5):
-                center.exchange(ones, anchor_version=version, worker=name)
+                sessions.exchange(center, ones, anchor_version=version, worker=name)
 
         threads = [threading.Thread(target=work, args=(name,)) for name in names]
         for thread in threads:
@@ -232,10 +242,10 @@ def test_many_workers_of_one_process(transport):
 
 def test_a_closed_center_takes_no_more_exchanges(transport):
     with made(transport) as (server, center):
-        center.exchange(center_params(), anchor_version=0, worker="anna")
+        sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         center.close()
         with pytest.raises(errors.CenterClosedError):
-            center.exchange(center_params(), anchor_version=0, worker="anna")
+            sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         with pytest.raises(errors.CenterClosedError):
             center.join("bert")
         assert server.center.version == 1
@@ -260,7 +270,7 @@ def test_who_joins_while_a_center_is_closed_is_cut_off():
 @shares
 def test_the_memory_of_a_closed_center_is_free_at_once():
     with made("memory") as (_, center):
-        center.exchange(center_params(), anchor_version=0, worker="anna")
+        sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         (link,) = links(center)
         gone = weakref.ref(link)
         del link
@@ -281,7 +291,9 @@ def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
         listener = server._listener
         for name in ("anna", "bert"):
             with service.connect(server.address, RULE, transport="memory") as center:
-                center.exchange(center_params(), anchor_version=0, worker=name)
+                sessions.exchange(
+                    center, center_params(), anchor_version=0, worker=name
+                )
                 (own,) = listener._connections.values()
                 gone.append(weakref.ref(own))
                 del own
@@ -368,7 +380,10 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
             store.norm = slow
             narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ones)
             first = in_background(
-                lambda: other.exchange(narrow, anchor_version=0, worker="bert"), "bert"
+                lambda: sessions.exchange(
+                    other, narrow, anchor_version=0, worker="bert"
+                ),
+                "bert",
             )
             assert compiles.wait(LIMIT)
             sent = in_background(send, "anna")
@@ -416,8 +431,8 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
             ) as center:
                 version = 0
                 for _ in range(messages):
-                    answer = center.exchange(
-                        ones, anchor_version=version, worker=f"w{number}"
+                    answer = sessions.exchange(
+                        center, ones, anchor_version=version, worker=f"w{number}"
                     )
                     version = answer.version
                     for leaf in jax.tree.leaves(answer.params):
@@ -454,7 +469,7 @@ def test_a_lost_answer_of_a_crowd_is_given_again(wire):
                 raise errors.CenterUnreachableError("the test has lost it")
 
             center._receive = lost
-            answer = center.exchange(ones, anchor_version=0, worker="anna")
+            answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
             assert (answer.version, server.center.version) == (2, 3)
             for leaf in jax.tree.leaves(answer.params):
                 np.testing.assert_array_equal(leaf, -2)
@@ -589,7 +604,7 @@ def test_what_a_center_says_at_its_end_is_heard(way_of):
 
         def exchange():
             with pytest.raises(errors.CenterClosedError) as caught:
-                center.exchange(ones, anchor_version=0, worker="anna")
+                sessions.exchange(center, ones, anchor_version=0, worker="anna")
             said.append(str(caught.value))
 
         center._retry = lambda attempt, within=0.0: attempt()
@@ -614,14 +629,17 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
 
         def exchange():
             with pytest.raises(errors.AgnOptaxError):
-                center.exchange(ones, anchor_version=0, worker="anna")
+                sessions.exchange(center, ones, anchor_version=0, worker="anna")
 
         thread = threading.Thread(target=exchange)
         thread.start()
         wait_for(lambda: "anna" in server.center.members()[2])
         center.close()
         thread.join(LIMIT)
-        assert other.exchange(ones, anchor_version=0, worker="other").version == 1
+        assert (
+            sessions.exchange(other, ones, anchor_version=0, worker="other").version
+            == 1
+        )
 
 
 def test_stopping_ends_idle_connections(transport):
@@ -631,15 +649,18 @@ def test_stopping_ends_idle_connections(transport):
         server.stop()
         assert time.monotonic() - began < 10
         with pytest.raises(errors.CenterUnreachableError):
-            center.exchange(
-                {"w": jnp.ones(SIZE), "b": jnp.ones(3)}, anchor_version=0, worker="anna"
+            sessions.exchange(
+                center,
+                {"w": jnp.ones(SIZE), "b": jnp.ones(3)},
+                anchor_version=0,
+                worker="anna",
             )
 
 
 def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
     """Python aborts where it ends while another thread lets go of JAX's arrays."""
     with made(transport) as (server, center):
-        center.exchange(center_params(), anchor_version=0, worker="anna")
+        sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         threads = server._listener._threads
         assert len(threads) >= 2
         server.stop()
@@ -656,7 +677,9 @@ def test_nothing_is_left_open():
             with made(transport) as (_, center):
                 ones = jax.tree.map(jnp.ones_like, center.pull().params)
                 for version in range(3):
-                    center.exchange(ones, anchor_version=version, worker="anna")
+                    sessions.exchange(
+                        center, ones, anchor_version=version, worker="anna"
+                    )
 
     use()  # grpc keeps some for good
     before = opened()
@@ -729,7 +752,10 @@ def test_hostile_packets_are_refused(name):
             heard = everything(end)
             assert (b"Error" in heard) != name.startswith("ends")
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
-        assert center.exchange(ones, anchor_version=0, worker="anna").version == 1
+        assert (
+            sessions.exchange(center, ones, anchor_version=0, worker="anna").version
+            == 1
+        )
 
 
 @shares
@@ -757,7 +783,10 @@ def test_segments_that_could_be_taken_away_are_refused(size, seals, number):
             os.close(descriptor)
             assert b"ProtocolError" in everything(end)
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
-        assert center.exchange(ones, anchor_version=0, worker="anna").version == 1
+        assert (
+            sessions.exchange(center, ones, anchor_version=0, worker="anna").version
+            == 1
+        )
 
 
 def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
@@ -766,7 +795,9 @@ def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
         center.join("anna")
         center._schema = _trees.schema_of({"w": jnp.ones(5_000_001)})
         with pytest.raises(errors.TreeMismatchError, match="of another tree"):
-            center.exchange({"w": jnp.ones(5_000_001)}, anchor_version=0, worker="anna")
+            sessions.exchange(
+                center, {"w": jnp.ones(5_000_001)}, anchor_version=0, worker="anna"
+            )
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux only")

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import optax
 import pytest
+import sessions
 import talking
 from commands import python
 
@@ -161,7 +162,8 @@ def test_a_shard_that_is_killed_goes_on(killed):
             other.center.initialize(np.zeros(2, np.float32), worker="")
             center.join("w")
             for version in (1, 2):
-                answer = center.exchange(
+                answer = sessions.exchange(
+                    center,
                     np.ones(4, np.float32),
                     anchor_version=(version - 1, version - 1),
                     worker="w",
@@ -208,7 +210,7 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
 
         def exchange():
             message = np.ones(2, np.float32)
-            answer = center.exchange(message, anchor_version=0, worker="w")
+            answer = sessions.exchange(center, message, anchor_version=0, worker="w")
             said["answer"] = answer.version
 
         def pull():

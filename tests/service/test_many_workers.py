@@ -16,6 +16,7 @@ import weakref
 
 import numpy as np
 import pytest
+import sessions
 import talking
 
 from agn_optax import errors, rules, service
@@ -104,8 +105,8 @@ class Life:
     def exchange(self, element):
         message = np.zeros(WORKERS * MESSAGES, np.float32)
         message[element] = 1
-        answer = self._center.exchange(
-            message, anchor_version=self._version, worker=self.name
+        answer = sessions.exchange(
+            self._center, message, anchor_version=self._version, worker=self.name
         )
         (self.acknowledged if answer.applied else self.refused).add(element)
         self._version = answer.version
@@ -245,7 +246,7 @@ def in_background(work, *args, **kwargs):
 def send(center, worker, element, version=0):
     message = np.zeros(8, np.float32)
     message[element] = 1
-    return center.exchange(message, anchor_version=version, worker=worker)
+    return sessions.exchange(center, message, anchor_version=version, worker=worker)
 
 
 def is_soon(server, condition):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import network
 import optax
 import pytest
+import sessions
 
 import agn_optax
 from agn_optax import errors, rules, service
@@ -130,7 +131,7 @@ def test_the_time_to_come_back_begins_with_the_last_sign_of_life(
             time.sleep(1.5)  # longer than it has without a sign of life
             net.cut()
             net.mend()
-            other.exchange(ONES, anchor_version=0, worker="other")
+            sessions.exchange(other, ONES, anchor_version=0, worker="other")
 
         thread = threading.Thread(target=hiccup)
         thread.start()

@@ -3,13 +3,14 @@
 The workers of a site talk to the site's own center, often; the sites talk to their
 parent, rarely. For the parent, a site is a worker like any other: its parameters are
 the site's center, and an exchange at the site is one of its local steps. The site does
-not stop while it waits for its parent, so it adopts the answer as a worker that
-overlaps does, with the progress made since.
+not stop while it waits for its parent, so it adopts the answer with the progress that
+it has made since.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.center import Center, LocalCenter
-from agn_optax.worker._worker import Worker
+from agn_optax.center._core import Core
+from agn_optax.center._protocol import Center, Session, Snapshot
 
 PyTree = Any
 T = TypeVar("T")
@@ -34,15 +35,15 @@ class Uplink:
     """Keeps a center in touch with its parent, on a thread of its own.
 
     Args:
-      center: of the site. Without parameters, it gets the parent's; if the parent has
-        none either, the parent gets those of the site's chief.
+      core: of the site's center. Without parameters, it gets the parent's; if the
+        parent has none either, the parent gets those of the site's chief.
       parent: the center that the sites share; its rule says what a site sends, and how
         it adopts.
       period: exchanges at the site between two exchanges with the parent.
       name: of the site, unique among the workers of the parent.
 
     Attributes:
-      worker: the site as a worker of the parent.
+      exchanges: with the parent so far.
       ready: an event, set when the site has joined its parent, or failed to.
       error: why the site goes on alone; None while it does not.
 
@@ -51,28 +52,30 @@ class Uplink:
         site's rule has none to offer.
     """
 
-    def __init__(
-        self, center: LocalCenter, parent: Center, *, period: int, name: str
-    ) -> None:
+    def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
         self._period = int(check.positive_int(period, "parent_period"))
-        self._keeps_record = bool(
-            jax.tree.leaves(parent.rule.record.init(jnp.zeros(())))
-        )
-        if self._keeps_record and center.rule.message is not None:
+        rule = parent.rule
+        self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
+        if self._keeps_record and core.rule.message is not None:
             raise errors.InvalidArgumentError(
-                f"rule {parent.rule.name!r} of the parent sums gradients, and rule "
-                f"{center.rule.name!r} of this center does not send any; give the "
+                f"rule {rule.name!r} of the parent sums gradients, and rule "
+                f"{core.rule.name!r} of this center does not send any; give the "
                 "parent a rule that sends displacements, such as downpour or diloco"
             )
-        self._center = center
-        self._parent = parent
-        # No inner optimizer: the site's center has moved already.
-        self.worker = Worker(parent, optax.identity(), period=1, name=name, patience=0)
+        self.exchanges = 0
         self.error: BaseException | None = None
         self.ready = threading.Event()
-        self._record = jax.jit(self.worker.tx.update, donate_argnums=1)
-        self._state: Any = None  # of the site as a worker; steps are its exchanges
+        self._core = core
+        self._parent = parent
+        self._name = name
+        self._session: Session | None = None
+        self._anchor: Snapshot  # of the parent, as last adopted
+        # Under the lock of the site's center: what its exchanges add up to since then.
         self._steps = 0
+        self._record: PyTree = None
+        self._accumulate = jax.jit(rule.record.update, donate_argnums=1)
+        self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
+        self._adopt = jax.jit(functools.partial(rounds.adopt, rule))
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"{name} uplink", daemon=True
@@ -90,19 +93,19 @@ class Uplink:
                 return
             self.ready.set()
             while not self._stopped.is_set():
-                self._center.wait_for(self._has_work, _POLL)
+                self._core.wait_for(self._has_work, _POLL)
                 if self._steps >= self._period:
                     self._exchange()
             if self._steps:
                 self._exchange()
-            self.worker.leave()
         except BaseException as error:
             self.error = error
-            with contextlib.suppress(Exception):  # the other sites do not wait for us
-                self.worker.leave()
             _log.error("this center goes on without its parent: %s", error)
         finally:
             self.ready.set()
+            if self._session is not None:  # the other sites do not wait for us
+                with contextlib.suppress(Exception):
+                    self._session.leave()
 
     def _has_work(self) -> bool:
         return self._steps >= self._period or self._stopped.is_set()
@@ -111,31 +114,32 @@ class Uplink:
         """Both centers have parameters, and the site has joined; False: stopped."""
         while not self._stopped.is_set():
             try:
-                self._center.initialize_from(self._insist(self._parent.pull).params)
+                self._core.initialize_from(self._insist(self._parent.pull).params)
                 break
             except errors.NotInitializedError:
                 pass
-            if self._center.wait_until_initialized(_POLL):
+            if self._core.wait_until_initialized(_POLL):
                 # If another site is quicker, this one adopts what that gave.
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     self._insist(self._initialize_parent)
                 break
         else:
             return False
-        with self._center.atomically():  # its workers may have begun already
-            first = self._center.pull().params
-            self._state = self.worker.tx.init(first)
-            self._center.observe(self._observe)
-        adopted, state = self._insist(lambda: self.worker.start(first))
-        with self._center.atomically():
-            if not _alike(first, adopted):
-                self._center.shift(adopted, first)
-            self._state = self._state._replace(anchor=state.anchor)
+        with self._core.atomically():  # its workers may have begun already
+            first = self._core.snapshot().params
+            self._record = self._parent.rule.record.init(first)
+            self._core.observe(self._observe)
+        self._session = self._insist(lambda: self._parent.join(self._name, first))
+        self._anchor = self._placed(self._insist(self._parent.pull), first)
+        adopted = jax.tree.map(
+            lambda c, x: c.astype(x.dtype), self._anchor.params, first
+        )
+        if not _alike(first, adopted):
+            self._core.shift(adopted, first)
         return True
 
     def _initialize_parent(self) -> None:
-        params = self._center.pull().params
-        self._parent.initialize(params, worker=self.worker.name)
+        self._parent.initialize(self._core.snapshot().params, worker=self._name)
 
     def _insist(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, as soon as the parent can be reached."""
@@ -150,25 +154,34 @@ class Uplink:
         """An exchange at the site; called under the lock of its center."""
         self._steps += 1
         if self._keeps_record:
-            _, self._state = self._record(contribution, self._state, contribution)
+            _, self._record = self._accumulate(contribution, self._record, contribution)
             # The contribution may be overwritten when its exchange is answered.
-            jax.block_until_ready(self._state)
+            jax.block_until_ready(self._record)
 
     def _exchange(self) -> None:
-        with self._center.atomically():
-            sent = self._center.pull().params
-            state = self._state._replace(local_steps=jnp.int32(self._steps))
-            self._state = trees.copy(state)._replace(
-                record=self._parent.rule.record.init(sent)
+        assert self._session is not None
+        session, rule = self._session, self._parent.rule
+        with self._core.atomically():
+            sent = self._core.snapshot().params
+            steps, self._steps = self._steps, 0
+            record, self._record = self._record, rule.record.init(sent)
+        anchor = self._anchor
+        state = rounds.LocalState(jnp.int32(steps), (), record, anchor=None)
+        contribution = self._contribute(state, sent, anchor.params)
+        answer = self._insist(
+            lambda: session.exchange(
+                self.exchanges + 1,
+                contribution,
+                anchor_version=anchor.version,
+                steps=steps,
             )
-            # The next call of exchange is the last of so many local steps.
-            self.worker._local_steps = self._steps - 1
-            self._steps = 0
-        params = trees.copy(sent)
-        adopted, after = self._insist(lambda: self.worker.exchange(params, state))
-        with self._center.atomically():
-            self._center.shift(adopted, sent)
-            self._state = self._state._replace(anchor=after.anchor)
+        )
+        self.exchanges += 1
+        self._anchor = self._placed(answer, sent)
+        self._core.shift(self._adopt(sent, self._anchor.params), sent)
+
+    def _placed(self, snapshot: Snapshot, like: PyTree) -> Snapshot:
+        return snapshot._replace(params=trees.place_like(snapshot.params, like))
 
 
 def _alike(tree: PyTree, other: PyTree) -> bool:

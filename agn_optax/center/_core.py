@@ -1,0 +1,638 @@
+"""A center's heart: one lock around a ledger, a store and a keeper; and its sessions.
+
+    Ledger      decides: who is there, which message is next, who waits
+    Store       computes: one version of the center after the other
+    Keeper      remembers: what outlives the process, if anything does
+
+Everybody who has to do with a center is a client of its `Core`, and has nothing of its
+own to decide: the embedded center, the service, and a center that is a worker of
+another one. The lock is held while programs are handed to the device, never while they
+run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center._ledger import Batch, Ledger, Member, Mode, State
+from agn_optax.center._protocol import Session, Snapshot
+from agn_optax.center._store import CenterState, Store, Version
+from agn_optax.center.durability import Durability, Image, Keeper
+from agn_optax.rules import Rule, check_rule
+
+PyTree = Any
+
+_LOOKS = 1.0  # seconds after which whoever waits looks who is still there
+
+
+@dataclasses.dataclass
+class Answer:
+    """The answer to one exchange, kept until its worker has it."""
+
+    sequence: int
+    version: Version  # the one that the rule adopts
+    staleness: int
+    norm: jax.Array | None
+    applied: bool
+    recorded: int = 0  # what must be on disk before its worker has it
+
+
+@dataclasses.dataclass
+class _Message:
+    """A contribution that waits to be applied."""
+
+    contribution: PyTree
+    norm: Any
+
+
+class Core:
+    """The center variable, for clients that are not its users: see `LocalCenter`.
+
+    Args and raises as `LocalCenter`.
+
+    Attributes:
+      rule: the rule.
+      life: of this center; a center that goes on where an earlier process left it, with
+        nothing lost, has the same.
+      ledger: what it decides by; read it under `atomically` only.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        params: PyTree = None,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+        mode: Mode | None = None,
+        barrier: int = 0,
+        max_workers: int | None = None,
+        lease: float = 10.0,
+        refuse_nonfinite: bool = False,
+        durability: Durability | None = None,
+        packs: bool = False,
+    ) -> None:
+        check_rule(rule)
+        self.rule = rule
+        self.life = uuid.uuid4().hex
+        self.ledger = Ledger(
+            mode, lease=lease, max_workers=max_workers, barrier=barrier
+        )
+        self._dtype = check.float_dtype(dtype, "dtype")
+        self._device = device
+        self._packs = packs
+        self._refuse_nonfinite = refuse_nonfinite
+        self._changed = threading.Condition()
+        self._store: Store | None = None
+        self._messages: dict[str, _Message] = {}  # of the workers that wait
+        self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
+        self._refusals: dict[str, tuple[int, Exception]] = {}  # and sequence
+        self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
+        self._observers: list[Callable[[PyTree], None]] = []
+        self._closed = ""
+        # Who initialized: "" is whoever made this center, None (after a restore) nobody
+        # in this life.
+        self._chief: str | None = None
+        self._keeper: Keeper | None = None
+        if durability is not None:
+            self._keeper = Keeper(durability, self._changed, self.life)
+        try:
+            self._go_on(params)
+            if params is not None and self._store is None:
+                self.initialize(params, worker="")
+        except BaseException:
+            self.close("it could not be made")
+            raise
+
+    # What it is.
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the center has parameters."""
+        return self._store is not None
+
+    @property
+    def store(self) -> Store:
+        """What computes.
+
+        Raises:
+          NotInitializedError: the center has no parameters yet.
+        """
+        if self._store is None:
+            raise errors.NotInitializedError(
+                "this center has no parameters yet: start one worker with "
+                "start(params, chief=True), or give the center its parameters"
+            )
+        return self._store
+
+    @property
+    def failure(self) -> str:
+        """Why this center cannot be kept on disk any more; "" while all is well."""
+        return "" if self._keeper is None else self._keeper.failure
+
+    def atomically(self) -> threading.Condition:
+        """Around what nobody may come between; notified whenever something changed."""
+        return self._changed
+
+    def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
+        """Version (None: not initialized), workers that are there, and who waits."""
+        with self._changed:
+            self._settle()
+            version = None if self._store is None else self._store.current.number
+            members = {
+                name: dataclasses.replace(member)
+                for name, member in self.ledger.present().items()
+            }
+            return version, members, set(self.ledger.pending)
+
+    @contextmanager
+    def reading(
+        self, version: Version | None = None, *, kept: bool = False
+    ) -> Iterator[Version]:
+        """A version, which stays what it is meanwhile.
+
+        Args:
+          version: one that somebody holds already; None takes the current one.
+          kept: for those whom the news may outlive: waits until all that is in it is on
+            disk, if exchanges are.
+        """
+        with self._changed:
+            version = version or self.store.current
+            version.readers += 1
+            recorded = self._recorded()
+        try:
+            if kept:
+                self._wait_until_kept(recorded)
+            yield version
+        finally:
+            with self._changed:
+                version.readers -= 1
+
+    def snapshot(self, version: Version | None = None, **answer: Any) -> Snapshot:
+        """A version for somebody who need not say when it has been read."""
+        with self._changed:
+            version = version or self.store.current
+            version.escaped = True
+            return Snapshot(self.store.tree(version), version.number, **answer)
+
+    def save(self) -> CenterState:
+        """A copy of everything that the center is, consistent, for a checkpoint."""
+        with self._changed:
+            return self.store.save()
+
+    # How it begins and ends.
+
+    def initialize(self, params: PyTree, *, worker: str) -> int:
+        """Gives the center its first parameters: see `Center.initialize`.
+
+        Nobody has seen the version whose number is returned, so the first exchange may
+        move it in place.
+        """
+        check.float_leaves(params, "params")
+        with self._changed:
+            if self._store is not None and self._chief not in (None, worker):
+                by = f"worker {self._chief!r}" if self._chief else "whoever made it"
+                raise errors.AlreadyInitializedError(
+                    f"worker {worker!r} wants to initialize a center that {by} has "
+                    "initialized; start it with chief=False, and it adopts the center"
+                )
+            if self._store is None:
+                store = Store(
+                    self.rule, params, self._dtype, self._device, packs=self._packs
+                )
+                self._begin(store, worker)
+            self._chief = worker
+            return self.store.current.number
+
+    def initialize_from(self, params: PyTree) -> None:
+        """Parameters from above, if there are none; a chief then adopts them."""
+        with self._changed:
+            if self._store is None:
+                self.initialize(params, worker="")
+                self._chief = None
+
+    def restore(self, saved: CenterState) -> None:
+        """Goes on from what `save` returned: see `LocalCenter.restore`."""
+        with self._changed:
+            self._begin(Store.restore(self.rule, saved, packs=self._packs), None)
+
+    def wait_until_initialized(self, timeout: float | None) -> bool:
+        """Whether the center has parameters, now or within ``timeout`` seconds."""
+        return self.wait_for(lambda: self.is_initialized, timeout)
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Whether ``condition`` holds, now or within ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout)
+
+    def close(self, reason: str = "this center has been closed") -> None:
+        """Takes no more exchanges: see `LocalCenter.close`."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def wait_until_closed(self) -> None:
+        """Until no more exchanges are taken, for whatever reason."""
+        self.wait_for(lambda: bool(self._closed or self.failure), None)
+
+    # Who takes part.
+
+    def join(
+        self,
+        worker: str,
+        incarnation: str | None = None,
+        params: PyTree = None,
+        *,
+        replace: bool = False,
+        back: bool = False,
+        silence: float | None = None,
+        cut: Callable[[], None] | None = None,
+    ) -> LocalSession:
+        """A worker joins, and does not wait for others: see `Ledger.join`.
+
+        Args:
+          worker: its name.
+          incarnation: of this life of it; None for a new one.
+          params: what it will adopt the center into; None for what comes.
+          replace: as for `Ledger.join`.
+          back: as for `Ledger.join`.
+          silence: as for `Ledger.join`.
+          cut: ends the connection that it came over; called once the center has given
+            this life up, or it has come over another connection. Must not block.
+
+        Raises:
+          CenterClosedError: no more exchanges are taken.
+          TreeMismatchError: ``params`` does not belong to this center.
+          NameTakenError, CenterFullError, WorkerStateError: as `Ledger.join`.
+        """
+        incarnation = incarnation or uuid.uuid4().hex
+        with self._changed:
+            self._check_open()
+            if params is not None and self._store is not None:
+                check.same_tree(params, self._store.like, "params", "center")
+            connection = self.ledger.join(
+                worker,
+                incarnation,
+                time.monotonic(),
+                replace=replace,
+                back=back,
+                silence=silence,
+            )
+            self._cut(worker)
+            if cut is not None:
+                self._cuts[worker] = cut
+            self._prune(worker)
+            self._remember(worker)
+            self._settle()
+        return LocalSession(self, worker, incarnation, connection)
+
+    def hear(self, worker: str, incarnation: str) -> bool:
+        """A sign of life of a worker; False if that life is over."""
+        with self._changed:
+            heard = self.ledger.hear(worker, incarnation, time.monotonic())
+            self._settle()
+            return heard
+
+    def leave(self, worker: str, incarnation: str) -> None:
+        """A worker goes, over another connection than that of its session."""
+        with self._changed:
+            if self.ledger.leave(worker, incarnation):
+                self._remember(worker)
+                self._settle()
+
+    def wait_for_barrier(self, timeout: float | None) -> bool:
+        """Whether as many workers as the barrier wants have come."""
+        return self.wait_for(lambda: self.ledger.is_open, timeout)
+
+    # For a site of a tree of centers.
+
+    def observe(self, observer: Callable[[PyTree], None]) -> None:
+        """Has ``observer`` see every contribution that is applied, under the lock."""
+        with self._changed:
+            self._observers.append(observer)
+
+    def shift(self, adopted: PyTree, sent: PyTree) -> None:
+        """A version with ``adopted`` in place of ``sent``, and all progress since."""
+        with self._changed:
+            self.store.shift(adopted, sent)
+            self.ledger.shift()
+            self._settle()
+
+    # What sessions ask of it; `_settle` and what follows it are called under the lock.
+
+    def _examine(self, contribution: PyTree) -> _Message:
+        """A contribution where the center is, and the norm of its message."""
+        store = self.store
+        contribution = store.take(contribution)
+        with self.reading() as version:
+            norm: Any = store.norm(contribution, version.params)
+            if self._refuse_nonfinite:
+                norm = np.float32(norm)
+                if not math.isfinite(norm):
+                    raise errors.MessageRefusedError(
+                        f"the message is not finite (its norm is {norm}); the center "
+                        "stays as it was. Start again from the center, with a smaller "
+                        "learning rate or with clipping"
+                    )
+        return _Message(contribution, norm)
+
+    def _submit(
+        self,
+        session: LocalSession,
+        sequence: int,
+        message: _Message,
+        anchor_version: Any,
+    ) -> None:
+        is_int = isinstance(anchor_version, int | np.integer)
+        worker = session.worker
+        with self._changed:
+            self._check_open()
+            if self.ledger.submit(
+                worker,
+                session.incarnation,
+                sequence,
+                int(anchor_version) if is_int else -1,
+                time.monotonic(),
+            ):
+                self._messages.setdefault(worker, message)
+                self._prune(worker)
+            self._settle()
+
+    def _collect(
+        self, session: LocalSession, sequence: int, timeout: float | None
+    ) -> Answer | None:
+        worker = session.worker
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                member = self.ledger.member(worker, session.incarnation)
+                refused = self._refusals.get(worker)
+                if refused is not None and refused[0] == sequence:
+                    raise refused[1]
+                if member.sequence == sequence:
+                    return self._answers.get(worker) or self._late_answer(member)
+                if member.state is not State.WAITING:
+                    raise errors.WorkerStateError(
+                        f"worker {worker!r} asks for the answer to exchange "
+                        f"{sequence}, but its last one was {member.sequence}"
+                    )
+                self._check_open()
+                now = time.monotonic()
+                if now >= end:
+                    return None
+                deadline = self.ledger.deadline()
+                until = end
+                if deadline is not None:
+                    until = min(end, deadline, now + _LOOKS)
+                self._changed.wait(None if until == math.inf else max(0.0, until - now))
+                self._settle()
+
+    def _late_answer(self, member: Member) -> Answer:
+        """To an exchange whose first answer is not kept any more."""
+        current = self.store.current
+        current.escaped = True  # nobody says when it has been read
+        return Answer(
+            member.sequence,
+            current,
+            member.staleness or 0,
+            None,
+            member.applied,
+            self._recorded(),
+        )
+
+    def _acknowledge(self, session: LocalSession, sequence: int) -> None:
+        with self._changed:
+            self.ledger.acknowledge(session.worker, session.incarnation, sequence)
+            self._prune(session.worker)
+
+    def _disconnect(self, session: LocalSession) -> None:
+        with self._changed:
+            now = time.monotonic()
+            self.ledger.disconnect(
+                session.worker, session.incarnation, session.connection, now
+            )
+            self._settle()
+
+    def _settle(self) -> None:
+        """Applies whatever waits no longer, and lets go of what nobody waits for."""
+        while (
+            not (self._closed or self.failure)
+            and (batch := self.ledger.take(time.monotonic())) is not None
+        ):
+            self._apply(batch)
+        for worker in self.ledger.departed():
+            self._cut(worker)
+            self._prune(worker)
+        self._changed.notify_all()
+
+    def _apply(self, batch: Batch) -> None:
+        store = self.store
+        messages = [self._messages.pop(entry.worker) for entry in batch.entries]
+        adopted = store.current
+        exchange: tuple[Any, ...] = ()
+        seen: list[PyTree] = []
+        if batch.applies:
+            # The center optimizer gets the staleness of a single message; those of a
+            # round are weighed one by one.
+            staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
+            contributions = [message.contribution for message in messages]
+            try:
+                before, after = store.apply(contributions, batch.weights, staleness)
+            except Exception as error:  # whoever called, it is these workers' to hear
+                self.ledger.refuse(batch)
+                for entry in batch.entries:
+                    self._refusals[entry.worker] = entry.sequence, error
+                return
+            if self._observers or self._keeper is not None:
+                seen = [store.unplace(each) for each in contributions]
+                exchange = (seen, batch.weights, staleness)
+            adopted = before if self.rule.adopts == "before" else after
+        self.ledger.settle(batch)
+        workers = [entry.worker for entry in batch.entries]
+        recorded = self._remember(*workers, exchange=exchange)
+        for observer in self._observers:
+            for contribution in seen:
+                observer(contribution)
+        for entry, staleness, message in zip(
+            batch.entries, batch.staleness, messages, strict=True
+        ):
+            self._forget(entry.worker)
+            adopted.readers += 1
+            self._answers[entry.worker] = Answer(
+                entry.sequence,
+                adopted,
+                staleness,
+                message.norm,
+                batch.applies,
+                recorded,
+            )
+
+    def _prune(self, worker: str) -> None:
+        """Lets go of what is kept for a worker that is in another state by now."""
+        member = self.ledger.present().get(worker)
+        state = State.GONE if member is None else member.state
+        if state is not State.WAITING:
+            self._messages.pop(worker, None)
+        if state is not State.ANSWERED:
+            self._forget(worker)
+        if state is not State.IDLE:
+            self._refusals.pop(worker, None)
+
+    def _cut(self, worker: str) -> None:
+        cut = self._cuts.pop(worker, None)
+        if cut is not None:
+            cut()
+
+    def _forget(self, worker: str) -> None:
+        answer = self._answers.pop(worker, None)
+        if answer is not None:
+            answer.version.readers -= 1
+
+    # What of it outlives the process, if anything does.
+
+    def _go_on(self, params: PyTree) -> None:
+        """With the center that an earlier process has left."""
+        if self._keeper is None:
+            return
+        store = self._keeper.restore(
+            self.rule, self.ledger, params, self._dtype, self._device, self._packs
+        )
+        if store is not None:
+            self.life = self._keeper.life
+            with self._changed:
+                self._begin(store, self._keeper.chief)
+
+    def _begin(self, store: Store, chief: str | None) -> None:
+        """Has a center from now on; nobody has seen it before it is on disk."""
+        first, self._chief = self._chief, chief
+        self._store, self.ledger.version = store, store.current.number
+        try:
+            if self._keeper is not None:
+                self._keeper.begin(self.rule, self._image)
+        except BaseException:
+            self._store, self._chief = None, first
+            raise
+        self._changed.notify_all()
+
+    def _image(self) -> Image:
+        return Image(self.store.save(), self.ledger.memory(), self._chief)
+
+    def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
+        """What has happened to some workers; returns what to wait for."""
+        if self._keeper is None:
+            return 0
+        return self._keeper.record(self.ledger.memory(workers), *exchange)
+
+    def _recorded(self) -> int:
+        return 0 if self._keeper is None else self._keeper.recorded
+
+    def _wait_until_kept(self, recorded: int) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            self.wait_for(lambda: keeper.is_kept(recorded), None)
+
+    def _check_open(self) -> None:
+        if self.failure:
+            raise errors.CenterClosedError(self.failure)
+        if self._closed:
+            raise errors.CenterClosedError(self._closed)
+
+
+class LocalSession(Session):
+    """One life of one worker at a `Core`; made by `Core.join`.
+
+    A server, which sends versions as they are kept, asks for an `answer` where a user
+    of an embedded center collects.
+    """
+
+    def __init__(
+        self, core: Core, worker: str, incarnation: str, connection: int
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.connection = connection  # 1, 2, 3, ... of this life
+        self._core = core
+
+    def submit(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+    ) -> None:
+        """As `Session.submit`; a contribution may be packed as the center is."""
+        del steps
+        message = self._core._examine(contribution)
+        self._core._submit(self, sequence, message, anchor_version)
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        """As `Session.collect`."""
+        answer = self.answer(sequence, timeout)
+        if answer is None:
+            return None
+        self.wait_until_kept(answer)
+        return self._core.snapshot(
+            answer.version,
+            staleness=answer.staleness,
+            norm=answer.norm,
+            applied=answer.applied,
+        )
+
+    def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
+        """The answer to an exchange as the center keeps it; None if it still waits.
+
+        The worker may have it, or its end at least, after `wait_until_kept`.
+        """
+        return self._core._collect(self, sequence, timeout)
+
+    def wait_until_kept(self, answer: Answer) -> None:
+        """Until an answer will not be forgotten: with a journal, until it is on disk.
+
+        Raises:
+          CenterClosedError: it cannot be kept.
+        """
+        self._core._wait_until_kept(answer.recorded)
+
+    def replace(self, answer: Answer, params: PyTree) -> Answer:
+        """The same answer with a copy of its version, which then need not be kept.
+
+        Args:
+          answer: to the last exchange.
+          params: the copy, as the version keeps them.
+        """
+        core = self._core
+        with core.atomically():
+            copied = dataclasses.replace(
+                answer, version=Version(params, answer.version.number, readers=1)
+            )
+            if core._answers.get(self.worker) is answer:
+                core._answers[self.worker] = copied
+                answer.version.readers -= 1
+        return copied
+
+    def acknowledge(self, sequence: int) -> None:
+        """As `Session.acknowledge`."""
+        self._core._acknowledge(self, sequence)
+
+    def disconnect(self) -> None:
+        """As `Session.disconnect`."""
+        self._core._disconnect(self)
+
+    def leave(self) -> None:
+        """As `Session.leave`."""
+        self._core.leave(self.worker, self.incarnation)

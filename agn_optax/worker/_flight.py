@@ -1,0 +1,83 @@
+"""An exchange of a worker, from its departure until its answer is adopted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from agn_optax import errors
+from agn_optax._internal import in_background
+from agn_optax.center import Session, Snapshot
+from agn_optax.worker._programs import Left
+
+PyTree = Any
+
+_PAUSE = 0.5  # seconds between attempts, which have pauses of their own
+
+
+@dataclasses.dataclass(eq=False)
+class Message:
+    """An exchange that has begun: kept until its answer is adopted.
+
+    If it fails, the same message is sent again, with the same sequence number, for the
+    center may have applied it.
+    """
+
+    sequence: int
+    contribution: PyTree
+    anchor_version: Any
+    steps: int
+    answer: Snapshot | None = None
+    left: Left | None = None  # None unless local steps go on meanwhile
+    flight: Future[Snapshot] | None = None  # its way on a thread of its own
+    abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def send(self, session: Session) -> Snapshot:
+        """The answer, once it is there."""
+        return session.exchange(
+            self.sequence,
+            self.contribution,
+            anchor_version=self.anchor_version,
+            steps=self.steps,
+        )
+
+    def take_off(self, session: Session, give_up: float) -> None:
+        """Sends in the background until there is an answer, or no hope."""
+        fly = functools.partial(self._fly, session, give_up)
+        self.flight = in_background(fly, f"{session.worker} exchange")
+
+    def land(self) -> BaseException | None:
+        """Waits for the answer; returns why there is none.
+
+        Callers may keep the error, and so it must not hold the message's arrays.
+        """
+        assert self.flight is not None
+        error = self.flight.exception()
+        if error is None:
+            self.answer = self.flight.result()
+        cause = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        return error
+
+    def _fly(self, session: Session, give_up: float) -> Snapshot:
+        lost: float | None = None  # since when
+        # Whoever leaves before it is computed has left for the center, too.
+        jax.block_until_ready(self.contribution)
+        while True:
+            try:
+                return self.send(session)
+            except errors.CenterClosedError:
+                raise
+            except errors.CenterUnreachableError:
+                lost = lost or time.monotonic()
+                if time.monotonic() - lost >= give_up or self.abandoned.wait(_PAUSE):
+                    raise

@@ -1,0 +1,128 @@
+"""What a worker compiles: its local phase, and the halves of its exchanges.
+
+    start       adopt a first center
+    contribute  make what is sent
+    adopt       take the answer, where the worker has waited for it
+
+and where local steps go on meanwhile
+
+    depart      make what is sent, and begin the next round
+    stay        begin the next round; what is sent was made before
+    land        take the answer with the progress made since
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
+from agn_optax.round import LocalState
+from agn_optax.rules import Rule
+
+PyTree = Any
+
+
+class Left(NamedTuple):
+    """What tells the parameters as they were when a message left."""
+
+    params: PyTree  # a copy; None where the contribution tells them
+    steps: jax.Array  # int32: local steps that it was made of
+
+
+class Programs(NamedTuple):
+    """Of all workers with one rule and one inner optimizer."""
+
+    tx: optax.GradientTransformationExtraArgs
+    recovers: bool  # whether a contribution tells the parameters that it was made of
+    holds_anchor: bool  # whether contributions read the anchor, and the state has none
+    start: Callable[..., tuple[PyTree, LocalState]]
+    contribute: Callable[..., PyTree]
+    adopt: Callable[..., tuple[PyTree, LocalState]]
+    depart: Callable[..., tuple[PyTree, Left, LocalState]]
+    stay: Callable[..., tuple[Left, LocalState]]
+    land: Callable[..., tuple[PyTree, LocalState]]
+
+
+@functools.lru_cache(maxsize=32)
+def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
+    """The programs of a rule's workers; nothing compiles before it is called.
+
+    Raises:
+      InvalidTypeError: ``inner`` is not an optimizer.
+    """
+    inner = check.optimizer(inner, "inner")
+    # Only a penalty reads the anchor at every step, and then it travels with the state.
+    # For a contribution the worker holds on to the snapshot, which costs no copy.
+    keep_anchor = rule.penalty is not None
+    recovers = rounds.recovers(rule)
+
+    def init(params: PyTree) -> LocalState:
+        anchor = trees.copy(params) if keep_anchor else None
+        return rounds.init_local(rule, inner, params, anchor)
+
+    def update(
+        updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, LocalState]:
+        rounds.check_step(updates, params, "worker.tx")
+        return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
+
+    def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
+        params = jax.tree.map(
+            lambda c, x: jnp.array(c, x.dtype, copy=True), center, like
+        )
+        anchor = trees.copy(center) if keep_anchor else None
+        return params, init(params)._replace(anchor=anchor)
+
+    def adopt(
+        params: PyTree, state: LocalState, center: PyTree
+    ) -> tuple[PyTree, LocalState]:
+        params = rounds.adopt(rule, params, center)
+        return params, rounds.begin_round(rule, state, params, center)
+
+    # What local steps may not touch while it is on its way lies in buffers of its own,
+    # which the next departure writes over: fresh ones would take longer.
+    def depart(
+        spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
+    ) -> tuple[PyTree, Left, LocalState]:
+        contribution = rounds.contribute(rule, state, params, anchor)
+        kept = None if recovers else params
+        contribution, kept = rounds.overwrite(spare, (contribution, kept))
+        left = Left(kept, state.local_steps)
+        return contribution, left, rounds.empty_record(rule, state, params, params)
+
+    def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
+        left = Left(None if recovers else trees.copy(params), state.local_steps)
+        return left, rounds.empty_record(rule, state, params, params)
+
+    def land(
+        params: PyTree,
+        state: LocalState,
+        contribution: PyTree,
+        left: Left,
+        anchor: PyTree,
+        center: PyTree,
+    ) -> tuple[PyTree, LocalState]:
+        sent = left.params
+        if recovers:
+            sent = rounds.recover(rule, contribution, params, state, anchor, left.steps)
+        params = rounds.adopt_late(rule, params, sent, center)
+        return params, rounds.move_anchor(state, center)
+
+    return Programs(
+        tx=optax.GradientTransformationExtraArgs(init, update),
+        recovers=recovers,
+        holds_anchor=rule.needs_anchor and not keep_anchor,
+        start=jax.jit(start),
+        contribute=jax.jit(functools.partial(rounds.contribute, rule)),
+        adopt=jax.jit(adopt, donate_argnums=(0, 1)),
+        depart=jax.jit(depart, donate_argnums=(0, 2)),
+        stay=jax.jit(stay, donate_argnums=1),
+        land=jax.jit(land, donate_argnums=(0, 1)),
+    )

@@ -1,0 +1,28 @@
+"""Exchanges with a center by the names of workers, whose sessions are remembered."""
+
+import weakref
+
+_sessions = weakref.WeakKeyDictionary()  # by center: session and exchanges of a worker
+
+
+def join(center, worker, *args, **kwargs):
+    session = center.join(worker, *args, **kwargs)
+    _sessions.setdefault(center, {})[worker] = [session, 0]
+    return session
+
+
+def exchange(center, contribution, *, anchor_version, worker, steps=0):
+    """The next exchange of a worker, which joins if it has not; not of two threads."""
+    known = _sessions.setdefault(center, {})
+    if worker not in known:
+        join(center, worker)
+    session, done = known[worker]
+    answer = session.exchange(
+        done + 1, contribution, anchor_version=anchor_version, steps=steps
+    )
+    known[worker][1] = done + 1
+    return answer
+
+
+def leave(center, worker):
+    _sessions[center].pop(worker)[0].leave()
