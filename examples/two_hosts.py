@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,15 +154,12 @@ def run(args: argparse.Namespace) -> None:
         say(f"center at {server.address}")
         train(server.center, params, inner, towers, data, args)
 
-        def everybody_left() -> bool:
-            return not server.center.members()[1]
-
-        served = ""
-        while not server.center.wait_for(everybody_left, 1.0):
-            others = ", ".join(server.center.members()[1])
-            if others and others != served:
-                say(f"{args.name} has finished, and still serves {others}")
+        served: frozenset[str] = frozenset()
+        while others := server.center.workers:
+            if others != served:
+                say(f"{args.name} has finished, and still serves {', '.join(others)}")
             served = others
+            time.sleep(0.2)
         end = server.center.pull()
     accuracy = towers.evaluate(is_right, end.params, data.test)
     say(f"accuracy of the center: {accuracy:.1%} after {end.version} exchanges")

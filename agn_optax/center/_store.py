@@ -138,6 +138,11 @@ class Store:
             return version.params
         return jax.device_put(self.packing.unpack(version.params))
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether versions and contributions are kept packed."""
+        return self.packing is not None
+
     def take(self, contribution: PyTree) -> PyTree:
         """A contribution, if it belongs to this center, where the center is.
 

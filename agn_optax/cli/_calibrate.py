@@ -8,6 +8,7 @@ process, tells which part of a byte's time that is.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -132,10 +133,12 @@ def _exchange(center: Center, size: int) -> Callable[[], float]:
     """Measures an exchange, each time it is called."""
     params = jnp.zeros(size)  # a message of zeros, too
     version = center.initialize(params, worker="calibrate").version
+    session = center.join("calibrate")
+    sequences = itertools.count(1)
 
     def run() -> object:
         nonlocal version
-        answer = center.exchange(params, anchor_version=version, worker="calibrate")
+        answer = session.exchange(next(sequences), params, anchor_version=version)
         version = answer.version
         return answer.params
 

@@ -53,7 +53,7 @@ def serve(
             typer.echo(f"serving {made.name} at {server.address}")
 
         def closed() -> None:
-            server.center.wait_until_closed()
+            server.center.core.wait_until_closed()
             signals.put(0)
 
         in_background(closed, "agn-optax closed", lasting=True)
@@ -62,8 +62,8 @@ def serve(
                 f"draining after {signal.Signals(signum).name}; again to end at once",
                 err=True,
             )
-    if server.center.failure:
-        raise errors.DurabilityError(server.center.failure)
+    if server.center.core.failure:
+        raise errors.DurabilityError(server.center.core.failure)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ _log = logging.getLogger("agn_optax")
 SOON = 2.0
 # Of the calls without streams.
 _REPLIES: dict[str, Any] = {
+    "Alive": pb.AliveReply,
     "Describe": pb.Description,
     "Leave": pb.LeaveReply,
     "Status": pb.StatusReply,

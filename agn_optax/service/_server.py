@@ -19,12 +19,11 @@ from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
 from agn_optax._internal import check, in_background
-from agn_optax.center import Center, Durability, LocalCenter, Mode
+from agn_optax.center import Center, Durability, LocalCenter, Mode, Uplink
 from agn_optax.rules import Rule
 from agn_optax.service import _address
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports._listener import Listener
-from agn_optax.worker import Uplink
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -175,9 +174,11 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center, kept, upwards)
+    servicer = Servicer(center.core, kept, upwards)
     try:
-        server = start(servicer, address, credentials, max_workers, direct=direct)
+        server = start(
+            center, servicer, address, credentials, max_workers, direct=direct
+        )
     except BaseException:
         center.close("nothing can listen at its address")
         raise
@@ -185,7 +186,7 @@ def serve(
         if name is None:  # sites on other hosts may listen at the same address
             name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
         try:
-            server.uplink = Uplink(center, parent, period=parent_period, name=name)
+            server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
         except BaseException:
             server.stop()
             raise
@@ -193,6 +194,7 @@ def serve(
 
 
 def start(
+    center: LocalCenter,
     servicer: Servicer,
     address: str,
     credentials: grpc.ServerCredentials | None,
@@ -239,7 +241,7 @@ def start(
         ) from None
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
-    made = Server(servicer.center, servicer, address)
+    made = Server(center, servicer, address)
     made._health, made._grpc, made._threads = checks, server, pool
     if direct and credentials is None:
         try:

@@ -1,4 +1,4 @@
-"""The calls of the service, around a `LocalCenter`: bytes in, bytes out."""
+"""The calls of the service, around the `Core` of a center: bytes in, bytes out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +19,15 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
-from agn_optax.center import Answer, LocalCenter, Packed, Version, let_go
+from agn_optax.center import Answer, Core, LocalSession, Packed, Version, let_go
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import MAX_FRAME, PROTOCOL, SERVICE, WAITING_INTERVAL
+from agn_optax.service._address import (
+    MAX_FRAME,
+    PROTOCOL,
+    SERVICE,
+    WAITING_INTERVAL,
+)
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service.transports import _memory
 from agn_optax.service.wire import _frames, _schema, _trees
@@ -30,6 +35,8 @@ from agn_optax.service.wire._frames import Parcel
 
 PyTree = Any
 _LEAST_COPIED = 1 << 20  # bytes
+_SILENT_BEATS = 3  # signs of life that may fail to come
+_LONGEST_BEAT = 5.0  # seconds
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 
 
@@ -44,30 +51,29 @@ class _Traffic:
 
 
 class Servicer:
-    """Answers calls; everything that is decided, `LocalCenter` decides.
+    """Answers calls; everything that is decided, `Core` decides.
 
     Args:
-      center: the center.
+      core: of the center.
       dtype: the floating dtype that the center keeps by choice; "" if it has none.
       parent: address of the center that this one is a worker of; "" if none.
     """
 
-    def __init__(self, center: LocalCenter, dtype: str = "", parent: str = "") -> None:
-        self.center = center
+    def __init__(self, core: Core, dtype: str = "", parent: str = "") -> None:
+        self.core = core
         self._dtype = dtype
         self._parent = parent
-        self._name = center.life
         self._started = time.monotonic()
+        lease = core.ledger.lease
+        self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
+        self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        # Around what is decided of a worker and its call: taken before the center's.
-        self._calls = threading.Lock()
         self._busy = 0  # exchanges that are being applied and answered
         self._talking = 0  # and those whose message is still coming
         # Around a large message and the copy of its answer, which the next one's move
-        # in place has to wait for.
+        # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        self._streams: dict[str, object] = {}  # the call that a worker is in
         self._traffic: dict[str, _Traffic] = {}
         self._schema: _schema.Schema | None = None
         self._packed = False  # whether the center's arrays are the wire's buffer
@@ -102,6 +108,11 @@ class Servicer:
                         )
                     )
                 ),
+                "Alive": unary(
+                    _reporting(self.alive),
+                    pb.AliveRequest.FromString,
+                    pb.AliveReply.SerializeToString,
+                ),
                 "Leave": unary(
                     _reporting(self.leave),
                     pb.LeaveRequest.FromString,
@@ -127,17 +138,18 @@ class Servicer:
         return pb.Description(
             protocol=PROTOCOL,
             release=__version__,
-            center=self._name,
-            rule=fingerprint(self.center.rule),
+            center=self.core.life,
+            rule=fingerprint(self.core.rule),
             schema=None if schema is None else _trees.to_proto(schema),
             schema_hash=b"" if schema is None else schema.hash,
             max_frame=MAX_FRAME,
             clock=time.time(),
-            lease=self.center.lease,
+            lease=self.core.ledger.lease,
+            heartbeat=self._heartbeat,
             waiting_interval=WAITING_INTERVAL,
-            mode=repr(self.center.mode),
+            mode=repr(self.core.ledger.mode),
             dtype=self._dtype,
-            barrier=self.center.barrier,
+            barrier=self.core.ledger.barrier,
             direct=self.direct,
         )
 
@@ -154,13 +166,13 @@ class Servicer:
                 schema.cast(self._dtype), "the center", f"worker {start.worker!r}"
             ):
                 # A second chief?
-                self.center.initialize_unseen(params, worker=start.worker)
+                self.core.initialize(params, worker=start.worker)
                 raise errors.TreeMismatchError(f"another model: {other}")
         else:
             _check_representable(schema)
             buffer = reader.buffer(schema, "the parameters")
             params = _trees.build(schema, schema.views(buffer))
-        version = self.center.initialize_unseen(params, worker=start.worker)
+        version = self.core.initialize(params, worker=start.worker)
         return pb.Initialized(version=version)
 
     def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
@@ -168,9 +180,9 @@ class Servicer:
         _check_wire_dtype(request.wire_dtype)
         end = time.monotonic() + request.wait
         while self.schema() is None and (left := end - time.monotonic()) > 0:
-            self.center.wait_until_initialized(min(left, WAITING_INTERVAL))
+            self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        with self.center.reading(kept=True) as version:
+        with self.core.reading(kept=True) as version:
             snapshot = pb.Snapshot(version=version.number, applied=True)
             parcel = self._parcel(snapshot, version, request.wire_dtype)
         yield parcel
@@ -188,47 +200,49 @@ class Servicer:
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
         _check_wire_dtype(join.wire_dtype)
-        life, stream = (join.worker, join.incarnation), object()
-
-        def gone() -> None:
-            with self._calls:  # unless the worker is back in another call already
-                if self._streams.get(join.worker) is not stream:
-                    return
-                del self._streams[join.worker]
-                self.center.disconnect(*life)
-
-        with self._calls:
-            if not context.is_active():
-                return  # and may be back in another call already
-            self.center.enter(*life)
-            self._streams[join.worker] = stream
+        session = self.core.join(
+            join.worker,
+            join.incarnation,
+            back=join.back,
+            silence=self._silence,
+            cut=context.cancel,
+        )
         with self._lock:
             traffic = self._traffic.setdefault(join.worker, _Traffic())
         # gRPC's own thread calls it, on which nothing may be applied.
-        if not context.add_callback(lambda: in_background(gone, "agn-optax gone")):
-            gone()
+        gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
+        if not context.add_callback(gone):
+            session.disconnect()
             return
-        while not self.center.wait_for_barrier(WAITING_INTERVAL):
+        while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        yield Parcel(pb.Frame(joined=pb.Joined(center=self._name)))
+        yield Parcel(pb.Frame(joined=pb.Joined(center=self.core.life)))
         while (control := reader.control()) is not None:
             if control.HasField("acknowledge"):
-                self.center.acknowledge(*life, control.acknowledge)
+                session.acknowledge(control.acknowledge)
                 if not self._talking:  # else the others let go, by what they run
                     let_go()
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another frame")
-            yield from self._exchange(join, control.message, reader, traffic)
+            yield from self._exchange(
+                session, join.wire_dtype, control.message, reader, traffic
+            )
+
+    def alive(self, request: pb.AliveRequest, context: Any) -> pb.AliveReply:
+        """Signs of life of workers that have nothing else to say."""
+        for life in request.lives:
+            self.core.hear(life.worker, life.incarnation)
+        return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
         """A worker goes for good."""
-        self.center.exit(request.worker, request.incarnation)
+        self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         """Who is there."""
-        version, members, waiting = self.center.members()
+        version, members, waiting = self.core.members()
         now = time.monotonic()
         with self._lock:
             traffic = {n: dataclasses.replace(t) for n, t in self._traffic.items()}
@@ -236,8 +250,8 @@ class Servicer:
         leaves = () if schema is None else schema.leaves
         return pb.StatusReply(
             version=version,
-            rule=self.center.rule.name,
-            mode=repr(self.center.mode),
+            rule=self.core.rule.name,
+            mode=repr(self.core.ledger.mode),
             uptime=now - self._started,
             parameters=sum(int(np.prod(leaf.shape)) for leaf in leaves),
             parameter_bytes=sum(leaf.nbytes for leaf in leaves),
@@ -265,10 +279,10 @@ class Servicer:
 
     def schema(self) -> _schema.Schema | None:
         """Of the center, once it has parameters."""
-        if self._schema is None and self.center.is_initialized:
-            like = self.center.like
+        if self._schema is None and self.core.is_initialized:
+            like = self.core.store.like
             schema = _trees.schema_of(like)
-            self._packed = self.center.is_packed and _trees.in_order(like)
+            self._packed = self.core.store.is_packed and _trees.in_order(like)
             self._schema = schema
         return self._schema
 
@@ -290,102 +304,91 @@ class Servicer:
 
     def _exchange(
         self,
-        join: pb.Join,
+        session: LocalSession,
+        wire_dtype: str,
         message: pb.Message,
         reader: _frames.Incoming,
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
-        schema = self._schema_of(message)
-        with self._lock:
-            self._talking += 1
-        try:
-            yield from self._answered(join, message, schema, reader, traffic)
-        finally:
-            with self._lock:
-                self._talking -= 1
+        with self._counting("_talking"), contextlib.ExitStack() as busy:
+            answer = yield from self._settled(
+                session, wire_dtype, message, reader, traffic, busy
+            )
+            if answer.norm is not None:
+                traffic.norm = float(answer.norm)
+            with self.core.reading(answer.version):
+                parcel = self._answer(session, answer, wire_dtype)
+                traffic.sent += parcel.nbytes
+                yield parcel
 
-    def _answered(
+    def _settled(
         self,
-        join: pb.Join,
+        session: LocalSession,
+        wire_dtype: str,
         message: pb.Message,
-        schema: _schema.Schema,
         reader: _frames.Incoming,
         traffic: _Traffic,
-    ) -> Iterator[Parcel]:
+        busy: contextlib.ExitStack,
+    ) -> Generator[Parcel, None, Answer]:
+        """The answer to a message, whose memory is let go of when this returns."""
+        schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
+        busy.enter_context(self._counting("_busy"))
         traffic.received += schema.size
         traffic.period = message.steps
-        who = (join.worker, join.incarnation, message.sequence)
-        with self._lock:
-            self._busy += 1
-        try:
-            submit = functools.partial(self._submit, join, message, schema, buffer)
-            large = schema.size >= _LEAST_COPIED
-            in_turn = self._packed and large
-            while in_turn and not self._turn.acquire(timeout=WAITING_INTERVAL):
-                yield _WAITING
-            answer = None
-            with contextlib.ExitStack() as turn:
-                if in_turn:
-                    turn.callback(self._turn.release)
-                if schema.hash in self._compiled:
-                    submit()
-                else:  # which may take minutes, for thousands of leaves
-                    submitted = in_background(submit, "agn-optax first exchange")
-                    while wait([submitted], WAITING_INTERVAL).not_done:
-                        yield _WAITING
-                    submitted.result()
-                    del submitted
-                    self._compiled.add(schema.hash)
-                if in_turn:
-                    answer = self.center.collect(*who, timeout=0.0)
-                if answer is not None and not reader.lends and self._talking > 1:
-                    answer = self._copied(join, answer, schema, buffer)
-                # In shared memory the answer is copied when it is sent, before others
-                # move the center on, unless it has to wait for something.
-                if answer is None or answer.recorded or not reader.lends:
-                    turn.close()
-                del submit, buffer
-                while answer is None and (answer := self._collect(who)) is None:
-                    yield _WAITING
-                if reader.lends:  # the worker writes its next message over this one
-                    self.center.wait_until_moved()
-                parcel = self._answer(answer, join.wire_dtype)
-                traffic.sent += parcel.nbytes
-                norm = answer.norm
-                del answer  # as the parcel, before another moves the center in place
-                yield parcel
-                del parcel
-            if norm is not None:
-                traffic.norm = float(norm)
-        finally:
-            with self._idle:
-                self._busy -= 1
-                self._idle.notify_all()
-
-    def _submit(
-        self,
-        join: pb.Join,
-        message: pb.Message,
-        schema: _schema.Schema,
-        buffer: np.ndarray,
-    ) -> None:
-        self.center.submit(
+        submit = functools.partial(
+            session.submit,
+            message.sequence,
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
-            worker=join.worker,
-            incarnation=join.incarnation,
-            sequence=message.sequence,
         )
+        if schema.hash not in self._compiled:  # it may take minutes
+            yield from self._first(submit)
+            self._compiled.add(schema.hash)
+        elif self._packed and schema.size >= _LEAST_COPIED:
+            with self._turn:
+                submit()
+                answer = session.answer(message.sequence, timeout=0.0)
+                if answer is not None and self._talking > 1:
+                    return self._moved_out(session, answer, wire_dtype, schema, buffer)
+        else:
+            submit()
+        while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
+            yield _WAITING
+        return answer
+
+    def _first(self, submit: Callable[[], None]) -> Iterator[Parcel]:
+        """The first exchange of its kind, for which programs are compiled."""
+        submitted = in_background(submit, "agn-optax first exchange")
+        while wait([submitted], WAITING_INTERVAL).not_done:
+            yield _WAITING
+        submitted.result()
+
+    @contextmanager
+    def _counting(self, what: str) -> Iterator[None]:
+        """One more ``what``, meanwhile."""
+        with self._lock:
+            setattr(self, what, getattr(self, what) + 1)
+        try:
+            yield
+        finally:
+            with self._idle:
+                setattr(self, what, getattr(self, what) - 1)
+                self._idle.notify_all()
 
     def _contribution(self, schema: _schema.Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
-        return _trees.build(schema, schema.views(buffer), self.center.like)
+        return _trees.build(schema, schema.views(buffer), self.core.store.like)
 
-    def _copied(
-        self, join: pb.Join, answer: Answer, schema: _schema.Schema, buffer: np.ndarray
+    def _moved_out(
+        self,
+        session: LocalSession,
+        answer: Answer,
+        wire_dtype: str,
+        schema: _schema.Schema,
+        buffer: np.ndarray,
     ) -> Answer:
         """An answer that lies where its message came, if it has room there.
 
@@ -393,21 +396,17 @@ class Servicer:
         place. The copy takes less time than the fresh memory that a next version needs.
         """
         assert self._schema is not None
-        is_wide_enough = schema.hash == self._schema.cast(join.wire_dtype).hash
+        is_wide_enough = schema.hash == self._schema.cast(wire_dtype).hash
         if not is_wide_enough or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
-        self.center.wait_until_moved()  # or the message is still being read
-        jax.block_until_ready(answer.norm)
-        sent = schema.packed
-        arrays = _trees.host_arrays(answer.version.params, sent)
-        _memory.write(sent, arrays, buffer)
-        copy = Packed(*sent.views(buffer))
-        return self.center.detach(join.worker, answer, copy)
+        with self.core.reading(answer.version) as version:
+            # Until then the message is still being read.
+            jax.block_until_ready((version.params, answer.norm))
+            sent = schema.packed
+            _memory.write(sent, _trees.host_arrays(version.params, sent), buffer)
+        return session.replace(answer, Packed(*sent.views(buffer)))
 
-    def _collect(self, who: tuple[str, str, int]) -> Answer | None:
-        return self.center.collect(*who, timeout=WAITING_INTERVAL)
-
-    def _answer(self, answer: Answer, wire_dtype: str) -> Parcel:
+    def _answer(self, session: LocalSession, answer: Answer, wire_dtype: str) -> Parcel:
         snapshot = pb.Snapshot(
             version=answer.version.number,
             staleness=answer.staleness,
@@ -418,7 +417,7 @@ class Servicer:
         until = None
         if answer.recorded:
             # A part of an answer is none: the rest may travel while the disk is busy.
-            until = functools.partial(self.center.wait_until_kept, answer)
+            until = functools.partial(session.wait_until_kept, answer)
         return self._parcel(snapshot, answer.version, wire_dtype, until)
 
     def _parcel(
@@ -433,7 +432,7 @@ class Servicer:
         assert schema is not None
         schema = schema.cast(wire_dtype)
         snapshot.schema_hash = schema.hash
-        params = version.params if self._packed else self.center.tree(version)
+        params = version.params if self._packed else self.core.store.tree(version)
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)

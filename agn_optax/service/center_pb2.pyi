@@ -97,7 +97,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "direct")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "direct")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class Description(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
@@ -125,20 +126,23 @@ class Description(_message.Message):
     mode: str
     dtype: str
     barrier: int
+    heartbeat: float
     direct: Direct
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype")
+    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype", "back")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BACK_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
     wire_dtype: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ...) -> None: ...
+    back: bool
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., back: bool = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center",)
@@ -201,6 +205,24 @@ class Snapshot(_message.Message):
     def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Life(_message.Message):
+    __slots__ = ("worker", "incarnation")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class AliveRequest(_message.Message):
+    __slots__ = ("lives",)
+    LIVES_FIELD_NUMBER: _ClassVar[int]
+    lives: _containers.RepeatedCompositeFieldContainer[Life]
+    def __init__(self, lives: _Optional[_Iterable[_Union[Life, _Mapping]]] = ...) -> None: ...
+
+class AliveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -249,7 +249,7 @@ def test_a_closed_center_takes_no_more_exchanges(transport):
         with pytest.raises(errors.CenterClosedError):
             center.join("bert")
         assert server.center.version == 1
-        assert not server.center.members()[1]
+        assert not server.center.core.members()[1]
 
 
 def test_who_joins_while_a_center_is_closed_is_cut_off():
@@ -368,7 +368,7 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
                 time.sleep(2.0)  # longer than anybody waits for a silent center
             assert sent.result(LIMIT).version == 2
 
-            store = server.center._store
+            store = server.center.core.store
             norm, compiles, compiled = store.norm, threading.Event(), threading.Event()
 
             def slow(contribution, center):
@@ -569,7 +569,7 @@ def test_a_broken_connection_is_made_again(way_of):
             if broken:
                 for connection in list(server._listener._connections.values()):
                     connection.shut()
-                wait_for(lambda: not server.center.members()[1]["anna"].connected)
+                wait_for(lambda: not server.center.core.members()[1]["anna"].connected)
             params, state = loop
             ones = jax.tree.map(jnp.ones_like, params)
             updates, state = worker.tx.update(ones, state, params)
@@ -610,7 +610,7 @@ def test_what_a_center_says_at_its_end_is_heard(way_of):
         center._retry = lambda attempt, within=0.0: attempt()
         thread = threading.Thread(target=exchange)
         thread.start()
-        wait_for(lambda: "anna" in server.center.members()[2])
+        wait_for(lambda: "anna" in server.center.core.members()[2])
         server.center.close("for the holidays")
         thread.join(LIMIT)
         assert said == ["for the holidays"]
@@ -633,7 +633,7 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
 
         thread = threading.Thread(target=exchange)
         thread.start()
-        wait_for(lambda: "anna" in server.center.members()[2])
+        wait_for(lambda: "anna" in server.center.core.members()[2])
         center.close()
         thread.join(LIMIT)
         assert (

@@ -151,7 +151,7 @@ def test_with_a_journal_a_worker_does_not_notice(killed):
         assert server.center.version == 1
         params, state = worker.exchange(params - 1, state)
         np.testing.assert_array_equal(params, -2)
-        assert server.center.members()[1]["w"].exchanges == 2
+        assert server.center.core.members()[1]["w"].exchanges == 2
 
 
 def test_a_shard_that_is_killed_goes_on(killed):

@@ -58,7 +58,7 @@ def lose_an_answer(center, *, after, dies):
 
 
 def members(server):
-    return server.center.members()[1]
+    return server.center.core.members()[1]
 
 
 def wait_for(server, condition):
@@ -255,7 +255,7 @@ def is_soon(server, condition):
 
 
 def wait_until_it_waits(server, worker):
-    wait_for(server, lambda: worker in server.center.members()[2])
+    wait_for(server, lambda: worker in server.center.core.members()[2])
 
 
 def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():

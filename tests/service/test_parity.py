@@ -63,7 +63,7 @@ def test_trajectory_over_processes(processes, name):
         replayed = list(parity_records.replay(record, center, workers))
         for worker in workers:
             worker.close()
-        assert not server.center.members()[1]
+        assert not server.center.core.members()[1]
     assert replayed[-1][1].version > 0
     parity_records.assert_as_recorded(record, replayed)
     for ours, theirs in zip(replayed, embedded(record, rule, start), strict=True):

@@ -84,7 +84,7 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
         worker.leave()
         net.mend()
         time.sleep(3)
-        assert not server.center.members()[1]
+        assert not server.center.core.members()[1]
         assert server.center.version == 1
         worker.start()
 

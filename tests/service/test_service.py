@@ -578,13 +578,13 @@ def test_the_center_moves_in_place_where_nobody_reads(serve, connect, chief):
     server = serve(rule, None if chief else {"w": jnp.ones(100_000)})
     worker = a_worker(connect(server.address, rule))
     params, state = worker.start({"w": jnp.ones(100_000)}, chief=chief or None)
-    places = {server.center._store.current.params["w"].unsafe_buffer_pointer()}
+    places = {server.center.core.store.current.params["w"].unsafe_buffer_pointer()}
     for _ in range(6):
         params, state = a_step(worker, params, state)
         while server.center._answers:  # until the worker's acknowledgement is there
             with server.center._changed:
                 server.center._changed.wait(0.01)
-        current = server.center._store.current
+        current = server.center.core.store.current
         assert not current.readers
         places.add(current.params["w"].unsafe_buffer_pointer())
     assert len(places) == 1

@@ -86,7 +86,7 @@ class Listener:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
         for connection in connections:
-            connection.shut()
+            connection.cancel()
         if self._watch is not None:
             os.eventfd_write(self._wake, 1)
         if not wait(tuple(self._threads), timeout).not_done and self._watch is not None:
@@ -293,7 +293,7 @@ class Connection:
         while self._end.recv(1 << 20):
             pass
 
-    def shut(self) -> None:
+    def cancel(self) -> None:
         """Ends it, from any thread."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)

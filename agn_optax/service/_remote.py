@@ -1,0 +1,305 @@
+"""What the sessions of one remote center share: its tree, and the way there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.rules import Rule
+from agn_optax.service import _address, _fingerprint
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
+from agn_optax.service.transports import _memory
+from agn_optax.service.transports._links import GrpcLink, Link, open_direct
+from agn_optax.service.wire import _schema, _trees
+from agn_optax.service.wire._frames import Parcel
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+
+
+class Remote:
+    """A center on the other side of a connection.
+
+    Args:
+      connection: to it.
+      rule: the rule that it must run.
+      wire_dtype: the floating dtype in which all travels; "" for the center's own.
+      transport: how exchanges travel.
+
+    Attributes:
+      connection: to it.
+      address: of it.
+      schema: of its tree; None until somebody has initialized it.
+      description: what it said of itself last.
+    """
+
+    def __init__(
+        self, connection: Connection, rule: Rule, wire_dtype: str, transport: str
+    ) -> None:
+        self.connection = connection
+        self.address = connection.address
+        self.wire_dtype = wire_dtype
+        self.schema: _schema.Schema | None = None
+        self.description: pb.Description
+        self._rule = rule
+        self._transport = transport
+        # Ways that did not work while gRPC did: they are not tried again.
+        self._closed_ways: set[bool] = set()
+        self._failed_ways: set[bool] = set()
+        self._buffers, self._wide_buffers = _memory.Buffers(), _memory.Buffers()
+        # The kind of contribution that was found to belong here, and its wire dtype.
+        self._known: dict[Any, str] = {}
+
+    # What it is.
+
+    def describe(self) -> pb.Description:
+        """What the center says of itself, fresh."""
+        self._learn(self.connection.retry(self._ask))
+        return self.description
+
+    def require_schema(self) -> _schema.Schema:
+        """Of the center's tree.
+
+        Raises:
+          NotInitializedError: nobody has initialized the center.
+        """
+        if self.schema is None:
+            self.describe()
+        if self.schema is None:
+            raise errors.NotInitializedError(
+                f"the center at {self.address} has no parameters yet: start one worker "
+                "with start(params, chief=True)"
+            )
+        return self.schema
+
+    def _ask(self) -> pb.Description:
+        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+        return self.connection.unary("Describe", request)
+
+    def _learn(self, said: pb.Description) -> None:
+        """What a center says of itself, if it is one to be used."""
+        if said.protocol != _address.PROTOCOL:
+            raise errors.ProtocolError(
+                f"the center at {self.address} speaks version {said.protocol} of the "
+                f"protocol, and this release {_address.PROTOCOL}"
+            )
+        _fingerprint.compare(said.rule, self._rule, self.address)
+        self.description = said
+        if said.HasField("schema"):
+            schema = _trees.from_proto(said.schema)
+            if self.schema is None or schema.hash != self.schema.hash:
+                self.schema, self._known = schema, {}
+
+    # What travels.
+
+    def as_message(
+        self, contribution: PyTree, worker: str
+    ) -> tuple[str, _schema.Schema, list[np.ndarray]]:
+        """A contribution as it travels: its dtype there, schema and arrays.
+
+        Raises:
+          TreeMismatchError: it does not belong to this center.
+          NotInitializedError: the center has no tree yet.
+        """
+        schema = self.require_schema()
+        leaves, treedef = jax.tree.flatten(contribution)
+        kind = (treedef, *map(_abstract, leaves))
+        if (dtype := self._known.get(kind)) is None:
+            self.check_model(contribution, worker, "contribution", any_float=True)
+            # Narrower than the center without a loss, where the contribution is.
+            own = {jnp.result_type(leaf).name for leaf in leaves}
+            narrow = own.pop() if len(own) == 1 else ""
+            if narrow not in ("bfloat16", "float16"):
+                narrow = ""
+            dtype = self.wire_dtype or narrow
+            self._known = {kind: dtype}
+        schema = schema.cast(dtype)
+        return dtype, schema, _trees.host_arrays(contribution, schema)
+
+    def check_model(
+        self,
+        tree: PyTree,
+        worker: str,
+        what: str = "parameters",
+        *,
+        any_float: bool = False,
+    ) -> None:
+        """A worker's tree belongs to this center, if that has one already."""
+        check.float_leaves(tree, what)
+        if self.schema is None:
+            self.describe()
+        if self.schema is None:
+            return
+        dtype = "float32" if any_float or self.description.dtype else ""
+        difference = (
+            _trees.schema_of(tree)
+            .cast(dtype)
+            .difference(
+                self.schema.cast(dtype),
+                f"worker {worker!r}",
+                f"the center at {self.address}",
+            )
+        )
+        if difference:
+            raise errors.TreeMismatchError(
+                f"{what} of another model: {difference}. (Of a center in shards, every "
+                "worker must have all addresses, in one order)"
+            )
+
+    def answer_schema(self) -> _schema.Schema:
+        """Of a version of the center as it travels."""
+        return self.require_schema().cast(self.wire_dtype)
+
+    def answer_in(
+        self, said: pb.Frame, link: Link
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """The version that a link brings next: what is said of it, and its arrays."""
+        if not said.HasField("snapshot"):
+            raise errors.ProtocolError("a snapshot was expected, got another frame")
+        schema = self.answer_schema()
+        if said.snapshot.schema_hash != schema.hash:
+            raise errors.TreeMismatchError(
+                f"the center at {self.address} holds another tree than it did before"
+            )
+        return said.snapshot, schema.views(link.buffer(schema, "an answer"))
+
+    def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """What travelled narrow, as wide as the center again, its values rounded."""
+        schema = self.require_schema()
+        if not self.wire_dtype or jax.default_backend() != "cpu":  # `as_tree` does it
+            return arrays
+        buffer = self._wide_buffers.take(schema.size)
+        _memory.write(schema, arrays, buffer)
+        return schema.views(buffer)
+
+    def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
+        """What came, in the containers of ``like``."""
+        schema = self.require_schema()
+        for dtype in schema.cast(self.wire_dtype).dtypes:
+            if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+                raise errors.TreeMismatchError(
+                    f"the center at {self.address} sends {dtype}, which needs "
+                    "jax.config.update('jax_enable_x64', True) here"
+                )
+        tree = _trees.build(schema, leaves, like)
+        # On the device, where that is an accelerator: fewer bytes go there.
+        return _trees.cast(tree, schema) if self.wire_dtype else tree
+
+    # How it gets there.
+
+    def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """One version of the center, in one attempt."""
+        request = pb.PullRequest(wire_dtype=self.wire_dtype, wait=wait)
+
+        def begin(channel: Any, _: Any) -> Any:
+            return channel.unary_stream(
+                f"/{_address.SERVICE}/Pull",
+                request_serializer=pb.PullRequest.SerializeToString,
+            )(request)
+
+        link = self._grpc_link(begin, _memory.Buffers(keeps=False))
+        with self.connection.watching(link):
+            while (said := link.control()).HasField("waiting"):
+                pass
+            return self.answer_in(said, link)
+
+    def initialize(self, params: PyTree, worker: str) -> None:
+        """Gives the center its first parameters."""
+        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+        start = pb.Start(
+            protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
+        )
+
+        def begin(channel: Any, frames: Iterator[bytes]) -> Any:
+            return channel.stream_unary(
+                f"/{_address.SERVICE}/Initialize",
+                response_deserializer=pb.Initialized.FromString,
+            ).future(frames)
+
+        def attempt() -> None:
+            link = self._grpc_link(begin, _memory.Buffers(keeps=False))
+            with self.connection.watching(link):
+                link.send(Parcel(pb.Frame(start=start), schema, arrays))
+                link.no_more()
+                link.result()
+
+        self.connection.retry(attempt)
+        self.describe()
+
+    def _grpc_link(
+        self, begin: Callable[[Any, Iterator[bytes]], Any], buffers: _memory.Buffers
+    ) -> GrpcLink:
+        """A call that ``begin(channel, frames)`` begins."""
+
+        def begun(frames: Iterator[bytes]) -> Any:
+            return self.connection.begin(lambda channel: begin(channel, frames))
+
+        return GrpcLink(begun, self.address, buffers)
+
+    def dial(self) -> Link:
+        """The fastest way to the center that the transport allows, and those closed."""
+        link, failed = self._direct_link()
+        if link is None and failed:
+            key = self._direct and self._direct.key
+            self._learn(self._ask())
+            if self._direct and self._direct.key != key:  # it was started anew
+                self._closed_ways = set()
+                link, failed = self._direct_link()
+        self._failed_ways = set()
+        if link is not None:
+            return link
+        if self._transport in ("memory", "socket"):
+            raise errors.CenterUnreachableError(
+                f"no direct connection to the center at {self.address}: "
+                f"{'; '.join(str(error) for error in failed.values())}"
+            )
+        if failed:
+            _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
+        name = f"/{_address.SERVICE}/Exchange"
+        link = self._grpc_link(
+            lambda channel, frames: channel.stream_stream(name)(frames), self._buffers
+        )
+        self._failed_ways = set(failed)
+        return link
+
+    def _direct_link(self) -> tuple[Link | None, dict[bool, OSError]]:
+        """A direct connection, if there is one, and what was wrong with the others."""
+        ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
+        failed: dict[bool, OSError] = {}
+        for shares in ways[self._transport]:
+            if shares in self._closed_ways:
+                continue
+            try:
+                if self._direct is None:
+                    raise OSError("the center takes no direct connections")
+                direct, buffers = self._direct, self._buffers
+                link = open_direct(direct, self.address, buffers, shares=shares)
+            except OSError as error:
+                failed[shares] = error
+            else:
+                return link, failed
+        return None, failed
+
+    def joined_over(self, link: Link) -> None:
+        """A worker has joined over it: ways that did not work are closed."""
+        if isinstance(link, GrpcLink):
+            self._closed_ways |= self._failed_ways
+
+    @property
+    def _direct(self) -> pb.Direct | None:
+        said = self.description
+        return said.direct if said.HasField("direct") else None
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):  # as most are; the other way takes ten times longer
+        return leaf.aval
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))

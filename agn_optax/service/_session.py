@@ -1,0 +1,264 @@
+"""A worker's life at a center that is somewhere else: the same verbs as embedded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.center import Session, Snapshot
+from agn_optax.service import _address
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import SOON
+from agn_optax.service.transports._links import Link
+from agn_optax.service.wire._frames import Parcel
+from agn_optax.service.wire._schema import Schema
+from agn_optax.service.wire._trees import to_device
+
+if TYPE_CHECKING:
+    from agn_optax.service._remote import Remote
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+# Bytes of an exchange whose answer the center had better not keep until the next one.
+_LEAST_ACKNOWLEDGED = 64 << 10
+
+
+class _Exchange(NamedTuple):
+    """What is sent, and sent again until there is an answer."""
+
+    message: pb.Message
+    schema: Schema
+    arrays: Sequence[np.ndarray]
+
+
+class RemoteSession(Session):
+    """One life of one worker, over as many connections as it needs.
+
+    Calls that find nobody are tried again for two seconds, and what broke in the middle
+    is sent again: the center knows an exchange that it has applied. One thread at a
+    time submits and collects; any other may leave.
+
+    Args:
+      remote: the center.
+      worker: the worker's name.
+      like: a tree with the worker's containers; None for those of the center.
+    """
+
+    def __init__(self, remote: Remote, worker: str, like: PyTree) -> None:
+        self.worker = worker
+        self.incarnation = uuid.uuid4().hex
+        self.spoke = time.monotonic()  # when it gave the last sign of life
+        self._remote = remote
+        self._like = like
+        self._using = threading.Lock()
+        self._life = ""  # of the center that it has joined
+        self._link: Link | None = None
+        self._exchange: _Exchange | None = None  # that is under way
+        self._sent_over: Link | None = None  # where that is on its way
+        self.left = False  # or about to
+
+    def join(self, timeout: float | None) -> None:
+        """As `Center.join`."""
+        within = math.inf if timeout is None else timeout
+        until = time.monotonic() + within
+        try:
+            self._remote.connection.retry(lambda: self._open(until), within)
+        except TimeoutError:
+            barrier = self._remote.describe().barrier
+            raise errors.NotInitializedError(
+                f"worker {self.worker!r} waited {timeout} s for {barrier} workers "
+                "to start together"
+            ) from None
+
+    def submit(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+    ) -> None:
+        """As `Session.submit`."""
+        is_int = isinstance(anchor_version, int | np.integer) and anchor_version >= 0
+        if not is_int:
+            raise errors.InvalidArgumentError(
+                "anchor_version must be a version that the center has had, "
+                f"got {anchor_version!r}"
+            )
+        with self._using:
+            dtype, schema, arrays = self._remote.as_message(contribution, self.worker)
+            message = pb.Message(
+                sequence=sequence,
+                anchor_version=int(anchor_version),
+                schema_hash=schema.hash,
+                wire_dtype=dtype,
+                steps=steps,
+            )
+            self._exchange = _Exchange(message, schema, arrays)
+            self._sent_over = None
+            self._remote.connection.retry(self._send, within=SOON)
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        """As `Session.collect`; the center says every two seconds that it still waits.
+
+        So a ``timeout`` may be over by that much before it is noticed.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self._using:
+            if self._exchange is None or self._exchange.message.sequence != sequence:
+                raise errors.WorkerStateError(
+                    f"worker {self.worker!r} has not submitted exchange {sequence}"
+                )
+            answer = self._remote.connection.retry(
+                lambda: self._receive(until), within=SOON
+            )
+            if answer is None:
+                return None
+            said, arrays = answer
+            return Snapshot(
+                self._remote.as_tree(
+                    to_device(self._remote.widened(arrays)), self._like
+                ),
+                said.version,
+                said.staleness,
+                np.float32(said.norm) if said.HasField("norm") else None,
+                said.applied,
+            )
+
+    def acknowledge(self, sequence: int) -> None:
+        """As `Session.acknowledge`; of small messages the next one says the same."""
+        with self._using:
+            exchange, link = self._exchange, self._link
+            if exchange is None or exchange.message.sequence != sequence:
+                return
+            self._exchange = self._sent_over = None
+            if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
+                return
+            try:
+                link.send(Parcel(pb.Frame(acknowledge=sequence)))
+            except link.ended:  # the next exchange has another link
+                link.cancel()
+
+    def disconnect(self) -> None:
+        """As `Session.disconnect`."""
+        if self._link is not None:
+            self._link.cancel()
+
+    def leave(self, timeout: float = 1.0) -> None:
+        """As `Session.leave`; says so to the center for ``timeout`` seconds at most."""
+        self.left = True
+        try:
+            request = pb.LeaveRequest(worker=self.worker, incarnation=self.incarnation)
+            with contextlib.suppress(errors.AgnOptaxError):
+                self._remote.connection.unary("Leave", request, timeout)
+        finally:
+            self.disconnect()
+
+    def _open(self, until: float = math.inf) -> Link:
+        """A connection in which the worker lives; the old one, if any, has broken.
+
+        Raises:
+          TimeoutError: the center still had not enough workers ``until`` then.
+        """
+        remote = self._remote
+        if self._link is not None:
+            self._link.cancel()
+        link = self._link = remote.dial()
+        if self.left or remote.connection.closed:  # meanwhile
+            link.cancel()
+            remote.connection.check_open()
+            raise self._has_left()
+        join = pb.Join(
+            protocol=_address.PROTOCOL,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            wire_dtype=remote.wire_dtype,
+            back=bool(self._life),
+        )
+        waits = False
+        with remote.connection.watching(link, until):
+            link.send(Parcel(pb.Frame(join=join)))
+            while (said := link.control()).HasField("waiting"):
+                if not waits:
+                    waits = True
+                    _log.warning(
+                        "worker %r waits at the center at %s until there are as many "
+                        "as its barrier wants",
+                        self.worker,
+                        remote.address,
+                    )
+        if self._life not in ("", said.joined.center):
+            link.cancel()
+            raise errors.WorkerStateError(
+                f"the center at {remote.address} is not the one that worker "
+                f"{self.worker!r} joined: it was started anew, or from a snapshot, and "
+                "has not all that was exchanged. Adopt what it has with start()"
+            )
+        self._life = said.joined.center
+        remote.joined_over(link)
+        return link
+
+    def _send(self) -> Link:
+        """The connection over which the exchange under way was sent."""
+        assert self._exchange is not None
+        message, schema, arrays = self._exchange
+        link = self._link
+        if link is None or link.done():
+            link = self._open()
+        if self._sent_over is not link:
+            self.spoke = time.monotonic()
+            with self._living(), self._remote.connection.watching(link):
+                link.expect(self._remote.answer_schema())
+                link.send(Parcel(pb.Frame(message=message), schema, arrays))
+            self._sent_over = link
+        return link
+
+    def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
+        """The answer to the exchange under way; None if there is none by ``until``."""
+        link = self._send()
+        with self._living(), self._remote.connection.watching(link):
+            while (said := link.control()).HasField("waiting"):
+                if time.monotonic() >= until:
+                    return None
+            answer = self._remote.answer_in(said, link)
+        self._sent_over = None  # asked for again, it is to be sent again
+        self.spoke = time.monotonic()
+        return answer
+
+    @contextlib.contextmanager
+    def _living(self) -> Iterator[None]:
+        """Around an exchange, which ends with its worker and not with the center."""
+        try:
+            yield
+        except errors.CenterUnreachableError:
+            if self.left:
+                raise self._has_left() from None
+            raise
+
+    def _has_left(self) -> errors.WorkerStateError:
+        return errors.WorkerStateError(
+            f"worker {self.worker!r} has left the center; start() joins again"
+        )
+
+
+def beat(remote: Remote, sessions: list[RemoteSession], interval: float) -> None:
+    """Gives a sign of life of the sessions that have been quiet for so many seconds."""
+    now = time.monotonic()
+    quiet = [s for s in sessions if not s.left and now - s.spoke >= interval / 2]
+    if not quiet:
+        return
+    lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in quiet]
+    with contextlib.suppress(errors.AgnOptaxError):  # the next one may find somebody
+        request = pb.AliveRequest(lives=lives)
+        remote.connection.unary("Alive", request, timeout=interval)
+        for each in quiet:
+            each.spoke = now
