@@ -200,10 +200,18 @@ class Servicer:
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
         _check_wire_dtype(join.wire_dtype)
+        if join.center not in ("", self.core.life):
+            raise errors.WorkerStateError(
+                f"this center is not the one that worker {join.worker!r} joined: it "
+                "was started anew, or from a snapshot, and has not all that was "
+                "exchanged. Adopt what it has with start()"
+            )
+        if not context.is_active():
+            return  # and may be back in another call already
         session = self.core.join(
             join.worker,
             join.incarnation,
-            back=join.back,
+            back=bool(join.center),
             silence=self._silence,
             cut=context.cancel,
         )

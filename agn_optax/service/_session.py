@@ -182,7 +182,7 @@ class RemoteSession(Session):
             worker=self.worker,
             incarnation=self.incarnation,
             wire_dtype=remote.wire_dtype,
-            back=bool(self._life),
+            center=self._life,
         )
         waits = False
         with remote.connection.watching(link, until):
@@ -196,13 +196,6 @@ class RemoteSession(Session):
                         self.worker,
                         remote.address,
                     )
-        if self._life not in ("", said.joined.center):
-            link.cancel()
-            raise errors.WorkerStateError(
-                f"the center at {remote.address} is not the one that worker "
-                f"{self.worker!r} joined: it was started anew, or from a snapshot, and "
-                "has not all that was exchanged. Adopt what it has with start()"
-            )
         self._life = said.joined.center
         remote.joined_over(link)
         return link

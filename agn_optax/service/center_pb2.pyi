@@ -131,18 +131,18 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype", "back")
+    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype", "center")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
-    BACK_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
     wire_dtype: str
-    back: bool
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., back: bool = ...) -> None: ...
+    center: str
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center",)

@@ -15,7 +15,7 @@ class Commands:
         self._center = service.connect(
             address, rules.downpour(), timeout=60, transport=transport
         )
-        self._center.join(worker)
+        sessions.join(self._center, worker)
 
     def exchange(self, element):
         """A message of one element; the answer has the center's change by then."""

@@ -219,7 +219,7 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         exchanging = threading.Thread(target=exchange)
         exchanging.start()
         assert asked.wait(LIMIT)
-        assert server.center.wait_for(lambda: server.center.version == 1, LIMIT)
+        assert server.center.core.wait_for(lambda: server.center.version == 1, LIMIT)
         pulling = threading.Thread(target=pull)
         pulling.start()
         pulling.join(0.2)

@@ -36,25 +36,25 @@ def crash(center):
     center._connection.stop()
     _client._open_centers.discard(center)
     for session in center._sessions.values():
-        if session.link is not None:
-            session.link.cancel()
+        session.disconnect()
     center._connection.close()
 
 
 def lose_an_answer(center, *, after, dies):
     """The next exchange loses its connection, before or after its answer came."""
-    receive = center._receive
+    remote = center._remote
+    receive = remote.answer_in
 
-    def lost(link):
-        center._receive = receive
+    def lost(said, link):
+        remote.answer_in = receive
         if after:
-            receive(link)
+            receive(said, link)
         if dies:
             center._connection.stop()  # then it is not tried again
         link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
-    center._receive = lost
+    remote.answer_in = lost
 
 
 def members(server):
@@ -63,7 +63,9 @@ def members(server):
 
 def wait_for(server, condition):
     end = time.monotonic() + LIMIT
-    while not server.center.wait_for(condition, 0.5):  # a lease ends without a word
+    while not server.center.core.wait_for(
+        condition, 0.5
+    ):  # a lease ends without a word
         assert time.monotonic() < end, "it does not come"
 
 
@@ -251,7 +253,7 @@ def send(center, worker, element, version=0):
 
 def is_soon(server, condition):
     """Whether it holds within a second."""
-    return any(server.center.wait_for(condition, 0.05) for _ in range(20))
+    return any(server.center.core.wait_for(condition, 0.05) for _ in range(20))
 
 
 def wait_until_it_waits(server, worker):
@@ -262,8 +264,8 @@ def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
     """Which counts its exchanges from 1 again."""
     with served(mode=Synchronous(), lease=60.0) as (server, connected):
         anna, first = connected(), connected()
-        anna.join("anna")
-        first.join("bert")
+        sessions.join(anna, "anna")
+        sessions.join(first, "bert")
         lost = in_background(send, first, "bert", 0)
         wait_until_it_waits(server, "bert")
         crash(first)
@@ -272,7 +274,7 @@ def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
         wait_until_lost(server, "bert")
         assert send(anna, "anna", 1).version == 1  # with bert's, whose lease runs
         second = connected()
-        second.join("bert")
+        sessions.join(second, "bert")
         answer = in_background(send, second, "bert", 2, 1)
         wait_until_it_waits(server, "bert")
         assert send(anna, "anna", 3, 1).version == 2
@@ -287,18 +289,18 @@ def test_a_repeated_exchange_is_told_that_it_was_dropped():
     mode = BoundedStaleness(versions=0)
     with served(mode=mode, lease=0.0) as (server, connected):
         anna, bert = connected(), connected()
-        anna.join("anna")
-        bert.join("bert")
+        sessions.join(anna, "anna")
+        session = sessions.join(bert, "bert")
         send(anna, "anna", 0)
         # It meets a center that gave bert up before it came back.
         lose_an_answer(bert, after=True, dies=False)
-        again = bert._open
+        again = session._open
 
-        def open_late(session):
+        def open_late():
             wait_for(server, lambda: "bert" not in members(server))
-            again(session)
+            return again()
 
-        bert._open = open_late
+        session._open = open_late
         answer = send(bert, "bert", 1)
         assert not answer.applied
         assert server.center.version == 1
@@ -316,6 +318,9 @@ class Call:
     def add_callback(self, callback):
         self._callbacks.append(callback)
         return self._active
+
+    def cancel(self):
+        self.cancelled = True
 
     def end(self):
         self._active = False
@@ -336,18 +341,20 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
         first = server._servicer.exchange(joining(), old)
         next(first)
         ending = threading.Thread(target=old.end)
-        enter = server.center.enter
+        join = server.center.core.join
 
-        def enter_meanwhile(*args):
-            enter(*args)
+        def join_meanwhile(*args, **kwargs):
+            session = join(*args, **kwargs)
             ending.start()
             ending.join(0.2)  # it goes on when this has returned
+            return session
 
-        server.center.enter = enter_meanwhile
+        server.center.core.join = join_meanwhile
         second = server._servicer.exchange(joining(), new)
         next(second)
         ending.join(LIMIT)
         assert members(server)["anna"].connected
+        assert old.cancelled
         new.end()  # told to the center on a thread
         wait_for(server, lambda: not members(server)["anna"].connected)
 
@@ -365,20 +372,21 @@ def test_a_worker_that_left_does_not_come_back_by_itself():
     """Its exchange was being repeated when it left."""
     with served(mode=Synchronous()) as (server, connected):
         center = connected()
-        center.join("anna")
+        session = sessions.join(center, "anna")
         repeats, may_go_on = threading.Event(), threading.Event()
-        exchange = center._exchange
+        send_it = session._send
 
-        def repeated(*args):
-            center._exchange = exchange
+        def repeated():
+            if repeats.is_set():
+                return send_it()
             repeats.set()
             may_go_on.wait()
             raise errors.CenterUnreachableError("the test has cut it")
 
-        center._exchange = repeated
+        session._send = repeated
         sent = in_background(send, center, "anna", 0)
         assert repeats.wait(LIMIT)
-        center.leave("anna")
+        session.leave()
         may_go_on.set()
         with pytest.raises(errors.WorkerStateError, match=r"'anna' has left"):
             sent()

@@ -123,7 +123,7 @@ def test_the_time_to_come_back_begins_with_the_last_sign_of_life(
         service.connect(net.address, RULE, timeout=10) as center,
         service.connect(server.address, RULE) as other,
     ):
-        other.join("other")
+        sessions.join(other, "other")
         worker, loop = start(center, period=1, patience=0)
         center._connection.timeout = 1.0
 
@@ -144,7 +144,7 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     class Slow(agn_optax.LocalCenter):
         def join(self, *args, **settings):
             assert met.wait(20)
-            super().join(*args, **settings)
+            return super().join(*args, **settings)
 
     met = threading.Event()
     parent = Slow(RULE)
@@ -154,7 +154,7 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     ):
         worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
         loop = worker.start(ZEROS, chief=True)
-        while not parent.is_initialized:
+        while not parent.core.is_initialized:
             time.sleep(0.05)
         time.sleep(0.2)
         worker.exchange(*step(worker, *loop))
