@@ -211,7 +211,7 @@ class LocalCenter:
     @property
     def is_packed(self) -> bool:
         """Whether versions and contributions are kept packed."""
-        return self._initialized().packing is not None
+        return self._initialized().layout.packs
 
     @property
     def is_initialized(self) -> bool:
@@ -554,8 +554,7 @@ class LocalCenter:
         """A contribution where the center is, and the norm of its message."""
         with self._changed:
             store = self._initialized()
-            packing = store.packing if may_be_packed else None
-            if packing is None or not packing.is_packed(contribution):
+            if not (may_be_packed and store.layout.holds(contribution)):
                 store.check(contribution)
             contribution = store.place(contribution)
         with self.reading() as version:
