@@ -19,10 +19,10 @@ import numpy as np
 import optax
 import side_by_side
 from report import Report, Row, parse
+from traffic import traffic
 
 import agn_optax
 from agn_optax import rules
-from agn_optax.towers import traffic
 
 PyTree = Any
 GRADIENTS = {

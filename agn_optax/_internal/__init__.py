@@ -1,10 +1,11 @@
 """What every layer may use, and none of it is about training.
 
 `check` has the checks of input, `trees` what `optax.tree` lacks, `layout` where leaves
-lie in one buffer, `in_background` threads that a process does not wait for.
+lie in one buffer, `tracing` what a traced program makes of its arguments,
+`in_background` threads that a process does not wait for.
 """
 
-from agn_optax._internal import check, layout, trees
+from agn_optax._internal import check, layout, tracing, trees
 from agn_optax._internal.background import in_background
 
-__all__ = ["check", "in_background", "layout", "trees"]
+__all__ = ["check", "in_background", "layout", "tracing", "trees"]

@@ -20,6 +20,19 @@ def copy(tree: PyTree, dtype: Any = None) -> PyTree:
     )
 
 
+def kinds(tree: PyTree) -> Any:
+    """Structure, shapes and dtypes: what two trees have alike that are of one kind."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of a tree."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree
+    )
+
+
 def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
     """The nodes of a type, with their paths, wherever wrappers have put them."""
 

@@ -16,12 +16,12 @@ from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._ledger import Mode as Mode
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._packing import Packed as Packed
+from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version
-from agn_optax.center._store import let_go as let_go
 from agn_optax.center._tree import Uplink as Uplink
 from agn_optax.center.durability import Durability as Durability
 from agn_optax.center.durability import Journal, Snapshots

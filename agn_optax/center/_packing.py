@@ -1,7 +1,8 @@
-"""Parameters as two arrays, for rules that treat all elements alike.
+"""How a store keeps parameters: as their tree, or packed in two arrays.
 
-A program then has two arguments for the center instead of one for every leaf, and what
-comes over a wire, whose buffer has the same layout, are these arguments as it is.
+Packed for rules that treat all elements alike. A program then has two arguments for the
+center instead of one for every leaf, and what comes over a wire, whose buffer has the
+same layout, are these arguments as it is.
 
 Two, because the numbers must be those of the tree, bit for bit. What the leaves share,
 such as Adam's bias correction, XLA computes once and apart; but where there is only one
@@ -16,22 +17,73 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax._internal import layout
+from agn_optax._internal import layout, tracing, trees
 from agn_optax.round import elementwise
 from agn_optax.rules import Rule
 
 PyTree = Any
 
 
-class Packing:
-    """How the leaves of a tree lie in two arrays.
+class AsTree:
+    """Parameters that are kept as the tree that they are.
 
     Args:
-      params: a tree of two leaves or more, all of one dtype.
+      on_host: whether they are in the memory of the CPU that programs use when they are
+        not told otherwise.
     """
+
+    packs = False
+
+    def __init__(self, on_host: bool) -> None:
+        self._on_host = on_host
+
+    def keep(self, params: PyTree, dtype: Any) -> PyTree:
+        """A copy of parameters, as they are kept."""
+        return trees.copy(params, dtype)
+
+    def holds(self, contribution: PyTree) -> bool:
+        """Whether it came as this keeps it, and not as a tree."""
+        del contribution
+        return False
+
+    def place(self, contribution: PyTree, params: PyTree) -> PyTree:
+        """A contribution as ``params`` are kept, and where."""
+        leaves = jax.tree.leaves(contribution)
+        if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return contribution  # programs take it as it is, in less time
+        return trees.place_like(contribution, params)
+
+    def unpack(self, kept: PyTree) -> PyTree:
+        """The tree of what is kept."""
+        return kept
+
+    def on_device(self, kept: PyTree) -> PyTree:
+        """As `unpack`, in arrays of JAX."""
+        return kept
+
+    def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
+        """The state of the center optimizer, as it is of what is kept."""
+        del rule
+        return state
+
+    def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
+        """The state of the center optimizer, as it is of the tree."""
+        del rule
+        return state
+
+
+class Packing:
+    """Parameters that are kept in two arrays: how their leaves lie there.
+
+    Args:
+      params: a tree of two leaves or more, all of one dtype, in the host's memory.
+    """
+
+    packs = True
 
     def __init__(self, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
@@ -49,10 +101,21 @@ class Packing:
             for offset, size in zip(offsets, sizes, strict=True)
         ]
 
-    def is_packed(self, tree: PyTree) -> bool:
-        """Whether ``tree`` is a packed one, rather than one to be packed."""
-        is_pair = isinstance(tree, Packed)
-        return is_pair and tuple(part.shape for part in tree) == self.shapes
+    def keep(self, params: PyTree, dtype: Any) -> Packed:
+        """As `AsTree.keep`; ``dtype`` is that of the packing already."""
+        del dtype
+        parts = self.parts(jax.tree.leaves(params))
+        return Packed(*map(_owned, parts))  # a loop would keep each part for the next
+
+    def holds(self, contribution: PyTree) -> bool:
+        """As `AsTree.holds`."""
+        is_pair = isinstance(contribution, Packed)
+        return is_pair and tuple(part.shape for part in contribution) == self.shapes
+
+    def place(self, contribution: PyTree, params: PyTree) -> Packed:
+        """As `AsTree.place`."""
+        del params
+        return contribution if self.holds(contribution) else self.pack(contribution)
 
     def pack(self, tree: PyTree) -> Packed:
         """The leaves of a tree in host memory, with zeros between them."""
@@ -85,13 +148,17 @@ class Packing:
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer, as it is of the tree."""
-        return _map_params(rule, self.unpack, state)
+    def on_device(self, packed: Packed) -> PyTree:
+        """As `unpack`, in arrays of JAX that lie in it, too."""
+        return jax.device_put(self.unpack(packed))
 
     def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer, as it is of the packed tree."""
-        return _map_params(rule, self.pack, state)
+        """As `AsTree.pack_state`."""
+        return jax.tree.map(jnp.asarray, _map_params(rule, self.pack, state))
+
+    def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
+        """As `AsTree.unpack_state`."""
+        return _map_params(rule, self.unpack, state)
 
 
 class Packed(NamedTuple):
@@ -123,20 +190,43 @@ def _packing_of(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> Packing | 
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
     if not elementwise.is_uniform(rule, tree, parts):
         return None
-    # And the optimizer's state can be taken apart, and put together, for a checkpoint.
-    try:
+
+    def of_state() -> bool:
+        """The optimizer's state can be taken apart, and put together again."""
         state = rule.center.init(
             Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
         )
         apart = packing.unpack_state(rule, state)
-        expected = jax.eval_shape(rule.center.init, tree)
         together = packing.pack_state(rule, apart)
-    except Exception:  # whatever an optimizer makes of trees that it does not expect
-        return None
-    same = _kind(apart) == _kind(expected) and _kind(together) == _kind(state)
-    return packing if same else None
+        expected = jax.eval_shape(rule.center.init, tree)
+        if [*map(trees.kinds, (apart, together))] != [
+            *map(trees.kinds, (expected, state))
+        ]:
+            raise tracing.UnfitError("a state that cannot be packed")
+        return True
+
+    what = f"a checkpoint of rule {rule.name!r} from two arrays"
+    return packing if tracing.unless_unfit(what, of_state) else None
 
 
-def _kind(tree: PyTree) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(np.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves]
+def _owned(part: np.ndarray) -> jax.Array:
+    """A copy that may be donated, after which JAX has let go of ``part``."""
+    copy = jnp.array(part).block_until_ready()
+    let_go()
+    return copy
+
+
+def let_go() -> None:
+    """Has JAX let go of what programs that are over have read, such as a message.
+
+    It does so when it begins to run a program, whichever that is.
+    """
+    _nothing(_nowhere())
+
+
+_nothing = jax.jit(lambda nowhere: nowhere)
+
+
+@functools.lru_cache(maxsize=1)
+def _nowhere() -> jax.Array:
+    return jnp.zeros((), jnp.bool)

@@ -1,68 +1,28 @@
 """A center in shards: one center of several, each with its part of the parameters.
 
 Leaves are assigned by size, and those above a server's share are cut along their first
-dimension. A part is a tree like the whole, with None where a leaf is elsewhere, so that
-paths and dimensions mean there what they mean in the whole.
+dimension (`parts.balanced`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, in_background
+from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
-from agn_optax.round import elementwise
+from agn_optax.round import elementwise, parts
 
 PyTree = Any
 T = TypeVar("T")
-
-
-class Piece(NamedTuple):
-    """Rows of one leaf, or all of it."""
-
-    leaf: int  # its number
-    shard: int
-    rows: slice | None  # None: all, of a leaf that is not cut
-
-
-def assign(shapes: Sequence[tuple[int, ...]], shards: int) -> list[Piece]:
-    """Who gets what: the same for everybody who knows the shapes.
-
-    Leaves larger than a fair share are cut into as many pieces as it takes, of about
-    equal numbers of rows; then the largest piece goes to the emptiest shard, and so on.
-    The pieces of one leaf lie on shards in the order of their rows.
-
-    Args:
-      shapes: of the leaves.
-      shards: their number.
-
-    Returns:
-      Pieces, in the order of leaves and rows.
-    """
-    sizes = [math.prod(shape) for shape in shapes]
-    share = -(-sum(sizes) // shards) or 1
-    load = [0] * shards
-    pieces = []
-    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
-        rows = shapes[leaf][0] if shapes[leaf] else 1
-        cuts = min(-(-sizes[leaf] // share), rows, shards) or 1
-        emptiest = sorted(range(shards), key=lambda shard: load[shard])[:cuts]
-        bounds = [rows * i // cuts for i in range(cuts + 1)]
-        for i, shard in enumerate(sorted(emptiest)):
-            cut = slice(bounds[i], bounds[i + 1]) if cuts > 1 else None
-            pieces.append(Piece(leaf, shard, cut))
-            load[shard] += sizes[leaf] * (bounds[i + 1] - bounds[i]) // max(rows, 1)
-    return sorted(pieces, key=lambda piece: (piece.leaf, piece.shard))
 
 
 class ShardedCenter:
@@ -97,10 +57,10 @@ class ShardedCenter:
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
     ) -> ShardedSession:
         """A worker is there: see `Center.join`."""
-        parts: list[PyTree] = [None] * len(self.centers)
+        own: list[PyTree] = [None] * len(self.centers)
         if params is not None:
             self.check_model(params, "params")
-            parts = self.cut(params)
+            own = self.cut(params)
         joined: list[Session] = []
 
         def join(center: Center, part: PyTree) -> Session:
@@ -108,7 +68,7 @@ class ShardedCenter:
             return joined[-1]
 
         try:
-            sessions = self.all(join, self.centers, parts)
+            sessions = self.all(join, self.centers, own)
         except BaseException:
             for session in joined:
                 session.leave()
@@ -118,9 +78,8 @@ class ShardedCenter:
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives every shard its part of the parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
-        parts = self.cut(params)
         # Who is the chief of the first shard is the chief of all.
-        for center, part in zip(self.centers, parts, strict=True):
+        for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
         return self.pull()
 
@@ -169,37 +128,26 @@ class ShardedCenter:
 
     def cut(self, tree: PyTree) -> list[PyTree]:
         """A tree as the parts of the shards."""
-        leaves, treedef = jax.tree.flatten(tree)
-        shapes = [jnp.shape(leaf) for leaf in leaves]
-        pieces = assign(shapes, len(self.centers))
-        self._check_rule(tree, pieces)
-        parts: list[list[Any]] = [[None] * len(leaves) for _ in self.centers]
-        for leaf, shard, rows in pieces:
-            parts[shard][leaf] = leaves[leaf] if rows is None else leaves[leaf][rows]
-        return [jax.tree.unflatten(treedef, part) for part in parts]
+        divided = parts.balanced(tree, len(self.centers))
+        self._check_rule(tree, divided)
+        return divided.cut(tree)
 
-    def _check_rule(self, tree: PyTree, pieces: list[Piece]) -> None:
+    def _check_rule(self, tree: PyTree, divided: parts.Parts) -> None:
         """The rule can work on parts: asked once for every kind of tree."""
-        leaves, treedef = jax.tree.flatten(tree)
-        kind = (treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))
-        if self._checked == kind:
-            return
-        cut = {p.leaf: p.rows.stop - p.rows.start for p in pieces if p.rows is not None}
-        whole = [jax.ShapeDtypeStruct(*leaf) for leaf in kind[1]]
-
-        def part(whole: PyTree) -> PyTree:
-            leaves = jax.tree.leaves(whole)
-            cuts = [x[: cut[i]] if i in cut else x for i, x in enumerate(leaves)]
-            return jax.tree.unflatten(treedef, cuts)
-
-        elementwise.check(self.rule, jax.tree.unflatten(treedef, whole), part)
-        self._checked = kind
+        kind = trees.kinds(tree)
+        if self._checked != kind:
+            whole = trees.abstract(tree)
+            elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
+            self._checked = kind
 
     def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
         """The answers of all shards as one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
-        whole = self._whole([snapshot.params for snapshot in snapshots])
+        whole = parts.join([snapshot.params for snapshot in snapshots])
+        if self._like is not None:
+            treedef = jax.tree.structure(self._like)
+            whole = jax.tree.unflatten(treedef, jax.tree.leaves(whole))
         if self._model is None:
             self._model = jax.eval_shape(lambda: whole)
         return Snapshot(
@@ -209,16 +157,6 @@ class ShardedCenter:
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
         )
-
-    def _whole(self, parts: Sequence[PyTree]) -> PyTree:
-        def join(*pieces: Any) -> Any:
-            there = [piece for piece in pieces if piece is not None]
-            return jnp.concatenate(there) if len(there) > 1 else (there or [None])[0]
-
-        tree = jax.tree.map(join, *parts, is_leaf=lambda node: node is None)
-        if self._like is None:
-            return tree
-        return jax.tree.unflatten(jax.tree.structure(self._like), jax.tree.leaves(tree))
 
 
 class ShardedSession(Session):
@@ -250,7 +188,7 @@ class ShardedSession(Session):
                 f"shard, got {anchor_version!r}"
             )
         self._center.check_model(contribution, "contribution")
-        parts = self._center.cut(contribution)
+        own = self._center.cut(contribution)
         if not _is_finite(contribution):  # one shard would refuse it, another take it
             raise errors.MessageRefusedError(
                 "the message is not finite; the center stays as it was. Start again "
@@ -260,7 +198,7 @@ class ShardedSession(Session):
         def submit(session: Session, part: PyTree, version: int) -> None:
             session.submit(sequence, part, anchor_version=version, steps=steps)
 
-        self._center.all(submit, self._sessions, parts, anchor_version)
+        self._center.all(submit, self._sessions, own, anchor_version)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """The answers of all shards as one: see `Session.collect`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.center._packing import Packed, packing_of
+from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -60,7 +59,7 @@ class Store:
 
     Attributes:
       current: the newest version.
-      packing: how the parameters are packed; None if they are not.
+      layout: how the parameters are kept.
       like: the tree of parameters, abstract.
     """
 
@@ -95,10 +94,7 @@ class Store:
             )
         store = cls.__new__(cls)
         kept = store._keep(rule, params, None, packs)
-        if store.packing is not None:
-            center_state = jax.tree.map(
-                jnp.asarray, store.packing.pack_state(rule, center_state)
-            )
+        center_state = store.layout.pack_state(rule, center_state)
         store._set(rule, CenterState(kept, center_state, version))
         return store
 
@@ -107,15 +103,12 @@ class Store:
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         # In the memory of the CPU that programs use when they are not told otherwise.
         here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
-        self._on_host = jax.default_backend() == "cpu" and all(
+        on_host = jax.default_backend() == "cpu" and all(
             getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
         )
-        packs = packs and self._on_host
-        self.packing = packing_of(rule, self.like) if packs else None
-        if self.packing is None:
-            return trees.copy(params, dtype)
-        parts = self.packing.parts(jax.tree.leaves(params))
-        return Packed(*map(_owned, parts))  # a loop would keep each part for the next
+        packing = packing_of(rule, self.like) if packs and on_host else None
+        self.layout: AsTree | Packing = packing or AsTree(on_host)
+        return self.layout.keep(params, dtype)
 
     def _set(self, rule: Rule, state: CenterState) -> None:
         self.current = Version(state.params, state.version)
@@ -125,23 +118,19 @@ class Store:
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
-        params, center_state = self.current.params, self._center_state
-        if self.packing is not None:
-            params = self.packing.unpack(params)
-            center_state = self.packing.unpack_state(self._rule, center_state)
+        params = self.layout.unpack(self.current.params)
+        center_state = self.layout.unpack_state(self._rule, self._center_state)
         params, center_state = trees.copy((params, center_state))
         return CenterState(params, center_state, self.current.number)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""
-        if self.packing is None:
-            return version.params
-        return jax.device_put(self.packing.unpack(version.params))
+        return self.layout.on_device(version.params)
 
     @property
     def is_packed(self) -> bool:
         """Whether versions and contributions are kept packed."""
-        return self.packing is not None
+        return self.layout.packs
 
     def take(self, contribution: PyTree) -> PyTree:
         """A contribution, if it belongs to this center, where the center is.
@@ -149,27 +138,18 @@ class Store:
         Raises:
           TreeMismatchError: it does not.
         """
-        if self.packing is None or not self.packing.is_packed(contribution):
+        if not self.layout.holds(contribution):
             check.same_tree(contribution, self.like, "contribution", "center")
             check.float_leaves(contribution, "contribution")
         return self.place(contribution)
 
     def place(self, contribution: PyTree) -> PyTree:
         """A contribution where the center is, as the center is kept."""
-        if self.packing is not None:
-            if self.packing.is_packed(contribution):
-                return contribution
-            return self.packing.pack(contribution)
-        leaves = jax.tree.leaves(contribution)
-        if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
-            return contribution  # programs take it as it is, in less time
-        return trees.place_like(contribution, self.current.params)
+        return self.layout.place(contribution, self.current.params)
 
     def unplace(self, contribution: PyTree) -> PyTree:
         """A contribution as a tree, for others than this store."""
-        if self.packing is None:
-            return contribution
-        return self.packing.unpack(contribution)
+        return self.layout.unpack(contribution)
 
     def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
         """Global norm of the message that a contribution is to ``center``, float32."""
@@ -228,21 +208,6 @@ class Store:
 
 
 _with_progress = jax.jit(rounds.with_progress)
-
-
-def _owned(part: np.ndarray) -> jax.Array:
-    """A copy that may be donated, after which JAX has let go of ``part``."""
-    copy = jnp.array(part).block_until_ready()
-    let_go()
-    return copy
-
-
-def let_go() -> None:
-    """Has JAX let go of what its programs have read, such as a message.
-
-    It puts that off until it runs another program, or the collector runs.
-    """
-    gc.collect(0)
 
 
 def _is_small(part: Any) -> bool:

@@ -3,15 +3,16 @@
 `_exchange` is the one place where a round is written; `_forms` the three ways to run it
 with the center in an optimizer state, and `_optimizers` the drop-in optimizers. Periods
 that are schedules are in `_period`, the center of a mesh in `_placement`, collectives
-in `_collectives`. `_elementwise` says which rules may work on parts of a tree,
-`_leafwise` works on a few leaves at a time, and `_center_params` finds the center in a
-state.
+in `_collectives`. `_parts` divides a tree, `_elementwise` says which rules may work on
+parts, `_leafwise` works on a few leaves at a time, and `_center_params` finds the
+center in a state.
 
 Users find what is for them in `agn_optax`; the rest is for the layers above.
 """
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
+from agn_optax.round import _parts as parts
 from agn_optax.round._center_params import center_params
 from agn_optax.round._exchange import (
     LocalState,
@@ -84,6 +85,7 @@ __all__ = [
     "move_anchor",
     "move_center",
     "overwrite",
+    "parts",
     "phases",
     "recover",
     "recovers",

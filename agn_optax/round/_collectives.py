@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from agn_optax._internal import tracing
+
 Axes = tuple[str, ...]
 
 
@@ -95,15 +97,11 @@ def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def spoken(program: Any, *, aside: str | None = None) -> set[str]:
     """The axes over which a jaxpr has collectives, those in a scope ``aside`` aside."""
-    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
-
     axes: set[str] = set()
-    for equation in program.eqns:
-        counts = aside is None or aside not in str(equation.source_info.name_stack)
-        if equation.primitive.name != "axis_index" and counts:
+    for operation in tracing.operations(program):
+        counts = aside is None or aside not in str(operation.source_info.name_stack)
+        if operation.primitive.name != "axis_index" and counts:
             for key in ("axes", "axis_name"):
-                named = names(equation.params.get(key))
+                named = names(operation.params.get(key))
                 axes.update(name for name in named if isinstance(name, str))
-        for inner in jaxprs_in_params(equation.params):
-            axes |= spoken(inner, aside=aside)
     return axes

@@ -274,7 +274,7 @@ def exchange(
     adopted = layout.whole(adopted, params)
     adopting = adopt(rule, params, adopted)
     state = begin_round(rule, state, params, adopted, layout)
-    center, center_state = layout.store(moved, center_state, params)
+    center, center_state = layout.replace(center, moved, center_state)
     return adopting, state, center, center_state
 
 

@@ -23,8 +23,15 @@ from jax.tree_util import keystr
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round import _collectives, _elementwise, _exchange, _leafwise, _period
-from agn_optax.round._placement import Layout, Placement
+from agn_optax.round import (
+    _collectives,
+    _elementwise,
+    _exchange,
+    _leafwise,
+    _parts,
+    _period,
+)
+from agn_optax.round._placement import Layout, OnHost, Placement
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
@@ -128,7 +135,8 @@ def phases(
         layout.check_memory()
         if layout.sharded:
             layout.check_bound()
-            _elementwise.check(rule, params, layout.piece)
+            piece = jax.eval_shape(layout.piece, params)
+            _elementwise.check(rule, params, [piece])
         whole = trees.copy(params, center_dtype)
         piece = layout.piece(whole)
         center, center_state = layout.store(
@@ -174,7 +182,8 @@ def phases(
                 exchanged,
                 (params, own),
                 (),
-                lambda: (_numbers(rule, params, own), ()),
+                params,
+                lambda numbers: ((numbers, _owners(rule, own, numbers)), ()),
                 own.exchanges,
             )
         else:
@@ -297,7 +306,8 @@ def exchange_every(
                 exchanged,
                 (updates, state),
                 params,
-                lambda: (_numbers(rule, params, state), _leafwise.numbers_of(params)),
+                params,
+                lambda numbers: ((numbers, _owners(rule, state, numbers)), numbers),
                 state.exchanges,
                 gate,
             )
@@ -374,20 +384,23 @@ def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
     return state._replace(local=state.local._replace(inner_state=inner_state))
 
 
-def _numbers(rule: Rule, params: PyTree, state: ExchangeState) -> Any:
-    """To which leaf all that an exchange changes belongs, as `_leafwise.when` asks."""
-    numbers = _leafwise.numbers_of(params)
-    local = _exchange.LocalState(
-        local_steps=_leafwise.shared(state.local.local_steps),
-        inner_state=None,
-        record=_leafwise.numbers_in(rule.record, state.local.record, numbers),
-        anchor=None if state.local.anchor is None else numbers,
+def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
+    """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
+    local, center, center_state = state.local, state.center, state.center_state
+    on_host = isinstance(center_state, OnHost)
+    of_center = _leafwise.owners_in(
+        rule.center, center_state.tree if on_host else center_state, numbers
     )
-    return numbers, ExchangeState(
-        local=local,
-        center=numbers,
-        center_state=_leafwise.numbers_in(rule.center, state.center_state, numbers),
-        exchanges=_leafwise.shared(state.exchanges),
+    return ExchangeState(
+        local=_exchange.LocalState(
+            local_steps=_parts.shared(local.local_steps),
+            inner_state=None,
+            record=_leafwise.owners_in(rule.record, local.record, numbers),
+            anchor=None if local.anchor is None else numbers,
+        ),
+        center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
+        center_state=OnHost(of_center) if on_host else of_center,
+        exchanges=_parts.shared(state.exchanges),
     )
 
 

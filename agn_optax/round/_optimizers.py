@@ -9,6 +9,7 @@ import optax
 from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.round._forms import exchange_every
+from agn_optax.round._placement import Placement
 
 # TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period /
 # num_worker.
@@ -23,6 +24,7 @@ def agn(
     axis_name: Any = None,
     record_dtype: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization (TensorFlow's AGNOptimizer).
 
@@ -40,6 +42,8 @@ def agn(
         worker.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -61,7 +65,12 @@ def agn(
     inner = check.optimizer(inner, "inner")
     rule = rules.agn(inner if center is None else center, record_dtype=record_dtype)
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -71,6 +80,7 @@ def agn_window(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization in the paper's form, without a record.
 
@@ -83,6 +93,8 @@ def agn_window(
       axis_name: mesh axis of the workers, whose messages are summed; None for one
         worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -100,7 +112,12 @@ def agn_window(
     """
     rule = rules.agn_window()
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -110,6 +127,7 @@ def downpour(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR: every worker's displacement is added to the center whole.
 
@@ -122,6 +140,8 @@ def downpour(
       axis_name: mesh axis of the workers, whose messages are summed; None for one
         worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -138,7 +158,12 @@ def downpour(
     """
     rule = rules.downpour()
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -148,6 +173,7 @@ def dynsgd(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
@@ -164,6 +190,8 @@ def dynsgd(
       axis_name: mesh axis of the workers, whose messages are summed; None for one
         worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -181,7 +209,12 @@ def dynsgd(
     """
     rule = rules.dynsgd()
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -191,6 +224,7 @@ def average(
     *,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Model averaging, or local SGD (TensorFlow's ModelAverageOptimizer).
 
@@ -202,6 +236,8 @@ def average(
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
       axis_name: mesh axis of the workers, which are averaged; None for one worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -221,7 +257,12 @@ def average(
     """
     rule = rules.average()
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -232,6 +273,7 @@ def diloco(
     center: optax.GradientTransformation | None = None,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: the workers' mean displacement goes through an outer (center) optimizer.
 
@@ -248,6 +290,8 @@ def diloco(
       axis_name: mesh axis of the workers, whose displacements are averaged; None for
         one worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -265,7 +309,12 @@ def diloco(
     """
     rule = rules.diloco(center)
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )
 
 
@@ -278,6 +327,7 @@ def easgd(
     rho: Any = 0.0,
     axis_name: Any = None,
     center_dtype: Any = None,
+    placement: Placement | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, the counterpart of TensorFlow's ElasticAverageOptimizer.
 
@@ -292,14 +342,15 @@ def easgd(
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
       moving_rate: :math:`\alpha` in (0, 1]; None is ``0.9 / period / num_workers``, as
         in TensorFlow.
-      num_workers: workers of the axis, a positive int; only the default of
-        ``moving_rate`` reads
-        it. None is one worker where there is no axis.
+      num_workers: workers of the axis, a positive int, which only the default of
+        ``moving_rate`` reads. None is one worker where there is no axis.
       rho: :math:`\rho \ge 0`, the elastic penalty in the local gradients. TensorFlow's
         default is ``moving_rate / learning_rate``.
       axis_name: mesh axis of the workers, whose forces on the center are summed; None
         for one.
       center_dtype: floating dtype of the center; None keeps the parameters'.
+      placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
+        every device.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -341,5 +392,10 @@ def easgd(
         )
     rule = rules.easgd(moving_rate, rho=rho)
     return exchange_every(
-        inner, rule, period, axis_name=axis_name, center_dtype=center_dtype
+        inner,
+        rule,
+        period,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
     )

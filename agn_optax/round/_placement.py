@@ -193,6 +193,16 @@ class Layout:
             center = ShardedCenter(
                 center, shapes, (cut.within, cut.across), cut.pieces()
             )
+        return self._placed(center, center_state)
+
+    def replace(self, stored: Any, center: PyTree, center_state: PyTree) -> Any:
+        """As `store`, in place of a center that was ``stored``."""
+        if self.sharded:
+            _, stored = _unwrapped(stored)
+            center = dataclasses.replace(stored, pieces=center)
+        return self._placed(center, center_state)
+
+    def _placed(self, center: PyTree, center_state: PyTree) -> Any:
         if self.on_host:
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)

@@ -2,7 +2,7 @@
 
 `Towers` is the mesh with its state, data and programs; `all_reduce` makes the gradients
 of a worker's towers one, `reduce_loss` their losses; `loss_scaling` skips bad steps on
-all of them together; `traffic` counts what a compiled program sends.
+all of them together.
 """
 
 from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
@@ -12,7 +12,6 @@ from agn_optax.towers._mesh import initialize_distributed
 from agn_optax.towers._programs import Program
 from agn_optax.towers._replicas import Agreement
 from agn_optax.towers._towers import Towers
-from agn_optax.towers._traffic import Traffic, traffic
 
 __all__ = [
     "Agreement",
@@ -20,12 +19,10 @@ __all__ = [
     "LossScaleState",
     "Program",
     "Towers",
-    "Traffic",
     "all_reduce",
     "densify",
     "initialize_distributed",
     "loss_scale",
     "loss_scaling",
     "reduce_loss",
-    "traffic",
 ]

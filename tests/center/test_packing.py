@@ -46,7 +46,7 @@ def stores(rule, params):
     params = jax.tree.map(jnp.asarray, params)
     as_tree = Store(rule, params, None, None)
     packed = Store(rule, params, None, None, packs=True)
-    assert packed.packing is not None
+    assert packed.layout.packs
     return as_tree, packed
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_does_not_depend_on_it(then):
         first.apply([first.place(arrays(1))], [1.0], 0)
         saved = everything(first)
         second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
-        assert (second.packing is not None) == then
+        assert second.layout.packs == then
         for store in (first, second):
             store.apply([store.place(arrays(2))], [1.0], 0)
         assert_identical(everything(first), everything(second))

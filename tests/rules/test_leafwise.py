@@ -23,7 +23,7 @@ def groups(monkeypatch):
 
     def planned(*args):
         if (found := plan(*args)) is not None:
-            made.append(found.groups)
+            made.append([{piece.leaf for piece in group} for group in found.groups])
         return found
 
     plan = _leafwise._plan
@@ -81,14 +81,62 @@ def test_a_state_that_changes_its_dtype_exchanges_whole(groups):
     assert not groups
 
 
-def test_several_workers_exchange_whole(groups):
+def test_several_workers(groups, monkeypatch):
     tx = agn_optax.downpour(optax.sgd(0.1), 3, axis_name="workers")
     params = support.tree()
-    run = jax.vmap(
-        lambda feeds: support.run(tx, params, feeds)[1], axis_name="workers", in_axes=1
-    )
-    run(support.feeds(params, 4, workers=(2,)))
-    assert not groups
+
+    def run():
+        one = jax.vmap(
+            lambda feeds: support.run(tx, params, feeds)[1],
+            axis_name="workers",
+            in_axes=1,
+        )
+        return one(support.feeds(params, 4, workers=(2,)))
+
+    found = run()
+    assert len(groups) == 1
+    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    support.assert_close(found, run())
+
+
+PLACEMENTS = {
+    "whole": agn_optax.Placement(),
+    "towers": agn_optax.Placement(shard_axis="towers"),
+    "workers": agn_optax.Placement(shard_axis="workers"),
+    "both": agn_optax.Placement(shard_axis=("workers", "towers")),
+    "host": agn_optax.Placement(memory="host"),
+    "shards on the host": agn_optax.Placement(shard_axis="towers", memory="host"),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("form", ["drop-in", "split"])
+def test_on_a_mesh(form, placement, groups, monkeypatch):
+    """An elastic exchange, wherever the center lives; some leaves stay whole there."""
+    towers = agn_optax.Towers(4, workers=2)
+    rule = agn_optax.rules.easgd(0.3, rho=0.1)
+    options = {"axis_name": "workers", "placement": PLACEMENTS[placement]}
+    params = {"w": jnp.arange(15.0).reshape(5, 3), "b": jnp.ones(()), "v": jnp.ones(7)}
+
+    def exchanged():
+        if form == "split":
+            tx = agn_optax.phases(optax.sgd(0.1), rule, **options)
+            act = towers.apply(lambda state: tx.exchange(*state))
+        else:
+            tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 1, **options)
+            act = towers.apply(lambda s: tx.update(s[0], s[1], s[0]))
+        rows = jnp.arange(4.0) // 2  # the second worker has other parameters
+        params_of, state = towers.create(lambda p: (p, tx.init(p)), params)
+        params_of = jax.tree.map(
+            lambda x: x + rows.reshape(4, *[1] * (x.ndim - 1)), params_of
+        )
+        made, state = act((params_of, state))
+        return made, towers.center_params(state)
+
+    found = exchanged()
+    assert groups == [[{0}, {1}, {2}]]
+    monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
+    support.assert_close(found, exchanged())
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])  # whose state has holes is not cut
@@ -143,3 +191,43 @@ def test_the_temporary_of_an_elastic_exchange_is_of_a_few_leaves():
     exchange = jax.jit(split.exchange, donate_argnums=(0, 1))
     memory = exchange.lower(params, split.init(params)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.3 * sum(leaf.nbytes for leaf in params)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_temporary_of_an_elastic_exchange_in_shards_is_of_a_few_leaves(workers):
+    towers = agn_optax.Towers(4, workers=workers)
+    params = [jnp.ones(1 << 20) for _ in range(16)]
+    axis = "towers" if workers == 1 else "workers"
+    split = agn_optax.phases(
+        optax.sgd(0.1),
+        agn_optax.rules.easgd(0.3),
+        axis_name="workers",
+        placement=agn_optax.Placement(shard_axis=axis),
+    )
+    state = towers.create(lambda p: (p, split.init(p)), params)
+    exchange = towers.apply(lambda state: split.exchange(*state))
+    memory = exchange.lower(state).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.6 * sum(leaf.nbytes for leaf in params)
+
+
+def test_the_log_says_why_an_exchange_is_whole(groups, caplog):
+    rule = agn_optax.rules.diloco(WHOLE["a norm of all leaves"])
+    with caplog.at_level("DEBUG", "agn_optax"):
+        trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
+    (record,) = caplog.records
+    assert "by groups of leaves" in record.message
+    assert "made of several leaves" in record.message
+
+
+def test_what_is_not_about_trees_is_not_kept_quiet(groups):
+    """An optimizer that fails where it is traced with a part of the leaves only."""
+
+    def update(updates, params):
+        del params
+        if len(jax.tree.leaves(updates)) == 1:
+            raise RuntimeError("on purpose")
+        return updates
+
+    rule = agn_optax.rules.diloco(optax.stateless(update))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))

@@ -24,7 +24,6 @@ from support import RULES, assert_close, assert_identical, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Synchronous
-from agn_optax.center._sharded import assign
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _schema, _trees
 
@@ -670,34 +669,3 @@ def test_what_reached_one_shard_only_is_completed_when_repeated(
         assert [s.center.version for s in servers] == [1, 1]
         for leaf in jax.tree.leaves((params, center.pull().params)):
             np.testing.assert_array_equal(leaf, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "shards"),
-    [
-        ([(1000, 3), (10,), (), (0, 4), (500,)], 3),
-        ([(7,)], 4),
-        ([(1, 10_000), (3, 3)], 2),
-        ([()] * 10, 3),
-    ],
-)
-def test_leaves_are_assigned_by_size(shapes, shards):
-    pieces = assign(shapes, shards)
-    assert pieces == assign(shapes, shards)
-    loads = [0] * shards
-    for leaf, shape in enumerate(shapes):
-        own = [piece for piece in pieces if piece.leaf == leaf]
-        assert own == sorted(own, key=lambda piece: piece.shard)
-        if own[0].rows is None:
-            assert len(own) == 1
-            loads[own[0].shard] += int(np.prod(shape))
-            continue
-        ends = [0, *(piece.rows.stop for piece in own)]
-        assert [piece.rows.start for piece in own] == ends[:-1]
-        assert ends[-1] == shape[0]
-        for piece in own:
-            rows = piece.rows.stop - piece.rows.start
-            loads[piece.shard] += rows * int(np.prod(shape[1:]))
-    total = sum(int(np.prod(shape)) for shape in shapes)
-    uncut = max((int(np.prod(shape[1:])) for shape in shapes if shape), default=1)
-    assert max(loads) <= 2 * (total / shards) + uncut

@@ -7,6 +7,7 @@ import optax
 import problem
 import pytest
 import support
+from traffic import traffic
 
 import agn_optax
 
@@ -153,7 +154,7 @@ def test_one_device_costs_nothing_extra():
     state = towers.replicate((problem.params(), tx.init(problem.params())))
     batch = towers.shard(problem.batches(1)[0])
     compiled = towers.step(problem.train_step(tx)).lower(state, batch).compile()
-    assert agn_optax.towers.traffic(compiled).collectives == 0
+    assert traffic(compiled).collectives == 0
     for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         assert name not in compiled.as_text()
 
@@ -170,7 +171,7 @@ def test_what_an_axis_of_one_member_would_say_is_not_compiled(workers, members):
     text = compiled.as_text()
     # One for the gradients of several towers, one for the exchange of several workers.
     expected = (towers.size > workers) + (members is not None)
-    assert agn_optax.towers.traffic(compiled).collectives == expected
+    assert traffic(compiled).collectives == expected
     assert ("{{0},{1}" in text) is False  # no group of one
 
 

@@ -9,6 +9,7 @@ import optax
 import problem
 import pytest
 import support
+from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
@@ -48,6 +49,16 @@ def test_shards_give_the_same_numbers(rule):
             towers.center_params(own_state), towers.center_params(state)
         )
         assert towers.towers_agree((own, own_state))
+
+
+@pytest.mark.parametrize("name", support.DROP_INS)
+def test_a_drop_in_takes_a_placement(name):
+    towers, params = agn_optax.Towers(2), {"w": jnp.zeros((4, 3))}
+    placement = agn_optax.Placement(shard_axis="towers")
+    tx = support.DROP_INS[name](optax.sgd(0.1), 2, placement=placement)
+    state = towers.create(tx.init, params)
+    assert state.center.pieces["w"].shape == (2, 1, 6)  # a row for every tower
+    support.assert_identical(towers.center_params(state), params)
 
 
 @pytest.mark.parametrize("axes", [None, "towers"])
@@ -123,7 +134,7 @@ def test_what_an_exchange_sends(rule):
         state = towers.create(lambda p: (p, tx.init(p)), params)
         exchange = towers.step(lambda state, _: (tx.exchange(*state), 0))
         batch = towers.shard(np.zeros(8))
-        return agn_optax.towers.traffic(exchange.lower(state, batch).compile())
+        return traffic(exchange.lower(state, batch).compile())
 
     whole, sharded = sent(None), sent("workers")
     assert whole.kinds == {"all-reduce": 1}

@@ -8,9 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from agn_optax import errors
-from agn_optax._internal import check
-
 # Bytes that a device sends in the best algorithms (ring, pairwise exchange), in units
 # of the bytes of the result; n is the number of devices that take part.
 _SENT = {
@@ -70,14 +67,8 @@ def traffic(compiled: Any) -> Traffic:
       ``Traffic(collectives, bytes_sent, kinds)``.
 
     Raises:
-      InvalidTypeError: ``compiled`` is something else.
-      InvalidArgumentError: it is spelled in a way that is not known here.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, agn_optax
-      >>> program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
-      >>> agn_optax.towers.traffic(program)
-      Traffic(collectives=0, bytes_sent=0, kinds={})
+      TypeError: ``compiled`` is something else.
+      ValueError: it is spelled in a way that is not known here.
 
     References:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
@@ -136,9 +127,9 @@ def _executed(text: str) -> Iterator[tuple[str, int]]:
 def _text(compiled: Any) -> str:
     as_text = getattr(compiled, "as_text", None)
     if as_text is None:
-        raise errors.InvalidTypeError(
+        raise TypeError(
             "compiled must be a compiled program, jitted.lower(...).compile(), got "
-            f"{check.show(compiled)}"
+            f"{compiled!r}"
         )
     return as_text()
 
@@ -163,6 +154,6 @@ def _members(line: str, kind: str, devices: int) -> int:
         return math.prod(int(split) if split else sizes[name] for name, split in axes)
     if _EVERYONE.search(line):
         return devices
-    raise errors.InvalidArgumentError(
+    raise ValueError(
         f"compiled has a collective whose devices cannot be read: {line.strip()[:200]}"
     )

@@ -1,0 +1,265 @@
+"""What a program makes of its arguments, read from its jaxpr.
+
+Every value of a program has an expression: the operation that makes it, and the
+expressions of what that reads, down to arguments and constants. Two values with equal
+expressions are equal wherever their arguments are, so that two programs can be
+compared, such as one for a whole tree and one for a part of it.
+
+An operation that takes each element for itself does the same to arrays of any shape,
+and its expression does not tell the shape. All others are listed (`Reading.across`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from agn_optax import errors
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+
+T = TypeVar("T")
+
+_log = logging.getLogger("agn_optax")
+
+# Primitives of JAX that take each element for itself.
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt
+    ceil clamp convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic
+    lt max min mul ne neg nextafter not optimization_barrier or population_count pow
+    pvary pcast reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+    xor
+    """.split()  # noqa: SIM905 eighty words are easier to read so
+)
+_SHAPES = frozenset(("shape", "broadcast_dimensions", "sharding"))  # settings of these
+
+# Primitives that call one program, once, with the operands as its arguments.
+_CALLS = frozenset(
+    """
+    jit pjit closed_call core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr checkpoint remat remat2
+    """.split()  # noqa: SIM905 as above
+)
+_LOOPS = frozenset(("scan", "while"))
+
+
+class UnfitError(Exception):
+    """A program is not what it would have to be; says why."""
+
+
+# What code that was written for a whole tree may raise when it is traced with a part:
+_UNTRACEABLE = (
+    UnfitError,
+    errors.AgnOptaxError,  # our own checks of trees
+    TypeError,  # a tree of another structure, None for an array, a value JAX has not
+    ValueError,  # a tree of another structure, shapes that do not fit
+    LookupError,  # a leaf that is looked for by its name or number
+    AttributeError,  # None has no shape
+    ArithmeticError,  # a mean over no leaves
+    AssertionError,  # a check of the tree's structure
+)
+
+
+def unless_unfit(what: str, ask: Callable[[], T]) -> T | None:
+    """``ask()``; or None if it cannot be told, or is not so: the log says why.
+
+    Args:
+      what: would be done if the answer were good.
+      ask: traces programs, and may raise `UnfitError`.
+    """
+    try:
+        return ask()
+    except _UNTRACEABLE as error:
+        kind = "" if isinstance(error, UnfitError) else f"{type(error).__name__}: "
+        _log.debug("not done: %s, because of %s%s", what, kind, error)
+        return None
+
+
+class Value(NamedTuple):
+    """What is known of one value in a program."""
+
+    expression: Hashable
+    leaves: frozenset[int] = frozenset()  # of the arguments' that it is made of
+    is_array: bool = True  # and no scalar
+
+
+class Reading(NamedTuple):
+    """What a program makes."""
+
+    made: dict[str, Value]  # by the path in the result
+    # Operations that look at more than one element, and of each the operation of the
+    # outermost program that it is a part of.
+    across: list[tuple[JaxprEqn, JaxprEqn]]
+    program: Any  # whose constants are told by their identity: they must live on
+
+
+def read(
+    function: Callable[..., Any],
+    *arguments: Any,
+    given: Sequence[Value] | None = None,
+) -> Reading:
+    """What ``function`` makes of arguments of this kind.
+
+    Args:
+      function: to be traced.
+      *arguments: trees of arrays, or of what says their shapes and dtypes.
+      given: what their leaves are; None tells each by its path and its number.
+    """
+    program, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    if given is None:
+        paths = [keystr(path) for path, _ in tree_leaves_with_path(arguments)]
+        given = [Value(path, frozenset({i})) for i, path in enumerate(paths)]
+    reader = _Reader()
+    made = reader.follow(program.jaxpr, program.consts, given)
+    results = [keystr(path) for path, _ in tree_leaves_with_path(out)]
+    return Reading(dict(zip(results, made, strict=True)), reader.across, program)
+
+
+def origin(operation: JaxprEqn) -> str:
+    """The optimizer that an operation comes from, as well as it can be told."""
+    traceback = operation.source_info.traceback
+    frames: list[Any] = [] if traceback is None else traceback.frames
+    outside = [f.function_name for f in frames if "/jax/" not in f.file_name]
+    for name in outside:
+        if name.endswith((".update_fn", ".update")):
+            return name.split(".")[0]
+    return outside[0] if outside else "an operation"
+
+
+def operations(program: Any) -> Iterator[JaxprEqn]:
+    """All operations of a jaxpr, those of the programs inside it, too."""
+    from jax.extend.core import jaxprs_in_params  # noqa: PLC0415 slow to import
+
+    for equation in program.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from operations(inner)
+
+
+class _Reader:
+    """Follows values through programs, and keeps what looks across elements."""
+
+    def __init__(self) -> None:
+        self.across: list[tuple[JaxprEqn, JaxprEqn]] = []
+        self._outermost: list[JaxprEqn] = []  # the operation that is being read
+
+    def follow(
+        self, program: Any, consts: Sequence[Any], given: Sequence[Value]
+    ) -> list[Value]:
+        """The results of a program, whose arguments are ``given``."""
+        known = dict(zip(program.invars, given, strict=True))
+        known.update(zip(program.constvars, map(_constant, consts), strict=True))
+
+        def value(atom: Any) -> Value:
+            return _constant(atom.val) if hasattr(atom, "val") else known[atom]
+
+        for equation in program.eqns:
+            self._outermost.append(equation)
+            made = self._results(equation, [value(atom) for atom in equation.invars])
+            self._outermost.pop()
+            known.update(zip(equation.outvars, made, strict=True))
+        return [value(atom) for atom in program.outvars]
+
+    def _results(self, equation: JaxprEqn, read: list[Value]) -> list[Value]:
+        name = equation.primitive.name
+        if name in _CALLS:
+            (called,) = _programs(equation)
+            return self._inside(called, read)
+        if name == "cond":
+            index, *operands = read
+            branches = [
+                self._inside(branch, operands) for branch in equation.params["branches"]
+            ]
+            return [
+                _made(variable, name, [index, *results])
+                for variable, *results in zip(equation.outvars, *branches, strict=True)
+            ]
+        told: list[Any] = [name]
+        if name in _LOOPS:
+            # Not followed from trip to trip: every result may be made of every operand.
+            for body in _programs(equation):
+                inputs = [
+                    Value(("input", i), is_array=_is_array(variable))
+                    for i, variable in enumerate(getattr(body, "jaxpr", body).invars)
+                ]
+                told += [value.expression for value in self._inside(body, inputs)]
+            told += [v for k, v in equation.params.items() if isinstance(v, bool | int)]
+            is_elementwise = name == "while" or _scans_nothing(equation)
+        else:
+            is_elementwise = _is_elementwise(equation)
+            told += [
+                (setting, str(value))
+                for setting, value in equation.params.items()
+                if not (is_elementwise and setting in _SHAPES)
+            ]
+        if not is_elementwise:
+            self.across.append((equation, self._outermost[0]))
+        what = hash(tuple(told))
+        return [
+            _made(variable, (what, i), read)
+            for i, variable in enumerate(equation.outvars)
+        ]
+
+    def _inside(self, program: Any, given: Sequence[Value]) -> list[Value]:
+        body = getattr(program, "jaxpr", program)
+        return self.follow(body, getattr(program, "consts", ()), given)
+
+
+def _made(variable: Any, what: Hashable, read: Sequence[Value]) -> Value:
+    """A result that ``what`` makes of values that were ``read``."""
+    is_array = _is_array(variable)
+    dtype = str(getattr(variable.aval, "dtype", ""))
+    told = (what, dtype, is_array, *(value.expression for value in read))
+    leaves = frozenset[int]().union(*(value.leaves for value in read))
+    return Value(hash(told), leaves, is_array)
+
+
+def _constant(value: Any) -> Value:
+    is_array = bool(np.ndim(value))
+    if isinstance(value, jax.core.Tracer):
+        return Value(("traced", id(value)), is_array=is_array)
+    array = np.asarray(value)
+    return Value((str(array.dtype), array.shape, array.tobytes()), is_array=is_array)
+
+
+def _programs(equation: JaxprEqn) -> list[Any]:
+    """The programs that an operation calls, with their constants."""
+    return [value for value in equation.params.values() if hasattr(value, "eqns")]
+
+
+def _scans_nothing(scan: JaxprEqn) -> bool:
+    """Whether a scan takes no array apart, and puts none together."""
+    kept, carried = scan.params["num_consts"], scan.params["num_carry"]
+    return len(scan.invars) == kept + carried and len(scan.outvars) == carried
+
+
+def _is_elementwise(operation: JaxprEqn) -> bool:
+    inputs = {_shape(variable) for variable in operation.invars} - {()}
+    outputs = {_shape(variable) for variable in operation.outvars} - {()}
+    if not inputs and not outputs:
+        return not calls_back(operation)
+    if operation.primitive.name not in _ELEMENTWISE:
+        return False
+    return not inputs or (len(inputs) == 1 and outputs == inputs)
+
+
+def calls_back(operation: JaxprEqn) -> bool:
+    """Whether an operation runs Python, which may look at anything."""
+    return "callback" in operation.primitive.name
+
+
+def _is_array(variable: Any) -> bool:
+    return bool(_shape(variable))
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return getattr(variable.aval, "shape", ())

@@ -1,0 +1,138 @@
+"""Parts of a tree: who keeps what of a model, or what of it is computed at a time.
+
+A part is a tree like the whole, with None where a leaf is elsewhere, so that paths and
+dimensions mean there what they mean in the whole. It has leaves, or rows of them: a
+leaf may be cut along its first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from agn_optax import errors
+
+PyTree = Any
+
+SHARED = -1  # in place of a leaf's number: what belongs to all leaves
+
+
+class Piece(NamedTuple):
+    """Rows of one leaf, or all of it."""
+
+    leaf: int  # its number
+    rows: slice | None = None  # None: all, of a leaf that is not cut
+
+
+class Parts(tuple[tuple[Piece, ...], ...]):
+    """The pieces of every part of a tree."""
+
+    __slots__ = ()
+
+    def cut(self, tree: PyTree, owners: PyTree = None) -> list[PyTree]:
+        """The parts of a tree.
+
+        Args:
+          tree: like the one that was divided.
+          owners: of a tree that is not: the number of the leaf that each array belongs
+            to, or `SHARED`, which is in all parts.
+        """
+        return [self.take(part, tree, owners) for part in range(len(self))]
+
+    def take(self, part: int, tree: PyTree, owners: PyTree = None) -> PyTree:
+        """One part of a tree, see `cut`."""
+        rows = {piece.leaf: piece.rows for piece in self[part]}
+
+        def piece(leaf: Any, owner: int) -> Any:
+            if owner == SHARED or rows.get(owner, ()) is None:
+                return leaf
+            return leaf[rows[owner]] if owner in rows else None
+
+        return jax.tree.map(piece, tree, numbers(tree) if owners is None else owners)
+
+
+def join(parts: Sequence[PyTree]) -> PyTree:
+    """The tree of its parts: the reverse of `Parts.cut`."""
+
+    def joined(*pieces: Any) -> Any:
+        there = [piece for piece in pieces if piece is not None]
+        return jnp.concatenate(there) if len(there) > 1 else (there or [None])[0]
+
+    return jax.tree.map(joined, *parts, is_leaf=lambda node: node is None)
+
+
+def numbers(tree: PyTree) -> PyTree:
+    """The leaves of a tree, numbered."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, range(len(leaves)))
+
+
+def shared(tree: PyTree) -> PyTree:
+    """The owners of a tree that belongs to all leaves."""
+    return jax.tree.map(lambda _: SHARED, tree)
+
+
+def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
+    """Parts with about the same number of elements each.
+
+    They are the same for everybody who knows the shapes. Leaves larger than a fair
+    share are cut into as many pieces as it takes, of about equal numbers of rows; then
+    the largest piece goes to the emptiest part, and so on. The pieces of one leaf are
+    in parts in the order of their rows.
+
+    Args:
+      tree: to be divided; its leaves may be abstract.
+      count: of parts, some of which may be empty.
+      rows: whether leaves may be cut.
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    sizes = [math.prod(shape) for shape in shapes]
+    share = -(-sum(sizes) // count) or 1
+    load = [0] * count
+    parts: list[list[Piece]] = [[] for _ in range(count)]
+    for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
+        length = shapes[leaf][0] if shapes[leaf] else 1
+        cuts = min(-(-sizes[leaf] // share), length, count) if rows else 1
+        cuts = cuts or 1  # of a leaf without elements
+        emptiest = sorted(range(count), key=lambda part: load[part])[:cuts]
+        bounds = [length * i // cuts for i in range(cuts + 1)]
+        for i, part in enumerate(sorted(emptiest)):
+            cut = slice(bounds[i], bounds[i + 1]) if cuts > 1 else None
+            parts[part].append(Piece(leaf, cut))
+            load[part] += sizes[leaf] * (bounds[i + 1] - bounds[i]) // max(length, 1)
+    return Parts(tuple(sorted(part, key=lambda piece: piece.leaf)) for part in parts)
+
+
+def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
+    """Parts by name: a leaf is in the part of the first pattern found in its path.
+
+    Args:
+      tree: to be divided.
+      patterns: regular expressions, searched for in paths such as "['layer_1']['w']".
+
+    Raises:
+      InvalidArgumentError: a leaf has no part, or a part has no leaf.
+    """
+    parts: list[list[Piece]] = [[] for _ in patterns]
+    for leaf, (path, _) in enumerate(tree_leaves_with_path(tree)):
+        name = keystr(path)
+        found = [i for i, pattern in enumerate(patterns) if re.search(pattern, name)]
+        if not found:
+            raise errors.InvalidArgumentError(
+                f"every leaf must be in a part, and no pattern of {list(patterns)} is "
+                f"found in {name or 'the path of a single leaf'}"
+            )
+        parts[found[0]].append(Piece(leaf))
+    for pattern, part in zip(patterns, parts, strict=True):
+        if not part:
+            raise errors.InvalidArgumentError(
+                f"every part must have a leaf, and pattern {pattern!r} is the first "
+                "to be found in none of the paths"
+            )
+    return Parts(map(tuple, parts))

@@ -1,0 +1,119 @@
+"""Parts of a tree: cut and joined, balanced, and the same for everybody."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_identical
+
+from agn_optax import errors
+from agn_optax.round import _parts
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8
+)
+
+
+def arrays(shapes):
+    """Of these shapes, all elements different, in containers with a None among them."""
+    ends = np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes)])
+    leaves = [
+        jnp.arange(begin, end, dtype=jnp.float32).reshape(shape)
+        for begin, end, shape in zip(ends, ends[1:], shapes, strict=False)
+    ]
+    return {"a": leaves[::2], "nothing": None, "b": tuple(leaves[1::2])}
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
+def test_what_is_cut_is_joined_again(shapes, count, rows):
+    tree = arrays(shapes)
+    parts = _parts.balanced(tree, count, rows=rows)
+    pieces = parts.cut(tree)
+    assert len(pieces) == len(parts) == count
+    assert_identical(_parts.join(pieces), tree)
+    elements = sum(leaf.size for piece in pieces for leaf in jax.tree.leaves(piece))
+    assert elements == sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+@hypothesis.given(SHAPES, st.integers(1, 6), st.booleans())
+def test_parts_are_balanced_and_the_same_for_everybody(shapes, count, rows):
+    tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    parts = _parts.balanced(tree, count, rows=rows)
+    numpy = [np.empty(shape, "float16") for shape in shapes]  # only shapes count
+    assert parts == _parts.balanced(numpy, count, rows=rows)
+    loads = [
+        sum(
+            (rows.stop - rows.start) * int(np.prod(shapes[leaf][1:], dtype=int))
+            if rows
+            else int(np.prod(shapes[leaf], dtype=int))
+            for leaf, rows in part
+        )
+        for part in parts
+    ]
+    total = sum(int(np.prod(shape, dtype=int)) for shape in shapes)
+    assert sum(loads) == total
+    # What cannot be cut any further: a row, or a leaf.
+    least = [shape[rows:] for shape in shapes if shape]
+    uncut = max((int(np.prod(shape, dtype=int)) for shape in least), default=1)
+    assert max(loads) <= 2 * (total / count) + max(uncut, 1)
+
+
+@hypothesis.given(SHAPES, st.integers(1, 6))
+def test_pieces_of_a_leaf_are_in_the_order_of_its_rows(shapes, count):
+    tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    pieces = [piece for part in _parts.balanced(tree, count) for piece in part]
+    for leaf, shape in enumerate(shapes):
+        own = [piece.rows for piece in pieces if piece.leaf == leaf]
+        if own[0] is None:
+            assert len(own) == 1
+            continue
+        ends = [0, *(rows.stop for rows in own)]
+        assert [rows.start for rows in own] == ends[:-1]
+        assert ends[-1] == shape[0]
+        assert len(own) <= count
+
+
+def test_a_leaf_that_must_stay_whole():
+    tree = {"large": jnp.ones((100, 10)), "small": jnp.ones(3)}
+    cut = _parts.balanced(tree, 3).cut(tree)
+    assert [jnp.shape(part["large"]) for part in cut] == [(33, 10), (33, 10), (34, 10)]
+    whole = _parts.balanced(tree, 3, rows=False).cut(tree)
+    assert [part["large"] is None for part in whole] == [False, True, True]
+
+
+def test_a_state_is_cut_as_the_tree_that_it_belongs_to():
+    parts = _parts.balanced([jnp.ones(4), jnp.ones(3)], 2)
+    state = {"count": jnp.ones(()), "mu": [jnp.arange(4.0), jnp.arange(3.0)]}
+    owners = {"count": _parts.SHARED, "mu": _parts.numbers(state["mu"])}
+    first, second = parts.cut(state, owners)
+    assert_identical(first, {"count": jnp.ones(()), "mu": [jnp.arange(4.0), None]})
+    assert_identical(second, {"count": jnp.ones(()), "mu": [None, jnp.arange(3.0)]})
+
+
+def test_parts_by_path():
+    tree = {"embed": jnp.ones(3), "layers": [jnp.zeros(2), jnp.ones((2, 2))]}
+    parts = _parts.by_path(tree, [r"\['layers'\]\[1\]", "layers", "."])
+    assert parts == (((2, None),), ((1, None),), ((0, None),))
+    assert_identical(_parts.join(parts.cut(tree)), tree)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["layers"], "is found in ['embed']"),
+        (["layers", "embed", "layers"], "pattern 'layers' is the first"),
+        (["."], None),
+    ],
+)
+def test_every_leaf_has_a_part_and_every_part_a_leaf(patterns, words):
+    tree = {"embed": jnp.ones(3), "layers": [jnp.zeros(2)]}
+    if words is None:
+        _parts.by_path(tree, patterns)
+        return
+    with pytest.raises(errors.InvalidArgumentError, match=re.escape(words)):
+        _parts.by_path(tree, patterns)
