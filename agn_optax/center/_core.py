@@ -34,7 +34,7 @@ from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
 
-_LOOKS = 1.0  # seconds after which whoever waits looks who is still there
+_LOOKS = 1.0  # seconds after which whoever waits looks whether the disk has failed
 
 
 @dataclasses.dataclass
@@ -55,6 +55,8 @@ class _Message:
 
     contribution: PyTree
     norm: Any
+    # Of its worker alone: a crowd that waits for a round would wake up for each other.
+    over: threading.Condition  # notified when it waits no longer
 
 
 class Core:
@@ -94,7 +96,8 @@ class Core:
         self._device = device
         self._packs = packs
         self._refuse_nonfinite = refuse_nonfinite
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
         self._messages: dict[str, _Message] = {}  # of the workers that wait
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
@@ -241,6 +244,8 @@ class Core:
         """Takes no more exchanges: see `LocalCenter.close`."""
         with self._changed:
             self._closed = self._closed or reason
+            for message in self._messages.values():
+                message.over.notify_all()
             self._changed.notify_all()
         if self._keeper is not None:
             self._keeper.close()
@@ -348,7 +353,7 @@ class Core:
                         "stays as it was. Start again from the center, with a smaller "
                         "learning rate or with clipping"
                     )
-        return _Message(contribution, norm)
+        return _Message(contribution, norm, threading.Condition(self._lock))
 
     def _submit(
         self,
@@ -394,11 +399,9 @@ class Core:
                 now = time.monotonic()
                 if now >= end:
                     return None
-                deadline = self.ledger.deadline()
-                until = end
-                if deadline is not None:
-                    until = min(end, deadline, now + _LOOKS)
-                self._changed.wait(None if until == math.inf else max(0.0, until - now))
+                deadline = self.ledger.deadline() or math.inf
+                until = min(end, deadline, now + _LOOKS)
+                self._messages[worker].over.wait(max(0.0, until - now))
                 self._settle()
 
     def _late_answer(self, member: Member) -> Answer:
@@ -454,8 +457,9 @@ class Core:
                 before, after = store.apply(contributions, batch.weights, staleness)
             except Exception as error:  # whoever called, it is these workers' to hear
                 self.ledger.refuse(batch)
-                for entry in batch.entries:
+                for entry, message in zip(batch.entries, messages, strict=True):
                     self._refusals[entry.worker] = entry.sequence, error
+                    message.over.notify_all()
                 return
             if self._observers or self._keeper is not None:
                 seen = [store.unplace(each) for each in contributions]
@@ -470,6 +474,7 @@ class Core:
         for entry, staleness, message in zip(
             batch.entries, batch.staleness, messages, strict=True
         ):
+            message.over.notify_all()
             self._forget(entry.worker)
             adopted.readers += 1
             self._answers[entry.worker] = Answer(
@@ -485,8 +490,10 @@ class Core:
         """Lets go of what is kept for a worker that is in another state by now."""
         member = self.ledger.present().get(worker)
         state = State.GONE if member is None else member.state
-        if state is not State.WAITING:
-            self._messages.pop(worker, None)
+        message = self._messages.get(worker)
+        if message is not None and state is not State.WAITING:
+            del self._messages[worker]
+            message.over.notify_all()
         if state is not State.ANSWERED:
             self._forget(worker)
         if state is not State.IDLE:
