@@ -13,6 +13,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax._internal import trees
 
 PyTree = Any
 
@@ -141,39 +142,23 @@ def float_leaves(tree: PyTree, what: str) -> None:
 
 def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
     """``tree`` has the structure and shapes of ``like``."""
-    leaves, structure = tree_flatten_with_path(tree)
-    others, like_structure = tree_flatten_with_path(like)
-    structures: list[Any] = [structure, like_structure]
-    for (path, leaf), (like_path, like_leaf) in zip(leaves, others, strict=False):
-        if path != like_path:
-            raise errors.TreeMismatchError(
-                f"{what} and {like_what} are different trees: the first difference is "
-                f"{_place(what, path)}, where {like_what} has "
-                f"{_place(like_what, like_path)}"
-            )
-        if jnp.shape(leaf) != jnp.shape(like_leaf):
-            raise errors.TreeMismatchError(
-                f"{what}{keystr(path)} has shape {list(jnp.shape(leaf))}, "
-                f"but {like_what}{keystr(path)} has {list(jnp.shape(like_leaf))}"
-            )
-    if len(leaves) != len(others):
-        more, fewer = (what, like_what)
-        if len(leaves) < len(others):
-            more, fewer = fewer, more
-        extra = max(leaves, others, key=len)[min(len(leaves), len(others))][0]
+    leaves, others = jax.tree.leaves(tree), jax.tree.leaves(like)
+    structure: Any = jax.tree.structure(tree)
+    like_structure: Any = jax.tree.structure(like)
+    same = structure == like_structure
+    if same and [*map(jnp.shape, leaves)] == [*map(jnp.shape, others)]:
+        return
+    difference = trees.describe(tree).difference(
+        trees.describe(like), f"{what} has", f"{like_what} has", dtypes=False
+    )
+    if difference is not None:
         raise errors.TreeMismatchError(
-            f"{what} and {like_what} are different trees: {more} has "
-            f"{_place(more, extra)}, which {fewer} has not"
+            f"{what} and {like_what} are different trees: {difference}"
         )
-    if structures[0] != structures[1]:
-        raise errors.TreeMismatchError(
-            f"{what} and {like_what} have the same leaves in different containers: "
-            f"{structure} and {like_structure}"
-        )
-
-
-def _place(what: str, path: Any) -> str:
-    return f"{what}{keystr(path)}" if path else "a single leaf"
+    raise errors.TreeMismatchError(
+        f"{what} and {like_what} have the same leaves in different containers: "
+        f"{structure} and {like_structure}"
+    )
 
 
 def params_given(params: PyTree, who: str) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax._internal import description
+from agn_optax._internal.description import Description, Leaf
 
 PyTree = Any
 
@@ -75,28 +78,36 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(place, tree, like)
 
 
-def structure(tree: PyTree) -> Any:
-    """Containers in terms of JSON: dicts, lists, tuples and None; a leaf is 0."""
-    if tree is None:
-        return None
-    if isinstance(tree, dict):
-        return {"dict": [[key, structure(tree[key])] for key in sorted(tree)]}
-    if isinstance(tree, list | tuple):
-        return {type(tree).__name__: [structure(child) for child in tree]}
-    return 0
+def describe(tree: PyTree, dtype: Any = None) -> Description:
+    """Which leaves a tree has, and in which containers.
 
-
-def rebuild(structure: Any, leaves: Any) -> PyTree:
-    """The tree of a `structure`, with ``leaves``, an iterator, in it.
-
-    Raises whatever comes of it if that is none.
+    Args:
+      tree: of arrays, or of what says their shapes and dtypes.
+      dtype: in place of that of each leaf; None keeps it.
     """
-    if structure is None:
+    leaves = [
+        Leaf(keystr(path), _dtype_name(leaf, dtype), jnp.shape(leaf))
+        for path, leaf in tree_flatten_with_path(tree)[0]
+    ]
+    return Description(leaves, _structure(tree))
+
+
+def _dtype_name(leaf: Any, dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype or jnp.result_type(leaf)).name
+    except TypeError:  # no array, or one of random keys
+        return str(getattr(leaf, "dtype", type(leaf).__name__))
+
+
+def _structure(tree: PyTree) -> Any:
+    """The containers of a tree; None if they are not all dicts, lists and tuples."""
+    treedef: Any = jax.tree.structure(tree)
+    try:
+        made = description.structure(tree)
+        again = description.rebuild(made, iter(range(treedef.num_leaves)))
+    except (KeyError, StopIteration, TypeError, ValueError):
         return None
-    if structure == 0:
-        return next(leaves)
-    ((kind, children),) = structure.items()
-    if kind == "dict":
-        return {key: rebuild(child, leaves) for key, child in children}
-    made = [rebuild(child, leaves) for child in children]
-    return {"list": list, "tuple": tuple}[kind](made)
+    return made if str(jax.tree.structure(again)) == str(treedef) else None
+
+
+structure, rebuild = description.structure, description.rebuild

@@ -24,8 +24,12 @@ def started(request):
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"b": jnp.ones(2)}, errors.TreeMismatchError, r"params\['b'\]"),
-        ({"a": jnp.ones((3, 2))}, errors.TreeMismatchError, r"has shape \[3, 2\]"),
+        ({"b": jnp.ones(2)}, errors.TreeMismatchError, r"params has \['b'\]"),
+        (
+            {"a": jnp.ones((3, 2))},
+            errors.TreeMismatchError,
+            r"\['a'\] .*\[3, 2\], where",
+        ),
         ({"a": jnp.ones(2, jnp.int32)}, errors.TreeMismatchError, "dtype int32"),
         (None, errors.MissingArgumentError, "'anna'.*params=None"),
     ],
