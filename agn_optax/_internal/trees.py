@@ -108,6 +108,3 @@ def _structure(tree: PyTree) -> Any:
     except (KeyError, StopIteration, TypeError, ValueError):
         return None
     return made if str(jax.tree.structure(again)) == str(treedef) else None
-
-
-structure, rebuild = description.structure, description.rebuild

@@ -144,8 +144,8 @@ class Remote:
             .cast(dtype)
             .difference(
                 self.schema.cast(dtype),
-                f"worker {worker!r}",
-                f"the center at {self.address}",
+                f"worker {worker!r} has",
+                f"the center at {self.address} has",
             )
         )
         if difference:

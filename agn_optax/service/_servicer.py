@@ -163,7 +163,9 @@ class Servicer:
         if own is not None:
             params: PyTree = ()  # which are not looked at any more
             if other := own.cast(self._dtype).difference(
-                schema.cast(self._dtype), "the center", f"worker {start.worker!r}"
+                schema.cast(self._dtype),
+                "the center has",
+                f"worker {start.worker!r} has",
             ):
                 # A second chief?
                 self.core.initialize(params, worker=start.worker)

@@ -19,12 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center.durability import _journal
@@ -386,12 +384,13 @@ class Keeper:
 
     def _save(self, number: int, image: Image) -> None:
         params, center_state = image.state.params, image.state.center_state
+        described = trees.describe(params)
         about = {
             "version": int(image.state.version),
             "life": self.life,
             "rule": dict(fingerprint(self._rule)),
-            "params": _leaves(params),
-            "containers": _containers(params),
+            "params": described.leaves,
+            "containers": described.structure,
             "ledger": image.ledger,
             "chief": image.chief,
         }
@@ -423,29 +422,33 @@ def _state(
 ) -> CenterState:
     """A snapshot as the center that it is of."""
     about = snapshot.about
+    described = Description(
+        [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["params"]],
+        about["containers"],
+    )
     if params is not None:
         check.float_leaves(params, "params")
-        like = jax.eval_shape(lambda: trees.copy(params, dtype))
-        _check_same(about["params"], _leaves(like), where)
+        _check_same(described, trees.describe(params, dtype), where)
         treedef = jax.tree.structure(params)
-    elif about["containers"] is None:
+    elif described.structure is None:
         raise errors.DurabilityError(
             f"{where} has parameters in containers other than dicts, lists and tuples; "
             "give it parameters with the same containers, whose values do not matter"
         )
     else:
-        leaves = iter(range(len(about["params"])))
-        treedef = jax.tree.structure(trees.rebuild(about["containers"], leaves))
+        leaves = iter(range(len(described.leaves)))
+        tree = description.rebuild(described.structure, leaves)
+        treedef = jax.tree.structure(tree)
         if dtype is not None:
-            wanted = [[path, dtype.name, shape] for path, _, shape in about["params"]]
-            _check_same(about["params"], wanted, where)
+            wanted = [leaf._replace(dtype=dtype.name) for leaf in described.leaves]
+            _check_same(described, Description(wanted), where)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
             raise errors.DurabilityError(
                 f"{where} has {array.dtype} arrays, which need "
                 "jax.config.update('jax_enable_x64', True) here"
             )
-    count = len(about["params"])
+    count = len(described.leaves)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(rule.center.init, restored)
     rest = snapshot.arrays[count:]
@@ -459,46 +462,9 @@ def _state(
     return CenterState(restored, center_state, about["version"])
 
 
-def _check_same(own: Sequence[Any], others: Sequence[Any], where: str) -> None:
-    for mine, theirs in zip(own, others, strict=False):
-        if mine != theirs:
-            raise errors.TreeMismatchError(
-                f"{where} is one of another model: it has {_show(mine)}, where the "
-                f"parameters have {_show(theirs)}"
-            )
-    if len(own) != len(others):
-        more, fewer = ("it has", "the parameters have")
-        if len(own) < len(others):
-            more, fewer = fewer, more
-        extra = max(own, others, key=len)[min(len(own), len(others))]
-        raise errors.TreeMismatchError(
-            f"{where} is one of another model: {more} {_show(extra)}, which {fewer} not"
-        )
-
-
-def _show(leaf: Sequence[Any]) -> str:
-    path, dtype, shape = leaf
-    return f"{path or 'a single leaf'} {dtype}{shape}"
-
-
-def _leaves(tree: PyTree) -> list[Any]:
-    """Path, dtype and shape of every leaf, as JSON has them."""
-    return [
-        [keystr(path), jnp.result_type(leaf).name, list(leaf.shape)]
-        for path, leaf in tree_flatten_with_path(tree)[0]
-    ]
-
-
-def _containers(params: PyTree) -> Any:
-    """A tree without its leaves, as JSON; None if that cannot say what it is."""
-    leaves = jax.tree.leaves(params)
-    try:
-        made = trees.structure(params)
-        again = trees.rebuild(made, iter(range(len(leaves))))
-    except (KeyError, StopIteration, TypeError, ValueError):
-        return None
-    same = str(jax.tree.structure(again)) == str(jax.tree.structure(params))
-    return made if same else None
+def _check_same(found: Description, wanted: Description, where: str) -> None:
+    if words := found.difference(wanted, "it has", "the parameters have"):
+        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
 
 
 def _check_directory(value: Any) -> None:

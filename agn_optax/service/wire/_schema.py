@@ -8,18 +8,15 @@ copy rounds.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # noqa: F401 registers bfloat16 with numpy
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import layout
+from agn_optax._internal import Description, Leaf, layout
 
 CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
@@ -54,23 +51,7 @@ def in_dtype(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
         yield made
 
 
-class Leaf(NamedTuple):
-    """One array of a tree."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    def __str__(self) -> str:
-        return f"{self.path or 'the only leaf'} {self.dtype}{list(self.shape)}"
-
-
-class Schema:
+class Schema(Description):
     """Which leaves there are, and where in the buffer each begins.
 
     Args:
@@ -83,8 +64,7 @@ class Schema:
     """
 
     def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
-        self.leaves = tuple(leaves)
-        self.structure = structure
+        super().__init__(leaves, structure)
         paths = set()
         offsets, end = [], 0
         for leaf in self.leaves:
@@ -119,12 +99,6 @@ class Schema:
         ]
         self._casts: dict[str, Schema] = {"": self}
 
-    @functools.cached_property
-    def hash(self) -> bytes:
-        """Equal for equal leaves, whatever contains them."""
-        text = json.dumps([[leaf.path, leaf.dtype, leaf.shape] for leaf in self.leaves])
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
     def cast(self, dtype: str) -> Schema:
         """The schema in which floating leaves travel as ``dtype``; "" for as they are.
 
@@ -144,19 +118,6 @@ class Schema:
                 self.structure,
             )
         return self._casts[dtype]
-
-    def difference(self, other: Schema, own: str, others: str) -> str | None:
-        """What differs first, in words, or None."""
-        for mine, theirs in zip(self.leaves, other.leaves, strict=False):
-            if mine != theirs:
-                return f"{own} has {mine}, where {others} has {theirs}"
-        more, fewer = (self, other), (own, others)
-        if len(self.leaves) == len(other.leaves):
-            return None
-        if len(self.leaves) < len(other.leaves):
-            more, fewer = more[::-1], fewer[::-1]
-        extra = more[0].leaves[len(more[1].leaves)]
-        return f"{fewer[0]} has {extra}, which {fewer[1]} has not"
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
         """The leaves as arrays that lie in a buffer."""

@@ -13,9 +13,9 @@ import numpy as np
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import trees
+from agn_optax._internal import Leaf, description
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.wire._schema import Leaf, Schema
+from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 
@@ -106,7 +106,7 @@ def plan_of(treedef: Any) -> Plan:
     return Plan(
         tuple(keystr(path) for path, _ in leaves),
         tuple(place for _, place in leaves),
-        json.dumps(trees.structure(plain)),
+        json.dumps(description.structure(plain)),
     )
 
 
@@ -114,7 +114,7 @@ def plan_of(treedef: Any) -> Plan:
 def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
     """The containers that a schema describes, whose leaves have these paths."""
     try:
-        tree = trees.rebuild(json.loads(structure), iter(range(len(paths))))
+        tree = description.rebuild(json.loads(structure), iter(range(len(paths))))
         treedef = jax.tree.structure(tree)
         if plan_of(treedef).paths == paths:
             return treedef
