@@ -29,13 +29,6 @@ def kinds(tree: PyTree) -> Any:
     return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def abstract(tree: PyTree) -> PyTree:
-    """The shapes and dtypes of a tree."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree
-    )
-
-
 def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
     """The nodes of a type, with their paths, wherever wrappers have put them."""
 

@@ -136,7 +136,7 @@ class ShardedCenter:
         """The rule can work on parts: asked once for every kind of tree."""
         kind = trees.kinds(tree)
         if self._checked != kind:
-            whole = trees.abstract(tree)
+            whole = jax.eval_shape(lambda: tree)
             elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
             self._checked = kind
 
