@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,22 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import peers
 from processes import Process
 
 import agn_optax
 from agn_optax import rules
-from agn_optax.service.transports import _packets
 
 PyTree = Any
 
 TRANSPORTS = ("grpc", "socket", "memory")
-_TUNE = _packets.tune
 
 
-def connect(address: str, transport: str = "auto", **options: Any) -> Any:
-    """A connection to a center that `served` serves."""
-    options["transport"] = transport
+def connect(address: str, transport: str = "", **options: Any) -> Any:
+    """A connection to a center that `served` serves; "" takes the best transport."""
+    if transport:
+        options["transports"] = [transport]
     return agn_optax.service.connect(address, rules.downpour(), **options)
 
 
@@ -38,10 +35,14 @@ def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
 
 @contextlib.contextmanager
 def served(
-    process: Process, size: float, leaves: int, address: str = "127.0.0.1:0"
+    process: Process,
+    size: float,
+    leaves: int,
+    address: str = "127.0.0.1:0",
+    tls: Any = None,
 ) -> Iterator[str]:
     """A center in another process; gives its address."""
-    address = process.call(_serve, size, leaves, address)
+    address = process.call(_serve, size, leaves, address, tls)
     try:
         yield address
     finally:
@@ -51,9 +52,9 @@ def served(
 _servers: dict[str, Any] = {}  # of the process that serves
 
 
-def _serve(size: float, leaves: int, address: str) -> str:
+def _serve(size: float, leaves: int, address: str, tls: Any) -> str:
     server = agn_optax.service.serve(
-        rules.downpour(), tree(size, leaves), address=address, max_workers=256
+        rules.downpour(), tree(size, leaves), address=address, max_workers=256, tls=tls
     )
     _servers[server.address] = server
     return server.address
@@ -61,19 +62,6 @@ def _serve(size: float, leaves: int, address: str) -> str:
 
 def _stop(address: str) -> None:
     _servers.pop(address).stop(grace=1.0)
-
-
-def pace(rate: float) -> None:
-    """Has this process's direct connections send ``rate`` bytes a second at most.
-
-    Those that are made from now on.
-    """
-
-    def tune(end: socket.socket) -> None:
-        _TUNE(end)
-        peers.pace(end, rate)
-
-    _packets.tune = tune
 
 
 def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:

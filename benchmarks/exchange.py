@@ -6,7 +6,7 @@ takes turns with
     gRPC stream      raw bytes there and back in chunks of 1 MiB, nothing is added; by
                      the synchronous and by the asyncio client, of which the one with
                      the smaller median is the peer
-    raw socket       send, add, send back, 4 MiB at a time
+    raw socket       send, add, send back, 4 MiB at a time; over TLS by Python's ssl
     shared memory    the worker writes, the other process adds, the worker reads
     torch rpc        push, add, pull by torch.distributed.rpc, if `--torch-python` names
                      a Python that has torch
@@ -37,6 +37,8 @@ from processes import Process
 from report import Report, Row, parse
 from side_by_side import Form
 
+from agn_optax.service import Tls
+
 STREAM = "gRPC stream"
 CLIENTS = {
     f"{STREAM}, sync": peers.grpc_sync,
@@ -44,6 +46,7 @@ CLIENTS = {
 }
 SHARED_MEMORY = "shared memory"
 RAW = {"TCP": "raw TCP", "Unix socket": "raw Unix socket"}
+RAW_TLS = "raw TLS"
 
 # Exchanges a second of TensorFlow 1.14's AGNOptimizer with a parameter server process,
 # at 40 KB, by workers: of ANOTHER run, on a 2-core machine.
@@ -102,6 +105,19 @@ def forms(
             narrow = f"{wide}, bfloat16"
             run = add_center(narrow, contribution, wire_dtype="bfloat16")
             add(narrow, wide, run)
+    if network == "TCP":  # what leaves this machine may have to be encrypted
+        pem = peers.certificates(pathlib.Path(folder))
+        run = stack.enter_context(peers.raw_socket(sides.peer, size, pem=pem))
+        add(RAW_TLS, RAW["TCP"], run)
+        served = stack.enter_context(
+            centers.served(sides.center, size, args.leaves, tls=Tls(None, *pem))
+        )
+        for transport in [each for each in args.transports if each != "memory"]:
+            name = f"agn_optax, {transport}, TLS"
+            run = _connected(
+                stack, served, transport, name, contribution, tls=Tls(pem[0])
+            )
+            add(name, RAW_TLS, run)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Exchanges over a link that is slower than loopback, float32 and bfloat16.
+"""Exchanges over a link that is slower than loopback: each transport, and dtypes.
 
 Both ends' sockets are paced by the kernel (SO_MAX_PACING_RATE), so that the bytes leave
 at so many bits a second; nothing is lost, or takes longer than that on its way.
@@ -24,8 +24,13 @@ from report import Report, Row, parse
 from side_by_side import Form
 
 RAW = "raw TCP"
-WIDE = "agn_optax, float32"
-NARROW = "agn_optax, bfloat16"
+# By their names: the peer, the transport and the dtype on the wire.
+FORMS = {
+    "agn_optax, socket": (RAW, "socket", None),
+    "agn_optax, socket, bfloat16": ("agn_optax, socket", "socket", "bfloat16"),
+    "agn_optax, grpc": (RAW, "grpc", None),
+    "agn_optax, grpc, bfloat16": ("agn_optax, grpc", "grpc", "bfloat16"),
+}
 
 
 def compare(
@@ -39,19 +44,22 @@ def compare(
     size = peers.bytes_of(args.megabytes)
     rate = 1e9 * gigabits / 8  # bytes a second
     contribution = centers.tree(size, args.leaves, 1e-6)
-    centers.pace(rate)
-    center.call(centers.pace, rate)
     with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(peers.raw_socket(peer, size, rate=rate))
+        raw = stack.enter_context(peers.raw_socket(peer, size))
         address = stack.enter_context(centers.served(center, size, args.leaves))
         made = [Form(RAW, RAW, raw)]
-        for name, of, dtype in ((WIDE, RAW, None), (NARROW, WIDE, "bfloat16")):
-            connection = centers.connect(address, "socket", wire_dtype=dtype)
+        for name, (of, transport, dtype) in FORMS.items():
+            connection = centers.connect(address, transport, wire_dtype=dtype)
             stack.enter_context(connection)
             exchange = centers.exchanging(connection, contribution, name)
             made.append(Form(name, of, exchange))
+        for form in made:
+            form.run()  # so that all connections are there
+        peers.pace(rate)
+        for process in (center, peer):
+            process.call(peers.pace, rate)
         rows = side_by_side.measure(made, args.repeats, report.console)
-    sent = {RAW: size, WIDE: size, NARROW: size / 2}
+    sent = {name: size / 2 if "bfloat16" in name else size for name in rows}
     return [
         {
             "Gbit/s": gigabits,

@@ -15,6 +15,7 @@ import os
 import pathlib
 import queue
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ CHUNK = 1 << 20  # bytes of one message of gRPC, the size that it likes best
 BUFFER = 4 << 20  # bytes of one call of a socket
 METHOD = "/benchmark.Peer/ThereAndBack"
 Run = Callable[[], Any]
+Pem = tuple[pathlib.Path, pathlib.Path]  # a certificate, and its key
 
 
 def bytes_of(megabytes: float) -> int:
@@ -139,15 +141,18 @@ def _listen(path: str) -> socket.socket:
 
 
 def _serve_one(
-    path: str, talk: Callable[[socket.socket], None], rate: float = 0.0
+    path: str, talk: Callable[[socket.socket], None], pem: Pem | None = None
 ) -> Any:
     """Listens, and talks with whoever comes first, in a thread; gives the address."""
     listener = _listen(path)
 
     def serve() -> None:
         peer, _ = listener.accept()
-        pace(peer, rate)
-        with listener, peer, contextlib.suppress(ConnectionError):
+        if pem is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*pem)
+            peer = context.wrap_socket(peer, server_side=True)
+        with listener, peer, contextlib.suppress(OSError):
             talk(peer)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -163,13 +168,39 @@ def _connect(address: Any) -> socket.socket:
     return connection
 
 
-def pace(end: socket.socket, rate: float) -> None:
-    """Has the kernel send no faster than ``rate`` bytes a second (0: as it likes)."""
-    if rate:
-        so_max_pacing_rate = 47  # of Linux; Python has no name for it
-        end.setsockopt(
-            socket.SOL_SOCKET, so_max_pacing_rate, int(rate).to_bytes(8, sys.byteorder)
-        )
+def pace(rate: float) -> None:
+    """Has the kernel send ``rate`` bytes a second over each TCP socket of this process.
+
+    Of those that there are now, whoever made them; and of what they accept.
+    """
+    so_max_pacing_rate = 47  # of Linux; Python has no name for it
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 names are enough
+        with (
+            contextlib.suppress(OSError),  # no socket, or closed meanwhile
+            socket.socket(fileno=os.dup(number)) as end,
+        ):
+            if end.family in (socket.AF_INET, socket.AF_INET6):
+                end.setsockopt(
+                    socket.SOL_SOCKET,
+                    so_max_pacing_rate,
+                    int(rate).to_bytes(8, sys.byteorder),
+                )
+
+
+def certificates(folder: pathlib.Path) -> Pem:
+    """A certificate that vouches for itself, and its key, made by openssl."""
+    made = folder / "certificate.pem", folder / "key.pem"
+    subprocess.run(  # noqa: S603 a tool that the system has
+        [
+            *("openssl", "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"),
+            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-keyout", made[1], "-out", made[0]),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return made
 
 
 def _send(to: socket.socket, array: np.ndarray[Any, Any]) -> None:
@@ -190,15 +221,20 @@ def _receive(source: socket.socket, array: np.ndarray[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def raw_socket(
-    process: Process, size: int, path: str = "", rate: float = 0.0
+    process: Process, size: int, path: str = "", pem: Pem | None = None
 ) -> Iterator[Run]:
     """Send, add, send back: over the Unix socket at ``path``, or over TCP.
 
-    With ``rate``, at so many bytes a second.
+    With a certificate and its key in ``pem``, over TLS by Python's ssl.
     """
-    address = process.call(_serve_one, path, _Adder(size), rate)
-    with _connect(address) as connection:
-        pace(connection, rate)
+    address = process.call(_serve_one, path, _Adder(size), pem)
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(_connect(address))
+        if pem is not None:
+            context = ssl.create_default_context(cafile=str(pem[0]))
+            connection = stack.enter_context(
+                context.wrap_socket(connection, server_hostname="127.0.0.1")
+            )
         yield _there_and_back(connection, size)
 
 

@@ -143,7 +143,7 @@ def main() -> None:
     add("--lines", type=int, nargs="*", default=[1, 10], help="leaves of those models")
     add("--leaves", type=int, nargs="+", default=[1, 10, 100, 1_000, 10_000])
     add("--totals", type=float, nargs="*", default=[40, 400], help="MB in those leaves")
-    add("--transport", default="auto")
+    add("--transport", choices=centers.TRANSPORTS, default="memory")
     add("--repeats", type=int, default=7)
     args = parse(
         parser, largest=1e5, lines=[1], leaves=[1, 30], totals=[0.1], repeats=2

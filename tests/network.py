@@ -5,6 +5,8 @@ import socket
 import threading
 import time
 
+from agn_optax.service.center_pb2 import Offer
+
 TRANSPORTS = ["grpc", "socket"]
 
 
@@ -18,7 +20,7 @@ class Network:
 
     def __init__(self, server, transport="grpc", bandwidth=None):
         self._lock = threading.Lock()
-        self._pairs = []
+        self._pairs, self._stranded = [], set()
         self._links = [None if bandwidth is None else _Link(bandwidth) for _ in "io"]
         self._listeners, self._threads, self._ends = [], [], []
         self._open = True
@@ -27,11 +29,13 @@ class Network:
         host, _, port = server.address.rpartition(":")
         self.address = f"127.0.0.1:{self._forward_to(host, int(port))}"
         known = server._servicer
-        if transport == "grpc":
-            known.direct = None
-        else:
-            port = self._forward_to(host, known.direct.port)
-            known.direct = type(known.direct)(key=known.direct.key, port=port)
+        offers = [offer for offer in known.offers if offer.transport == transport]
+        known.offers = []
+        for offer in offers:
+            port = self._forward_to(host, int(offer.address.removeprefix(":")))
+            known.offers.append(
+                Offer(transport=transport, address=f":{port}", key=offer.key)
+            )
 
     def _forward_to(self, *target):
         """Listens, and returns the port."""
@@ -53,6 +57,11 @@ class Network:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
+
+    def strand(self):
+        """Swallows what goes over the connections of now, for good; others work."""
+        with self._lock:
+            self._stranded.update(end for pair in self._pairs for end in pair)
 
     def mend(self):
         with self._lock:
@@ -100,15 +109,15 @@ class Network:
                 thread.start()
                 self._threads.append(thread)
 
-    @staticmethod
-    def _forward(source, sink, link, gate):
+    def _forward(self, source, sink, link, gate):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if link is not None:
                     link.carry(len(data))
                 if gate is not None:
                     gate.wait()
-                sink.sendall(data)
+                if source not in self._stranded:
+                    sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

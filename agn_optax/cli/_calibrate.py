@@ -177,7 +177,7 @@ def _connected(process: subprocess.Popen[str]) -> service.RemoteCenter:
         raise errors.CenterError("the center to be measured did not start")
     # Not through shared memory, as if both were on one machine for good.
     center = service.connect(
-        json.loads(line)["address"], rules.downpour(), transport="socket"
+        json.loads(line)["address"], rules.downpour(), transports=["socket"]
     )
     assert isinstance(center, service.RemoteCenter)  # as it has one address
     return center

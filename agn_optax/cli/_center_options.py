@@ -26,6 +26,11 @@ _MODE = "Mode"
 _DURABILITY = "Durability"
 _PARENT = "Parent"
 
+# Options that `agn_optax.service.serve` has under the same name.
+_AS_THEY_ARE = (
+    *("address", "barrier", "max_workers", "lease", "dtype", "device"),
+    *("direct", "direct_address", "insecure"),
+)
 _MODES: dict[str, Any] = {
     "asynchronous": Asynchronous,
     "bounded": BoundedStaleness,
@@ -96,6 +101,15 @@ class CenterOptions:
             help="Exchanges beside gRPC too, on another port and in shared memory.",
             show_default="direct",
             rich_help_panel=_CENTER,
+        ),
+    ] = None
+    direct_address: Annotated[
+        str | None,
+        _option(
+            _CENTER,
+            "Where that other port is; workers reach it at the host of --address.",
+            "HOST:PORT",
+            show_default="a port that is free",
         ),
     ] = None
     mode: Annotated[
@@ -208,15 +222,13 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: options do not go together.
     """
-    names = ("address", "barrier", "max_workers", "lease", "dtype", "device", "direct")
     values = _options.given(options)
-    made = {name: values[name] for name in (*names, "insecure") if name in values}
-    credentials = _tls.server_credentials(
-        options.tls_certificate, options.tls_key, options.tls_client_ca
-    )
+    made = {name: values[name] for name in _AS_THEY_ARE if name in values}
     return made | {
         "mode": _mode(options),
-        "credentials": credentials,
+        "tls": _tls.server(
+            options.tls_certificate, options.tls_key, options.tls_client_ca
+        ),
         "durability": _durability(options),
     }
 
@@ -283,7 +295,7 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
         return {}
     # A center that has a certificate shows it to its parent.
     has_ca = options.parent_tls_ca is not None
-    credentials = _tls.client_credentials(
+    tls = _tls.client(
         options.parent_tls_ca,
         options.tls_certificate if has_ca else None,
         options.tls_key if has_ca else None,
@@ -291,7 +303,7 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
     connected = service.connect(
         options.parent,
         rule,
-        credentials=credentials,
+        tls=tls,
         insecure=bool(options.insecure),
     )
     made: dict[str, Any] = {"parent": connected}

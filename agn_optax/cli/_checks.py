@@ -80,7 +80,7 @@ class Checks:
             "round trip": self._check_round_trip,
             "clocks": self._check_clocks,
             "schema": self._check_schema,
-            "frames": self._check_frames,
+            "ports": self._check_ports,
             "timeouts": self._check_timeouts,
         }
         if self._rule is not None:
@@ -205,15 +205,22 @@ class Checks:
         size = sum(leaf.nbytes for leaf in schema.leaves)
         return "ok", f"{len(schema.leaves)} leaves, {_table.size(size)}"
 
-    def _check_frames(self) -> tuple[Result, str]:
-        limit = self._described.max_frame
-        said = f"the center takes {_table.size(limit)}"
-        if limit <= wire.CHUNK_SIZE:
-            raise _FailedError(
-                f"{said}, which must be more than a chunk's "
-                f"{_table.size(wire.CHUNK_SIZE)}"
+    def _check_ports(self) -> tuple[Result, str]:
+        """Whether exchanges can take the way beside gRPC that others need."""
+        direct = self._center.status()["direct_address"]
+        if not direct:
+            return "ok", "the center has no port for exchanges beside that of gRPC"
+        host, port = self._host_and_port()[0], int(direct.rpartition(":")[2])
+        try:
+            socket.create_connection((host, port), self._timeout).close()
+        except OSError as error:
+            said = (
+                f"nobody listens at {host}:{port}: {error}. Exchanges from here are as "
+                "slow as gRPC is: let that port through, or give serve another one by "
+                "--direct-address"
             )
-        return "ok", f"{said}, chunks have {_table.size(wire.CHUNK_SIZE)}"
+            return "warning", said
+        return "ok", f"exchanges go to {host}:{port}"
 
     def _check_timeouts(self) -> tuple[Result, str]:
         waiting, lease = self._described.waiting_interval, self._described.lease

@@ -27,7 +27,7 @@ def serve(
 ) -> None:
     """Serve a center, until SIGTERM or SIGINT drains it.
 
-    Prints a line with its address as soon as workers may come. The first of them that
+    Prints a line with its addresses as soon as workers may come. The first of them that
     starts as chief gives it its parameters, unless --journal or --snapshots names a
     directory with a center, which then goes on.
 
@@ -47,10 +47,17 @@ def serve(
         server = stack.enter_context(service.serve(made, **settings))
         if json:
             _options.print_json(
-                {"event": "serving", "rule": made.name, "address": server.address}
+                {
+                    "event": "serving",
+                    "rule": made.name,
+                    "address": server.address,
+                    "direct_address": server.direct_address,
+                }
             )
         else:
             typer.echo(f"serving {made.name} at {server.address}")
+            if server.direct_address is not None:
+                typer.echo(f"direct connections at {server.direct_address}")
 
         def closed() -> None:
             server.center.core.wait_until_closed()

@@ -24,11 +24,10 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take
 
 def observer(address: str, tls: ClientTls, timeout: float) -> service.Observer:
     """A connection that takes no part."""
-    credentials = _tls.client_credentials(tls.tls_ca, tls.tls_certificate, tls.tls_key)
     return service.Observer(
         address,
         timeout=timeout,
-        credentials=credentials,
+        tls=_tls.client(tls.tls_ca, tls.tls_certificate, tls.tls_key),
         insecure=bool(tls.insecure),
     )
 

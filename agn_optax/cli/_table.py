@@ -95,10 +95,12 @@ def _title(said: dict[str, Any]) -> rich.text.Text:
 def _caption(said: dict[str, Any]) -> rich.text.Text:
     count = len(said["workers"])
     exchanges, traffic = said["exchanges_per_second"], said["bytes_per_second"]
+    direct = said["direct_address"]
+    direct = f", direct connections at {direct}" if direct else ""
     return rich.text.Text(
         f"{_number(exchanges)} exchanges/s, "
         f"{'-' if traffic is None else size(traffic)}/s, up {said['uptime']:.0f} s, "
-        f"{count} worker{'' if count == 1 else 's'}"
+        f"{count} worker{'' if count == 1 else 's'}{direct}"
     )
 
 

@@ -1,4 +1,4 @@
-"""TLS: options of both ends, and the credentials made of them."""
+"""TLS: options of both ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any
 
-import grpc
 import typer
 
-from agn_optax import errors
+from agn_optax import errors, service
 
 _TLS = "TLS"
 
@@ -45,10 +44,10 @@ class ClientTls:
     insecure: Insecure = None
 
 
-def client_credentials(
+def client(
     ca: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
-) -> grpc.ChannelCredentials | None:
-    """Credentials of whoever calls; None for plain text.
+) -> service.Tls | None:
+    """What encrypts calls; None for plain text.
 
     Raises:
       InvalidArgumentError: options do not go together, or a file cannot be read.
@@ -58,33 +57,31 @@ def client_credentials(
         if certificate is not None:
             raise errors.InvalidArgumentError("--tls-certificate needs --tls-ca")
         return None
-    return grpc.ssl_channel_credentials(
-        _read(ca), _read_given(key), _read_given(certificate)
-    )
+    tls = service.Tls(ca, certificate, key)
+    tls.client_credentials()  # what is wrong is said before anything is started
+    return tls
 
 
-def server_credentials(
+def server(
     certificate: pathlib.Path | None,
     key: pathlib.Path | None,
     client_ca: pathlib.Path | None,
-) -> grpc.ServerCredentials | None:
-    """Credentials of a center; None for plain text.
+) -> service.Tls | None:
+    """What encrypts a center; None for plain text.
 
     Raises:
       InvalidArgumentError: options do not go together, or a file cannot be read.
     """
     _check_pair(certificate, key)
-    if certificate is None or key is None:
+    if certificate is None:
         if client_ca is not None:
             raise errors.InvalidArgumentError(
                 "--tls-client-ca needs --tls-certificate and --tls-key"
             )
         return None
-    return grpc.ssl_server_credentials(
-        [(_read(key), _read(certificate))],
-        _read_given(client_ca),
-        client_ca is not None,
-    )
+    tls = service.Tls(client_ca, certificate, key)
+    tls.server_credentials()
+    return tls
 
 
 def _check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
@@ -92,17 +89,3 @@ def _check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> N
         raise errors.InvalidArgumentError(
             "--tls-certificate and --tls-key go together: give both"
         )
-
-
-def _read(path: pathlib.Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
-    if b"-----BEGIN" not in data:
-        raise errors.InvalidArgumentError(f"{path} is no PEM file: it has no BEGIN")
-    return data
-
-
-def _read_given(path: pathlib.Path | None) -> bytes | None:
-    return None if path is None else _read(path)

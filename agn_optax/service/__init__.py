@@ -14,12 +14,14 @@ from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer
 from agn_optax.service._server import Server, serve
+from agn_optax.service._tls import Tls
 
 __all__ = [
     "Environment",
     "Observer",
     "RemoteCenter",
     "Server",
+    "Tls",
     "connect",
     "environment",
     "serve",

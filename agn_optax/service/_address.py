@@ -7,16 +7,16 @@ from typing import Any
 
 from agn_optax import errors
 
-PROTOCOL = 1  # version of center.proto
+PROTOCOL = 2  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
-# Seconds between two Waiting frames, by which a worker knows that the center is there.
+# Seconds between two Waiting packets, by which a worker knows that the center is there.
 WAITING_INTERVAL = 2.0
-MAX_FRAME = 64 << 20  # bytes; a chunk is far below, a schema of very many leaves not
+_MAX_MESSAGE = 64 << 20  # bytes; of gRPC, for descriptions of very many leaves
 
 # Both sides ping a silent connection, so that a host that vanished is noticed.
 OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MAX_FRAME),
-    ("grpc.max_receive_message_length", MAX_FRAME),
+    ("grpc.max_send_message_length", _MAX_MESSAGE),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -29,6 +29,8 @@ CLIENT_OPTIONS: list[tuple[str, Any]] = [
     # backoff, but one that is refused is over at once.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A channel that takes the place of one that went silent must not share its socket.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -59,17 +61,31 @@ def check(address: Any) -> str:
     return address
 
 
-def check_plaintext(address: str, credentials: Any, insecure: bool) -> None:
+def check_direct(address: Any) -> str:
+    """``address`` if it is "host:port", as direct connections need one.
+
+    Raises:
+      InvalidArgumentError: it is not.
+    """
+    if check(address).startswith("unix:"):
+        raise errors.InvalidArgumentError(
+            f'direct_address must be "host:port", got {address!r}: beside a Unix '
+            "socket there is another one anyway"
+        )
+    return str(address)
+
+
+def check_plaintext(address: str, encrypted: bool, insecure: bool) -> None:
     """Plain text stays on this machine, unless it is asked for by name.
 
     Raises:
       InvalidArgumentError: it would not.
     """
-    if credentials is None and not insecure and not is_local(address):
+    if not encrypted and not insecure and not is_local(address):
         raise errors.InvalidArgumentError(
             f"{address} is not for this machine only, and without credentials "
             "everything would travel in plain text, for anybody to read and to change: "
-            "give credentials= (--tls-...), or insecure=True (--insecure) in a network "
+            "give tls= (--tls-...), or insecure=True (--insecure) in a network "
             "that you trust"
         )
 

@@ -21,16 +21,17 @@ from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
 from agn_optax.rules import Rule, check_rule
-from agn_optax.service import _address
+from agn_optax.service import _address, _tls
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._observer import as_dict
 from agn_optax.service._remote import Remote
 from agn_optax.service._session import RemoteSession, beat
+from agn_optax.service._tls import Tls
+from agn_optax.service.transports import _dialling
 from agn_optax.service.wire import _schema
 
 PyTree = Any
-TRANSPORTS = ("auto", "memory", "socket", "grpc")
 _log = logging.getLogger("agn_optax")
 
 
@@ -41,9 +42,10 @@ def connect(
     timeout: float = 30.0,
     wire_dtype: Any = None,
     like: PyTree = None,
+    tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     insecure: bool = False,
-    transport: str = "auto",
+    transports: Sequence[str] = _dialling.NAMES,
 ) -> RemoteCenter | ShardedCenter:
     """The center at an address, to be used as a `LocalCenter` is.
 
@@ -59,12 +61,15 @@ def connect(
       like: a tree with the containers in which `pull` is to return the parameters, for
         models whose containers are not dicts, lists and tuples. A worker that gives its
         parameters to `start` need not say so.
-      credentials: of TLS; None for plain text, which must stay on this machine.
+      tls: who vouches for the center, and this worker's certificate and key if it wants
+        them; None for plain text, which must stay on this machine.
+      credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
+        gRPC.
       insecure: allows plain text beyond this machine.
-      transport: how exchanges travel. ``"auto"`` takes the fastest that works: memory
-        shared with a center on this machine, a socket of their own beside gRPC, or gRPC
-        itself, which is the only one with ``credentials``. ``"memory"``, ``"socket"``
-        and ``"grpc"`` insist.
+      transports: how exchanges may travel, the preferred way first; the first one that
+        works is taken. ``"memory"`` is shared with a center of the same user on this
+        machine, ``"socket"`` a connection of their own beside gRPC's, ``"grpc"`` works
+        wherever anything does, and a list without it insists.
 
     Returns:
       The center.
@@ -105,20 +110,15 @@ def connect(
             f"timeout must be a positive number of seconds, got {timeout!r}"
         )
     for each in addresses:
-        _address.check_plaintext(each, credentials, insecure)
-    if transport not in TRANSPORTS:
-        raise errors.InvalidArgumentError(
-            f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}"
-        )
-    if credentials is not None and transport not in ("auto", "grpc"):
-        raise errors.InvalidArgumentError(
-            f"transport {transport!r} is plain text, and cannot go with credentials"
-        )
+        is_encrypted = tls is not None or credentials is not None
+        _address.check_plaintext(each, is_encrypted, insecure)
+    _tls.check(tls, credentials)
     settings: dict[str, Any] = {
         "timeout": timeout,
         "wire_dtype": _wire_dtype(wire_dtype),
+        "tls": tls,
         "credentials": credentials,
-        "transport": "grpc" if credentials is not None else transport,
+        "transports": _dialling.check(transports),
     }
     if len(addresses) == 1:
         return RemoteCenter(addresses[0], rule, like=like, **settings)
@@ -161,14 +161,17 @@ class RemoteCenter:
         timeout: float,
         wire_dtype: str,
         like: PyTree = None,
+        tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        transport: str = "auto",
+        transports: Sequence[str] = _dialling.NAMES,
     ) -> None:
         self.rule = rule
         self.address = address
         self._like = like
+        if tls is not None:
+            credentials = tls.client_credentials()
         self._connection = Connection(address, timeout, credentials)
-        self._remote = Remote(self._connection, rule, wire_dtype, transport)
+        self._remote = Remote(self._connection, rule, wire_dtype, transports, tls)
         self._sessions: dict[str, RemoteSession] = {}
         self._beats = threading.Lock()  # held by whoever starts the heartbeat
         self._heartbeat: Any = None

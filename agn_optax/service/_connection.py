@@ -20,7 +20,7 @@ import grpc
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports._links import Link
+from agn_optax.service.transports import Link
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class Connection:
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
+      is_encrypted: whether by credentials.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Connection:
         self.address = address
         self.timeout = timeout
         self.unreachable_since: float | None = None
+        self.is_encrypted = credentials is not None
         self._credentials = credentials
         self._lock = threading.Lock()
         self._channel: Any = None
@@ -129,12 +131,19 @@ class Connection:
         Raises:
           CenterClosedError: the connection is closed.
         """
-        try:
-            return call(self._open_channel())
-        except ValueError:  # of a channel that has been closed meanwhile
-            if not self.closed:
-                raise
-            raise self._is_closed() from None
+        while True:
+            channel = self._open_channel()
+            try:
+                return call(channel)
+            except ValueError:  # of a channel that has been closed meanwhile
+                with self._lock:
+                    if channel is self._channel and not self.closed:
+                        raise
+
+    def stream(self, name: str, messages: Iterator[bytes]) -> Any:
+        """A call of two streams, of bytes each way."""
+        path = f"/{_address.SERVICE}/{name}"
+        return self.begin(lambda channel: channel.stream_stream(path)(messages))
 
     def unary(self, name: str, request: Any, timeout: float | None = None) -> Any:
         """The reply to a call without streams."""
@@ -149,6 +158,8 @@ class Connection:
         try:
             return self.begin(call)
         except grpc.RpcError as error:
+            if timeout is None and _status.is_late(error):
+                self._renew()
             raise self._failure(_status.exception_of(error, self.address)) from None
 
     def check_open(self) -> None:
@@ -167,6 +178,19 @@ class Connection:
                     else grpc.secure_channel(self.address, self._credentials, options)
                 )
             return self._channel
+
+    def _renew(self) -> None:
+        """Calls begin on a new channel, if nothing came over any link for too long.
+
+        GRPC itself would keep to a connection whose other end has vanished for up to a
+        minute. What else is on the old channel is as lost, and tried again.
+        """
+        if time.monotonic() - self._heard < self.timeout:
+            return
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     @contextlib.contextmanager
     def watching(self, link: Link, until: float = math.inf) -> Iterator[None]:
@@ -200,7 +224,10 @@ class Connection:
             if not is_ours and not isinstance(error, link.ended):
                 raise
             if watched.is_late:
-                raise self._lateness(until) from None
+                late = self._lateness(until)
+                if not isinstance(late, TimeoutError):
+                    self._renew()
+                raise late from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:

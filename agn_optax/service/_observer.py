@@ -8,8 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from agn_optax import errors
-from agn_optax.service import _address, _status
+from agn_optax.service import _address, _status, _tls
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._tls import Tls
 
 
 class Observer:
@@ -20,7 +21,9 @@ class Observer:
     Args:
       address: ``"host:port"`` or ``"unix:path"``.
       timeout: seconds that a call may take.
-      credentials: of TLS; None for plain text, which must stay on this machine.
+      tls: who vouches for the center, and a certificate and key of this end if it wants
+        them; None for plain text, which must stay on this machine.
+      credentials: of gRPC instead, where `Tls` cannot say it.
       insecure: allows plain text beyond this machine.
 
     Raises:
@@ -40,11 +43,15 @@ class Observer:
         address: str,
         *,
         timeout: float = 5.0,
+        tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
     ) -> None:
         self.address = _address.check(address)
-        _address.check_plaintext(address, credentials, insecure)
+        _tls.check(tls, credentials)
+        if tls is not None:
+            credentials = tls.client_credentials()
+        _address.check_plaintext(address, credentials is not None, insecure)
         self._timeout = timeout
         self._channel = (
             grpc.insecure_channel(address, _address.client_options(address))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +15,14 @@ from agn_optax.rules import Rule
 from agn_optax.service import _address, _fingerprint
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
-from agn_optax.service.transports import _memory
-from agn_optax.service.transports._links import GrpcLink, Link, open_direct
-from agn_optax.service.wire import _schema, _trees
-from agn_optax.service.wire._frames import Parcel
+from agn_optax.service._tls import Tls
+from agn_optax.service.transports import GrpcLink, Link, Target
+from agn_optax.service.transports._dialling import Dialler
+from agn_optax.service.wire import _buffers, _schema, _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel
 
 PyTree = Any
-_log = logging.getLogger("agn_optax")
 
 
 class Remote:
@@ -32,17 +32,24 @@ class Remote:
       connection: to it.
       rule: the rule that it must run.
       wire_dtype: the floating dtype in which all travels; "" for the center's own.
-      transport: how exchanges travel.
+      transports: how exchanges may travel, the preferred way first.
+      tls: what encrypts sockets; None for plain text.
 
     Attributes:
       connection: to it.
       address: of it.
       schema: of its tree; None until somebody has initialized it.
       description: what it said of itself last.
+      dialler: finds the way for exchanges.
     """
 
     def __init__(
-        self, connection: Connection, rule: Rule, wire_dtype: str, transport: str
+        self,
+        connection: Connection,
+        rule: Rule,
+        wire_dtype: str,
+        transports: Sequence[str],
+        tls: Tls | None,
     ) -> None:
         self.connection = connection
         self.address = connection.address
@@ -50,11 +57,16 @@ class Remote:
         self.schema: _schema.Schema | None = None
         self.description: pb.Description
         self._rule = rule
-        self._transport = transport
-        # Ways that did not work while gRPC did: they are not tried again.
-        self._closed_ways: set[bool] = set()
-        self._failed_ways: set[bool] = set()
-        self._buffers, self._wide_buffers = _memory.Buffers(), _memory.Buffers()
+        self._wide_buffers = Buffers()
+        target = Target(
+            self.address,
+            offer=None,
+            tls=tls,
+            is_encrypted=connection.is_encrypted,
+            buffers=Buffers(),
+            begin=connection.stream,
+        )
+        self.dialler = Dialler(transports, target)
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
 
@@ -93,6 +105,7 @@ class Remote:
             )
         _fingerprint.compare(said.rule, self._rule, self.address)
         self.description = said
+        self.dialler.learn(said.offers)
         if said.HasField("schema"):
             schema = _trees.from_proto(said.schema)
             if self.schema is None or schema.hash != self.schema.hash:
@@ -163,7 +176,7 @@ class Remote:
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """The version that a link brings next: what is said of it, and its arrays."""
         if not said.HasField("snapshot"):
-            raise errors.ProtocolError("a snapshot was expected, got another frame")
+            raise errors.ProtocolError("a snapshot was expected, got another packet")
         schema = self.answer_schema()
         if said.snapshot.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
@@ -177,7 +190,7 @@ class Remote:
         if not self.wire_dtype or jax.default_backend() != "cpu":  # `as_tree` does it
             return arrays
         buffer = self._wide_buffers.take(schema.size)
-        _memory.write(schema, arrays, buffer)
+        _buffers.write(schema, arrays, buffer)
         return schema.views(buffer)
 
     def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
@@ -205,7 +218,7 @@ class Remote:
                 request_serializer=pb.PullRequest.SerializeToString,
             )(request)
 
-        link = self._grpc_link(begin, _memory.Buffers(keeps=False))
+        link = self._grpc_link(begin)
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
@@ -218,14 +231,14 @@ class Remote:
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
 
-        def begin(channel: Any, frames: Iterator[bytes]) -> Any:
+        def begin(channel: Any, messages: Iterator[bytes]) -> Any:
             return channel.stream_unary(
                 f"/{_address.SERVICE}/Initialize",
                 response_deserializer=pb.Initialized.FromString,
-            ).future(frames)
+            ).future(messages)
 
         def attempt() -> None:
-            link = self._grpc_link(begin, _memory.Buffers(keeps=False))
+            link = self._grpc_link(begin)
             with self.connection.watching(link):
                 link.send(Parcel(pb.Frame(start=start), schema, arrays))
                 link.no_more()
@@ -234,69 +247,17 @@ class Remote:
         self.connection.retry(attempt)
         self.describe()
 
-    def _grpc_link(
-        self, begin: Callable[[Any, Iterator[bytes]], Any], buffers: _memory.Buffers
-    ) -> GrpcLink:
-        """A call that ``begin(channel, frames)`` begins."""
+    def _grpc_link(self, begin: Callable[[Any, Iterator[bytes]], Any]) -> GrpcLink:
+        """A call that ``begin(channel, messages)`` begins, and that is made once."""
 
-        def begun(frames: Iterator[bytes]) -> Any:
-            return self.connection.begin(lambda channel: begin(channel, frames))
+        def begun(messages: Iterator[bytes]) -> Any:
+            return self.connection.begin(lambda channel: begin(channel, messages))
 
-        return GrpcLink(begun, self.address, buffers)
+        return GrpcLink(begun, self.address, Buffers(keeps=False))
 
     def dial(self) -> Link:
-        """The fastest way to the center that the transport allows, and those closed."""
-        link, failed = self._direct_link()
-        if link is None and failed:
-            key = self._direct and self._direct.key
-            self._learn(self._ask())
-            if self._direct and self._direct.key != key:  # it was started anew
-                self._closed_ways = set()
-                link, failed = self._direct_link()
-        self._failed_ways = set()
-        if link is not None:
-            return link
-        if self._transport in ("memory", "socket"):
-            raise errors.CenterUnreachableError(
-                f"no direct connection to the center at {self.address}: "
-                f"{'; '.join(str(error) for error in failed.values())}"
-            )
-        if failed:
-            _log.info("exchanges with %s travel over gRPC: %s", self.address, failed)
-        name = f"/{_address.SERVICE}/Exchange"
-        link = self._grpc_link(
-            lambda channel, frames: channel.stream_stream(name)(frames), self._buffers
-        )
-        self._failed_ways = set(failed)
-        return link
-
-    def _direct_link(self) -> tuple[Link | None, dict[bool, OSError]]:
-        """A direct connection, if there is one, and what was wrong with the others."""
-        ways = {"auto": [True, False], "memory": [True], "socket": [False], "grpc": []}
-        failed: dict[bool, OSError] = {}
-        for shares in ways[self._transport]:
-            if shares in self._closed_ways:
-                continue
-            try:
-                if self._direct is None:
-                    raise OSError("the center takes no direct connections")
-                direct, buffers = self._direct, self._buffers
-                link = open_direct(direct, self.address, buffers, shares=shares)
-            except OSError as error:
-                failed[shares] = error
-            else:
-                return link, failed
-        return None, failed
-
-    def joined_over(self, link: Link) -> None:
-        """A worker has joined over it: ways that did not work are closed."""
-        if isinstance(link, GrpcLink):
-            self._closed_ways |= self._failed_ways
-
-    @property
-    def _direct(self) -> pb.Direct | None:
-        said = self.description
-        return said.direct if said.HasField("direct") else None
+        """A way to the center, for a worker's exchanges."""
+        return self.dialler.dial(lambda: self._learn(self._ask()))
 
 
 def _abstract(leaf: Any) -> Any:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import socket
 import threading
+import time
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import grpc
 import jax
-from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
-from agn_optax._internal import check, in_background
+from agn_optax._internal import check
 from agn_optax.center import Center, Durability, LocalCenter, Mode, Uplink
 from agn_optax.rules import Rule
-from agn_optax.service import _address
+from agn_optax.service import _address, _tls
 from agn_optax.service._servicer import Servicer
-from agn_optax.service.transports._listener import Listener
+from agn_optax.service._tls import Tls
+from agn_optax.service.transports import TRANSPORTS, Listener, Place
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
+_LOOK = 0.2  # seconds between two looks at what still runs
+_UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 
 
 class Server:
@@ -34,21 +32,24 @@ class Server:
 
     Attributes:
       address: where it listens; has the real port where 0 was asked for.
+      direct_address: "host:port" where it takes exchanges beside gRPC; None if there
+        is no such port.
       center: the center variable: ``center.pull()``, ``center.save()``.
       uplink: the link to its parent; None if it has none.
     """
 
-    def __init__(self, center: LocalCenter, servicer: Servicer, address: str) -> None:
+    def __init__(
+        self, center: LocalCenter, servicer: Servicer, listeners: dict[str, Listener]
+    ) -> None:
         self.center = center
-        self.address = address
+        self.address = servicer.listens_at
+        self.direct_address = servicer.direct_address or None
         self.uplink: Uplink | None = None
         self._servicer = servicer
+        self._listeners = listeners
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
-        self._health: Any = None
-        self._grpc: Any = None
-        self._threads: Any = None
-        self._listener: Listener | None = None
+        atexit.register(self.stop, grace=5.0)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time."""
@@ -61,20 +62,23 @@ class Server:
         the center is going down, and their workers go on trying to reach it.
 
         Args:
-          grace: seconds that running exchanges may take.
+          grace: seconds that running exchanges may take. A worker that takes nothing of
+            its answer for two seconds is cut off before.
         """
         with self._stopping:
             if self._stopped.is_set():
                 return
-            self._health.enter_graceful_shutdown()
+            for listener in self._listeners.values():
+                listener.drain()
             self.center.close(f"the center at {self.address} is going down")
-            self._servicer.wait_until_idle(grace)
+            end = time.monotonic() + grace
+            while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
+                for listener in self._listeners.values():
+                    listener.sending.cut(_UNREAD)
             if self.uplink is not None:
                 self.uplink.stop(grace)
-            if self._listener is not None:
-                self._listener.close(timeout=5.0)
-            self._grpc.stop(grace=0.5).wait()
-            self._threads.wait(timeout=5.0)
+            for listener in self._listeners.values():
+                listener.close(timeout=5.0)
             self._stopped.set()
             atexit.unregister(self.stop)
 
@@ -96,9 +100,11 @@ def serve(
     barrier: int = 0,
     max_workers: int = 64,
     lease: float = 10.0,
+    tls: Tls | None = None,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
     direct: bool = True,
+    direct_address: str | None = None,
     parent: Center | None = None,
     parent_period: int = 10,
     name: str | None = None,
@@ -118,11 +124,16 @@ def serve(
       barrier: workers that must have joined before any of them starts.
       max_workers: workers that may be there at a time.
       lease: seconds after which a worker that lost its connection is given up.
-      credentials: of TLS; None for plain text, which must stay on this machine.
+      tls: this center's certificate and key, and who vouches for workers if they must
+        have certificates; None for plain text, which must stay on this machine.
+      credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
+        gRPC, so that exchanges with other hosts take that.
       insecure: allows plain text beyond this machine.
-      direct: also takes connections for exchanges beside gRPC, for speed: on another
-        port of the same host that is free, and from this machine over a Unix socket and
-        shared memory. They are plain text, so there are none with ``credentials``.
+      direct: also takes connections for exchanges beside gRPC, for speed: at another
+        port, encrypted as gRPC is, and from processes of the same user on this machine
+        in shared memory.
+      direct_address: ``"host:port"`` of that other port; None takes one of the same
+        host that is free. Workers reach it at the host that they know ``address`` by.
       parent: a center that this one is a worker of, such as `connect` returns: the
         workers of a site share this center, and the sites share the parent, whose rule
         says how. Without ``params``, the parent's are taken.
@@ -152,8 +163,7 @@ def serve(
       ...     center.close()
       [0. 0. 0.]
     """
-    _address.check(address)
-    _address.check_plaintext(address, credentials, insecure)
+    place = _place(address, direct_address, tls, credentials, insecure, direct)
     if parent is not None and durability is not None:
         raise errors.InvalidArgumentError(
             "a center with a parent cannot outlive its process: what it owes to its "
@@ -176,12 +186,11 @@ def serve(
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center.core, kept, upwards)
     try:
-        server = start(
-            center, servicer, address, credentials, max_workers, direct=direct
-        )
+        listeners = _listeners(servicer, place, direct=direct)
     except BaseException:
         center.close("nothing can listen at its address")
         raise
+    server = Server(center, servicer, listeners)
     if parent is not None:
         if name is None:  # sites on other hosts may listen at the same address
             name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
@@ -193,101 +202,60 @@ def serve(
     return server
 
 
-def start(
-    center: LocalCenter,
-    servicer: Servicer,
+def _place(
     address: str,
+    direct_address: str | None,
+    tls: Tls | None,
     credentials: grpc.ServerCredentials | None,
-    max_workers: int,
-    *,
+    insecure: bool,
     direct: bool,
-) -> Server:
-    """A server that answers with ``servicer``."""
-    # A worker's life is one call, and one thread; its pull at the start is another, and
-    # whoever watches needs a few.
-    threads = 2 * max_workers + 16
-    pool = _Threads()
-    server = grpc.server(
-        pool,
-        options=[
-            *_address.OPTIONS,
-            ("grpc.so_reuseport", 0),  # a second server on this port is an error
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ],
-        maximum_concurrent_rpcs=threads,
-    )
-    checks = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    channelz.add_channelz_servicer(server)
-    names = (
-        _address.SERVICE,
-        health.SERVICE_NAME,
-        channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
-        reflection.SERVICE_NAME,
-    )
-    reflection.enable_server_reflection(names, server)
-    server.add_generic_rpc_handlers((servicer.handler(),))
-    _check_free(address)
+) -> Place:
+    """Where to listen.
+
+    Raises:
+      InvalidArgumentError: settings make no sense, or not together.
+    """
+    _tls.check(tls, credentials)
+    is_encrypted = tls is not None or credentials is not None
+    _address.check_plaintext(_address.check(address), is_encrypted, insecure)
+    if direct_address is not None:
+        if not direct:
+            raise errors.InvalidArgumentError(
+                f"direct_address={direct_address!r} and direct=False exclude each other"
+            )
+        _address.check_direct(direct_address)
+        _address.check_plaintext(direct_address, is_encrypted, insecure)
+    return Place(address, direct_address, tls, credentials)
+
+
+def _listeners(
+    servicer: Servicer, place: Place, *, direct: bool
+) -> dict[str, Listener]:
+    """The service's ends of all transports, which answer with ``servicer``."""
+    made: dict[str, Listener] = {}
     try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        reason = str(error).partition("; set GRPC_VERBOSITY")[0]
-        raise errors.InvalidArgumentError(
-            f"cannot listen at {address}: {reason}. Perhaps another process does; port "
-            "0 takes one that is free"
-        ) from None
-    if not address.startswith("unix:"):
-        address = f"{address.rpartition(':')[0]}:{port}"
-    made = Server(center, servicer, address)
-    made._health, made._grpc, made._threads = checks, server, pool
-    if direct and credentials is None:
-        try:
-            made._listener = Listener(servicer, address)
-            servicer.direct = made._listener.direct
-        except OSError as error:  # there is gRPC
-            _log.warning("no direct connections at %s: %s", address, error)
-    server.start()
-    atexit.register(made.stop, grace=5.0)
-    for name in ("", _address.SERVICE):
-        checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for transport in TRANSPORTS:
+            if transport.name != "grpc" and not direct:
+                continue
+            try:
+                listener = transport.listen(servicer, place)
+            except OSError as error:  # there is gRPC
+                _log.warning("nobody is listened to by %s: %s", transport.name, error)
+                continue
+            if listener is not None:
+                made[transport.name] = listener
+        offers = [each.offer for each in made.values()]
+        servicer.offers = [offer for offer in offers if offer is not None]
+        servicer.listens_at = made["grpc"].address or ""
+        if "socket" in made:
+            servicer.direct_address = made["socket"].address or ""
+        for listener in made.values():
+            listener.start()
+    except BaseException:
+        for listener in made.values():
+            listener.close(timeout=5.0)
+        raise
     return made
-
-
-class _Threads(ThreadPoolExecutor):
-    """A thread for every call, for which the end of the process does not wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._running: set[Future[Any]] = set()
-
-    def wait(self, timeout: float) -> None:
-        """Until all calls have ended: in a process that ends, a thread is cut off."""
-        wait(set(self._running), timeout)
-
-    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(call, *args, **kwargs)
-        future = in_background(bound, "agn-optax center", lasting=True)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
-
-
-def _check_free(address: str) -> None:
-    """GRPC would take over the socket file of a running server without a word."""
-    if not address.startswith("unix:"):
-        return
-    path = address.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return
-    raise errors.InvalidArgumentError(
-        f"cannot listen at {address}: another server does"
-    )
 
 
 def _device(device: Any) -> jax.Device:

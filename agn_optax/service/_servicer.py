@@ -12,7 +12,6 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import Any
 
-import grpc
 import jax
 import numpy as np
 
@@ -20,18 +19,12 @@ from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
 from agn_optax.center import Answer, Core, LocalSession, Packed, Version, let_go
-from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._address import (
-    MAX_FRAME,
-    PROTOCOL,
-    SERVICE,
-    WAITING_INTERVAL,
-)
+from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
-from agn_optax.service.transports import _memory
-from agn_optax.service.wire import _frames, _schema, _trees
-from agn_optax.service.wire._frames import Parcel
+from agn_optax.service.wire import _buffers, _schema, _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Incoming, Parcel
 
 PyTree = Any
 _LEAST_COPIED = 1 << 20  # bytes
@@ -79,57 +72,16 @@ class Servicer:
         self._packed = False  # whether the center's arrays are the wire's buffer
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
-        self.buffers = _memory.Buffers()
-        # What workers must know to connect without gRPC; None if they cannot.
-        self.direct: pb.Direct | None = None
+        self.buffers = Buffers()
+        # What workers must know to connect without gRPC.
+        self.offers: list[pb.Offer] = []
+        # Where it listens, for those who watch: for gRPC, and for sockets.
+        self.listens_at, self.direct_address = "", ""
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """What a gRPC server calls."""
-        unary = grpc.unary_unary_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Describe": unary(
-                    _reporting(self.describe),
-                    pb.DescribeRequest.FromString,
-                    pb.Description.SerializeToString,
-                ),
-                "Initialize": grpc.stream_unary_rpc_method_handler(
-                    _reporting(self.initialize),
-                    response_serializer=pb.Initialized.SerializeToString,
-                ),
-                "Pull": grpc.unary_stream_rpc_method_handler(
-                    _reporting_stream(self.pull), pb.PullRequest.FromString
-                ),
-                "Exchange": grpc.stream_stream_rpc_method_handler(
-                    _reporting_stream(
-                        lambda frames, context: self.exchange(
-                            _frames.Reader(frames, self.buffers), context
-                        )
-                    )
-                ),
-                "Alive": unary(
-                    _reporting(self.alive),
-                    pb.AliveRequest.FromString,
-                    pb.AliveReply.SerializeToString,
-                ),
-                "Leave": unary(
-                    _reporting(self.leave),
-                    pb.LeaveRequest.FromString,
-                    pb.LeaveReply.SerializeToString,
-                ),
-                "Status": unary(
-                    _reporting(self.status),
-                    pb.StatusRequest.FromString,
-                    pb.StatusReply.SerializeToString,
-                ),
-            },
-        )
-
-    def wait_until_idle(self, timeout: float) -> None:
-        """Until no exchange is being applied or answered."""
+    def wait_until_idle(self, timeout: float) -> bool:
+        """Until no exchange is being applied or answered; False if one still is."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._busy, timeout)
+            return self._idle.wait_for(lambda: not self._busy, timeout)
 
     def describe(self, request: pb.DescribeRequest, context: Any) -> pb.Description:
         """What this center is."""
@@ -142,7 +94,6 @@ class Servicer:
             rule=fingerprint(self.core.rule),
             schema=None if schema is None else _trees.to_proto(schema),
             schema_hash=b"" if schema is None else schema.hash,
-            max_frame=MAX_FRAME,
             clock=time.time(),
             lease=self.core.ledger.lease,
             heartbeat=self._heartbeat,
@@ -150,12 +101,11 @@ class Servicer:
             mode=repr(self.core.ledger.mode),
             dtype=self._dtype,
             barrier=self.core.ledger.barrier,
-            direct=self.direct,
+            offers=self.offers,
         )
 
-    def initialize(self, frames: Iterator[bytes], context: Any) -> pb.Initialized:
+    def initialize(self, reader: Incoming, context: Any) -> pb.Initialized:
         """The chief's parameters."""
-        reader = _frames.Reader(frames, self.buffers)
         start = _first(reader).start
         _check_protocol(start.protocol)
         schema = _trees.from_proto(start.schema)
@@ -189,7 +139,7 @@ class Servicer:
             parcel = self._parcel(snapshot, version, request.wire_dtype)
         yield parcel
 
-    def exchange(self, reader: _frames.Incoming, context: Any) -> Iterator[Parcel]:
+    def exchange(self, reader: Incoming, context: Any) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
 
         Args:
@@ -234,7 +184,7 @@ class Servicer:
                     let_go()
                 continue
             if not control.HasField("message"):
-                raise errors.ProtocolError("a message was expected, got another frame")
+                raise errors.ProtocolError("a message was expected, got another packet")
             yield from self._exchange(
                 session, join.wire_dtype, control.message, reader, traffic
             )
@@ -268,6 +218,8 @@ class Servicer:
             bytes_received=sum(t.received for t in traffic.values()),
             bytes_sent=sum(t.sent for t in traffic.values()),
             parent=self._parent,
+            listens_at=self.listens_at,
+            direct_address=self.direct_address,
             workers=[
                 pb.WorkerStatus(
                     name=name,
@@ -317,7 +269,7 @@ class Servicer:
         session: LocalSession,
         wire_dtype: str,
         message: pb.Message,
-        reader: _frames.Incoming,
+        reader: Incoming,
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
         with self._counting("_talking"), contextlib.ExitStack() as busy:
@@ -336,7 +288,7 @@ class Servicer:
         session: LocalSession,
         wire_dtype: str,
         message: pb.Message,
-        reader: _frames.Incoming,
+        reader: Incoming,
         traffic: _Traffic,
         busy: contextlib.ExitStack,
     ) -> Generator[Parcel, None, Answer]:
@@ -413,7 +365,7 @@ class Servicer:
             # Until then the message is still being read.
             jax.block_until_ready((version.params, answer.norm))
             sent = schema.packed
-            _memory.write(sent, _trees.host_arrays(version.params, sent), buffer)
+            _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))
 
     def _answer(self, session: LocalSession, answer: Answer, wire_dtype: str) -> Parcel:
@@ -448,10 +400,10 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)
 
 
-def _first(reader: _frames.Incoming) -> pb.Frame:
+def _first(reader: Incoming) -> pb.Frame:
     control = reader.control()
     if control is None:
-        raise errors.ProtocolError("a call ended before its first frame")
+        raise errors.ProtocolError("a call ended before its first packet")
     return control
 
 
@@ -478,37 +430,3 @@ def _check_representable(schema: _schema.Schema) -> None:
                 f"{leaf.path} is {leaf.dtype}, which this center can keep only with "
                 "JAX_ENABLE_X64=1 in its environment"
             )
-
-
-@contextmanager
-def _errors_to(context: Any) -> Iterator[None]:
-    try:
-        yield
-    except errors.AgnOptaxError as error:
-        _status.abort(context, error)
-    except MemoryError:
-        _status.abort(context, _status.no_memory())
-
-
-def _reporting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call whose exceptions the caller will see."""
-
-    def reporting(request: Any, context: Any) -> Any:
-        with _errors_to(context):
-            return call(request, context)
-
-    return reporting
-
-
-def _reporting_stream(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a call that answers parcel by parcel."""
-
-    def reporting(request: Any, context: Any) -> Iterator[bytes]:
-        with _errors_to(context):
-            for parcel in call(request, context):
-                frames = _frames.split(parcel)
-                del parcel  # a version of the center, which may move in place then
-                yield from frames
-                del frames
-
-    return reporting

@@ -18,8 +18,8 @@ from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import SOON
-from agn_optax.service.transports._links import Link
-from agn_optax.service.wire._frames import Parcel
+from agn_optax.service.transports import Link
+from agn_optax.service.wire._packets import Parcel
 from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._trees import to_device
 
@@ -197,7 +197,7 @@ class RemoteSession(Session):
                         remote.address,
                     )
         self._life = said.joined.center
-        remote.joined_over(link)
+        remote.dialler.works(link)
         return link
 
     def _send(self) -> Link:

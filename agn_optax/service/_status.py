@@ -44,13 +44,17 @@ def is_transient(error: Any) -> bool:
     return error.code() in _TRANSIENT
 
 
+def is_late(error: Any) -> bool:
+    """Whether a call was given up because nothing came in time."""
+    return error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     """The exception that a failed call stands for."""
     named = dict(error.trailing_metadata() or ()).get(_KIND)
     if named in errors.__all__:
         return _named(named, error.details())
-    crowded = "oncurrent RPC limit" in (error.details() or "")
-    if is_transient(error) or crowded:
+    if is_transient(error):
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )

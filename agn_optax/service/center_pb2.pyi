@@ -6,8 +6,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Packets(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Frame(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "answer_segment", "segment", "offset", "chunk")
+    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "attached", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -17,10 +21,9 @@ class Frame(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
     join: Join
     message: Message
     acknowledge: int
@@ -30,21 +33,20 @@ class Frame(_message.Message):
     waiting: Waiting
     refused: Refused
     attach: Segment
+    attached: Attached
     answer_segment: int
     segment: int
-    offset: int
-    chunk: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
-class Direct(_message.Message):
-    __slots__ = ("key", "port", "socket")
+class Offer(_message.Message):
+    __slots__ = ("transport", "address", "key")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    address: str
     key: bytes
-    port: int
-    socket: str
-    def __init__(self, key: _Optional[bytes] = ..., port: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
+    def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("number", "size")
@@ -53,6 +55,12 @@ class Segment(_message.Message):
     number: int
     size: int
     def __init__(self, number: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("refused",)
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    refused: str
+    def __init__(self, refused: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("kind", "details")
@@ -97,14 +105,13 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "max_frame", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "direct")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
-    MAX_FRAME_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WAITING_INTERVAL_FIELD_NUMBER: _ClassVar[int]
@@ -112,14 +119,13 @@ class Description(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
     rule: _containers.RepeatedCompositeFieldContainer[Print]
     schema: Schema
     schema_hash: bytes
-    max_frame: int
     clock: float
     lease: float
     waiting_interval: float
@@ -127,8 +133,8 @@ class Description(_message.Message):
     dtype: str
     barrier: int
     heartbeat: float
-    direct: Direct
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., max_frame: _Optional[int] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ...) -> None: ...
+    offers: _containers.RepeatedCompositeFieldContainer[Offer]
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "wire_dtype", "center")
@@ -271,7 +277,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent")
+    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +288,8 @@ class StatusReply(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    LISTENS_AT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: int
     rule: str
     mode: str
@@ -292,4 +300,6 @@ class StatusReply(_message.Message):
     bytes_sent: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     parent: str
-    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ...) -> None: ...
+    listens_at: str
+    direct_address: str
+    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ...) -> None: ...

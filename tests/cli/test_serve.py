@@ -4,13 +4,12 @@ import dataclasses
 import errno
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 
-import grpc
+import certificates
 import jax.numpy as jnp
 import optax
 import pytest
@@ -271,6 +270,7 @@ def test_serves_an_object(training, address):
         "event": "serving",
         "rule": "easgd",
         "address": address,
+        "direct_address": None,
     }
 
 
@@ -317,6 +317,8 @@ def test_a_process_drains_when_it_is_told_to():
         try:
             line = process.stdout.readline()
             assert line.startswith("serving downpour at 127.0.0.1:")
+            also = process.stdout.readline()
+            assert also.startswith("direct connections at 127.0.0.1:")
             rule = rules.downpour()
             address = line.split()[-1]
             with service.connect(address, rule, timeout=PATIENCE) as center:
@@ -330,28 +332,8 @@ def test_a_process_drains_when_it_is_told_to():
             process.kill()
 
 
-@pytest.fixture(scope="session")
-def pem(tmp_path_factory):
-    """A certificate that vouches for itself, and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("makes its certificate with openssl")
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(  # noqa: S603 a tool that the system has
-        [
-            *(openssl, "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"),
-            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
-            *("-keyout", folder / "key.pem", "-out", folder / "certificate.pem"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return folder / "certificate.pem", folder / "key.pem"
-
-
-def test_mutual_tls(pem):
-    certificate, key = pem
+def test_mutual_tls(tmp_path):
+    certificate, key = certificates.make(tmp_path)
     trust = [f"--tls-ca={certificate}"]
     own = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
     with socket.create_server(("127.0.0.1", 0)) as taken:  # free in a moment
@@ -367,9 +349,7 @@ def test_mutual_tls(pem):
             said.append(command("doctor", address, "--json", "--timeout=2", *options))
         said.append(command("status", address, *trust, *own))
 
-    credentials = grpc.ssl_channel_credentials(
-        certificate.read_bytes(), key.read_bytes(), certificate.read_bytes()
-    )
+    tls = service.Tls(certificate, certificate, key)
     serve(
         address,
         rules.downpour(),
@@ -377,7 +357,7 @@ def test_mutual_tls(pem):
         *own,
         f"--tls-client-ca={certificate}",
         then=look,
-        credentials=credentials,
+        tls=tls,
     )
     assert [each.exit_code for each in said] == [1, 1, 0, 0]
     assert "speaks TLS: give --tls-ca" in said[0].stdout

@@ -303,7 +303,6 @@ class Described:
         ("clocks", "warning", "s ahead", {"clock": lambda: time.time() + 60}),
         ("clocks", "warning", "s behind", {"clock": lambda: time.time() - 60}),
         ("schema", "failed", "the hash of the leaves is", {"schema_hash": b"?"}),
-        ("frames", "failed", "must be more than a chunk's", {"max_frame": 1 << 20}),
     ],
 )
 def test_doctor_of_a_strange_center(server, check, result, message, said):

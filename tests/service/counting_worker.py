@@ -10,10 +10,10 @@ from agn_optax import rules, service
 class Commands:
     """What the test asks for."""
 
-    def join(self, address, worker, transport="auto"):
+    def join(self, address, worker, transports=("memory", "socket", "grpc")):
         self._worker = worker
         self._center = service.connect(
-            address, rules.downpour(), timeout=60, transport=transport
+            address, rules.downpour(), timeout=60, transports=transports
         )
         sessions.join(self._center, worker)
 

@@ -1,12 +1,15 @@
 """Exchanges beside gRPC: over sockets of their own, and through shared memory."""
 
 import contextlib
+import errno
 import functools
 import gc
 import logging
 import os
 import pathlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +17,7 @@ import weakref
 import grpc
 import jax
 import jax.numpy as jnp
+import network
 import numpy as np
 import optax
 import pytest
@@ -24,10 +28,12 @@ import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
-from agn_optax.service import _connection
+from agn_optax.service import _address, _connection
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import _links, _memory, _packets
+from agn_optax.service.transports import _memory, _socket
 from agn_optax.service.wire import _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import HEAD, MAX_CONTROL, Reader
 
 RULE = rules.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes
@@ -46,25 +52,44 @@ def center_params():
 
 
 @contextlib.contextmanager
-def made(transport="auto", rule=RULE, params=None, **settings):
+def made(*transports, rule=RULE, params=None, **settings):
     params = center_params() if params is None else params
     with (
         service.serve(rule, params, **settings) as server,
-        service.connect(server.address, rule, timeout=LIMIT, transport=transport) as c,
+        connect(server, *transports, rule=rule) as center,
     ):
-        yield server, c
+        yield server, center
+
+
+def connect(server, *transports, rule=RULE, **settings):
+    """By some transports; by any if none is said."""
+    settings = {"timeout": LIMIT, **settings}
+    names = transports or TRANSPORTS
+    return service.connect(server.address, rule, transports=names, **settings)
 
 
 def links(center):
-    return [session.link for session in center._sessions.values()]
+    return [session._link for session in center._sessions.values()]
 
 
 def way(center):
     """How a connected center's exchanges travel."""
     (link,) = links(center)
-    if not isinstance(link, service._links.DirectLink):
-        return "grpc"
-    return "memory" if link._segments is not None else "socket"
+    return type(link).__name__.removesuffix("Link").lower()
+
+
+def listener(server, name="socket"):
+    return server._listeners[name]
+
+
+def accepted(server):
+    """The service's ends of all direct connections."""
+    return [
+        each
+        for name in ("memory", "socket")
+        if name in server._listeners
+        for each in listener(server, name)._accepted.values()
+    ]
 
 
 def wait_for(condition):
@@ -80,7 +105,7 @@ def wait_for(condition):
 @functools.cache
 def trained(transport, rule):
     like = {**tree(), "large": jnp.ones(SIZE)}
-    with made(transport, RULES[rule](), like) as (_, center):
+    with made(transport, rule=RULES[rule](), params=like) as (_, center):
         worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
         params, state = worker.start(like)
         for i in range(8):
@@ -103,10 +128,7 @@ def test_every_way_gives_the_same_numbers(other, rule):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_wire(transport, dtype):
     with made() as (server, _):
-        center = service.connect(
-            server.address, RULE, transport=transport, wire_dtype=dtype
-        )
-        with center:
+        with connect(server, transport, wire_dtype=dtype) as center:
             ones = jax.tree.map(jnp.ones_like, center.pull().params)
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
         assert answer.params["w"].dtype == jnp.float32
@@ -140,14 +162,14 @@ def test_answers_stay_what_they_are(transport):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         kept = [
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
-            for version in range(2 * _packets.MOST_SEGMENTS)
+            for version in range(2 * _memory.MOST_SEGMENTS)
         ]
         for version, answer in enumerate(kept):
             np.testing.assert_array_equal(answer.params["w"], -float(version))
         view = np.asarray(kept[5].params["w"])
         del kept, answer
         gc.collect()
-        for version in range(2 * _packets.MOST_SEGMENTS, 100):
+        for version in range(2 * _memory.MOST_SEGMENTS, 100):
             sessions.exchange(center, ones, anchor_version=version, worker="anna")
         np.testing.assert_array_equal(view, -5.0)
 
@@ -170,7 +192,7 @@ def test_memory_is_used_again(way_of):
 
 def test_a_buffer_is_used_again_by_what_fits_into_it():
     """Workers may send half as many bytes as others, in turns."""
-    buffers = _memory.Buffers()
+    buffers = Buffers()
     place = buffers.take(1000).ctypes.data
     for size in (500, 1):
         buffer = buffers.take(size)
@@ -194,7 +216,8 @@ def test_a_message_is_read_before_it_is_overwritten():
     """Also where the answer does not depend on it: the center before the message."""
     rule = rules.easgd(0.5)
     assert rule.adopts == "before"
-    with made("memory", rule, {"w": jnp.zeros(4 * SIZE)}) as (server, center):
+    params = {"w": jnp.zeros(4 * SIZE)}
+    with made("memory", rule=rule, params=params) as (server, center):
         expected = np.zeros(4 * SIZE, np.float32)
         for version in range(20):
             sent = np.full(4 * SIZE, float(version), np.float32)
@@ -254,14 +277,14 @@ def test_a_closed_center_takes_no_more_exchanges(transport):
 
 def test_who_joins_while_a_center_is_closed_is_cut_off():
     with made("socket") as (_, center):
-        link = center._link
+        dial = center._remote.dialler.dial
 
-        def late():
-            made = link()
+        def late(ask):
+            made = dial(ask)
             center.close()
             return made
 
-        center._link = late
+        center._remote.dialler.dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
         assert all(link.done() for link in links(center))
@@ -288,16 +311,14 @@ def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
     """No thread holds on to the connection that it has heard of last."""
     with made("memory") as (server, _):
         gone = []
-        listener = server._listener
         for name in ("anna", "bert"):
-            with service.connect(server.address, RULE, transport="memory") as center:
+            with connect(server, "memory") as center:
                 sessions.exchange(
                     center, center_params(), anchor_version=0, worker=name
                 )
-                (own,) = listener._connections.values()
-                gone.append(weakref.ref(own))
-                del own
-            wait_for(lambda: not listener._connections)
+                gone += map(weakref.ref, accepted(server))
+            wait_for(lambda: not accepted(server))
+        assert len(gone) == 2
         wait_for(lambda: not any(connection() for connection in gone))
 
 
@@ -306,7 +327,7 @@ def silent_link():
     """To somebody who never says anything."""
     end, other = socket.socketpair()
     with other:
-        yield _links.DirectLink(end, _memory.Buffers(), shares=False)
+        yield _socket.SocketLink(end, Buffers())
 
 
 def wait_until_late(link, connection):
@@ -328,26 +349,81 @@ def test_a_link_that_was_late_is_free_at_once(monkeypatch):
     wait_for(lambda: gone() is None)
 
 
+def no_more_files(*_):
+    raise OSError(errno.EMFILE, "too many open files")
+
+
 @shares
-def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch):
-    segments = _memory.Segments(1)
+@pytest.mark.parametrize("end", ["create", "attach"])
+def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch, end):
+    """By either side: without a file descriptor, what is large takes the socket."""
+    with made("memory") as (_, center):
+        ones = jax.tree.map(jnp.ones_like, center.pull().params)
+        wide = {"w": jnp.ones(SIZE, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+        version = 0
 
-    def take(size):
-        number, descriptor, array = segments.take(size)
-        if descriptor is not None:
-            _memory.close(descriptor)
-        return number, array.size
+        def send(contribution):
+            nonlocal version
+            answer = sessions.exchange(
+                center, contribution, anchor_version=version, worker="anna"
+            )
+            version += 1
+            np.testing.assert_array_equal(answer.params["w"], 1.0 - version)
+            return links(center)[0]._segments._made
 
-    def fail(size):
-        raise OSError("too many open files")
+        for contribution in (ones, wide):  # none at first, then one of another size
+            with monkeypatch.context() as patch:
+                patch.setattr(_memory, end, no_more_files)
+                before = {send(contribution) for _ in range(2)}
+            assert len(before) == 1
+            assert send(contribution) >= 2
 
-    for size in (100, 200):  # there is none at first, and then one of another size
-        with monkeypatch.context() as patch:
-            patch.setattr(_memory, "create", fail)
-            for _ in range(2):
-                with pytest.raises(OSError, match="too many"):
-                    take(size)
-        assert take(size) == (1, size)
+
+@shares
+def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
+    """Those of the center's process, which cannot receive any then."""
+    program = (
+        "import os, resource, sys\n"
+        "import jax.numpy as jnp\n"
+        "from agn_optax import rules, service\n"
+        f"server = service.serve(rules.downpour(), {{'w': jnp.ones({SIZE})}})\n"
+        "print(server.address, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "free = os.dup(0); os.close(free)\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))\n"
+        "print('few', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "server.stop()\n"
+    )
+    process = subprocess.Popen(  # noqa: S603 our own program
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    )
+    try:
+        address, ones = process.stdout.readline().strip(), {"w": jnp.ones(SIZE)}
+        with service.connect(
+            address, RULE, timeout=LIMIT, transports=["memory"]
+        ) as center:
+            send = functools.partial(sessions.exchange, center, ones, worker="anna")
+            with monkeypatch.context() as patch:  # all that JAX needs files for
+                patch.setattr(_memory, "create", no_more_files)
+                for version in range(2):
+                    send(anchor_version=version)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "few\n"
+            for version in range(2, 5):
+                answer = send(anchor_version=version)
+            np.testing.assert_array_equal(answer.params["w"], -4.0)
+            (link,) = links(center)
+            assert link._segments._made == 0
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
@@ -356,11 +432,9 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with made("socket", params=ones) as (server, other):
         other.join("bert")
-        with service.connect(
-            server.address, RULE, transport="socket", timeout=1.0
-        ) as center:
+        with connect(server, "socket", timeout=1.0) as center:
             send = functools.partial(
-                center.exchange, ones, anchor_version=0, worker="anna"
+                sessions.exchange, center, ones, anchor_version=0, worker="anna"
             )
             send()
             with server._servicer._turn:
@@ -422,13 +496,7 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
     with made(params=params) as (server, _):
 
         def work(number):
-            with service.connect(
-                server.address,
-                RULE,
-                timeout=LIMIT,
-                transport=transport,
-                wire_dtype=dtype,
-            ) as center:
+            with connect(server, transport, wire_dtype=dtype) as center:
                 version = 0
                 for _ in range(messages):
                     answer = sessions.exchange(
@@ -452,13 +520,13 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
 def test_a_lost_answer_of_a_crowd_is_given_again(wire):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with made("socket", params=jax.tree.map(jnp.zeros_like, ones)) as (server, other):
-        send = functools.partial(other.exchange, ones, anchor_version=0, worker="bert")
+        send = functools.partial(
+            sessions.exchange, other, ones, anchor_version=0, worker="bert"
+        )
         send()
         # As if somebody else's message were always on its way.
         server._servicer._talking += 1
-        with service.connect(
-            server.address, RULE, transport="socket", wire_dtype=wire
-        ) as center:
+        with connect(server, "socket", wire_dtype=wire) as center:
             center.join("anna")
             receive = center._receive
 
@@ -479,37 +547,66 @@ def test_the_fastest_way_is_found():
     with made() as (server, center):
         center.join("anna")
         assert way(center) == ("memory" if _memory.IS_SUPPORTED else "socket")
-        server._servicer.direct.socket = "nobody-listens-here"  # another machine
-        with service.connect(server.address, RULE) as farther:
+        for offer in server._servicer.offers:
+            if offer.transport == "memory":
+                offer.address = "unix:nobody-listens-here"  # another machine
+        with connect(server) as farther:
             farther.join("bert")
             assert way(farther) == "socket"
 
 
+class Recorded:
+    """A transport that says when it is tried."""
+
+    def __init__(self, transport, tried):
+        self.name, self._transport, self._tried = transport.name, transport, tried
+
+    def dial(self, target):
+        self._tried.append(self.name)
+        return self._transport.dial(target)
+
+
 def test_without_a_way_beside_it_there_is_grpc(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
-    with made() as (server, center):
-        server._servicer.direct = pb.Direct(key=b"k" * 16, port=1, socket="nobody")
-        with service.connect(server.address, RULE) as center:
+    with made() as (server, _):
+        server._servicer.offers = [
+            pb.Offer(transport="memory", address="unix:nobody", key=b"k" * 16),
+            pb.Offer(transport="socket", address=":1", key=b"k" * 16),
+        ]
+        with connect(server) as center:
+            tried, dialler = [], center._remote.dialler
+            dialler._transports = [Recorded(t, tried) for t in dialler._transports]
             center.join("anna")
             assert way(center) == "grpc"
-            assert "over gRPC" in caplog.text
-        for insisting in ("memory", "socket"):
+            assert "not by" in caplog.text
+            assert tried == ["memory", "socket", "grpc"]
+            center.join("bert")
+            assert tried[3:] == ["grpc"]  # what did not work is not tried again
+        for insisting in (["memory"], ["socket"], ["socket", "memory"]):
             with (
-                service.connect(
-                    server.address, RULE, transport=insisting, timeout=0.2
-                ) as center,
-                pytest.raises(errors.CenterUnreachableError, match="no direct conn"),
+                connect(server, *insisting, timeout=0.2) as center,
+                pytest.raises(errors.CenterUnreachableError, match="no way to the ce"),
             ):
                 center.join("anna")
     with made(direct=False) as (server, center):
-        assert not server._servicer.describe(
-            pb.DescribeRequest(protocol=1), None
-        ).HasField("direct")
+        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+        assert not server._servicer.describe(request, None).offers
+        assert server.direct_address is None
         center.join("anna")
         assert way(center) == "grpc"
 
 
-def test_somebody_else_at_the_port():
+def test_the_order_of_transports_is_that_of_the_list():
+    with made("socket", "memory") as (_, center):
+        center.join("anna")
+        assert way(center) == "socket"
+    with made("grpc", "socket") as (_, center):
+        center.join("anna")
+        assert way(center) == "grpc"
+
+
+@pytest.mark.parametrize("said", [b"220 mail.example.org ESMTP\r\n", b"x" * 5000])
+def test_somebody_else_at_the_port(said):
     """A port that means something else, such as one that a firewall has mapped."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
@@ -519,45 +616,103 @@ def test_somebody_else_at_the_port():
         def answer():
             end, _ = listening.accept()
             with end, contextlib.suppress(ConnectionError):
-                end.sendall(b"220 mail.example.org ESMTP\r\n" * 3)
+                end.sendall(said * 3)
                 while end.recv(100):
                     pass
 
         thread = threading.Thread(target=answer)
         thread.start()
-        server._servicer.direct = pb.Direct(
-            key=b"k" * 16, port=listening.getsockname()[1]
-        )
-        with service.connect(server.address, RULE) as center:
+        where = f":{listening.getsockname()[1]}"
+        server._servicer.offers = [
+            pb.Offer(transport="socket", address=where, key=b"k" * 16)
+        ]
+        with connect(server) as center:
             center.join("anna")
             assert way(center) == "grpc"
         thread.join(LIMIT)
 
 
-def test_settings_that_make_no_sense():
-    with made() as (server, _):
-        with pytest.raises(errors.InvalidArgumentError, match="auto, memory, socket"):
-            service.connect(server.address, RULE, transport="pigeon")
-        with pytest.raises(errors.InvalidArgumentError, match="plain text"):
-            service.connect(
-                server.address,
-                RULE,
-                transport="socket",
-                credentials=grpc.ssl_channel_credentials(),
-            )
+@pytest.mark.parametrize(
+    ("transports", "kind", "message"),
+    [
+        (["pigeon"], errors.InvalidArgumentError, "some of memory, socket, grpc"),
+        ([], errors.InvalidArgumentError, "some of memory, socket, grpc"),
+        (["grpc", "grpc"], errors.InvalidArgumentError, "each once"),
+        ("grpc", errors.InvalidTypeError, "a list of names such as"),
+        (None, errors.InvalidTypeError, "a list of names such as"),
+    ],
+)
+def test_settings_that_make_no_sense(transports, kind, message):
+    with made() as (server, _), pytest.raises(kind, match=message):
+        service.connect(server.address, RULE, transports=transports)
 
 
 @shares
 def test_at_a_unix_socket(tmp_path):
     address = f"unix:{tmp_path}/center"
-    for transport in ("auto", "memory", "socket"):
-        with made(transport, address=address) as (server, center):
+    for transports in ((), ["memory"], ["socket"]):
+        with made(*transports, address=address) as (server, center):
             center.join("anna")
-            assert way(center) == transport.replace("auto", "memory")
-            assert not server._servicer.direct.port
+            assert way(center) == (transports or ["memory"])[0]
+            assert server.direct_address is None
+
+
+def test_a_port_by_choice():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    chosen = f"127.0.0.1:{port}"
+    with made("socket", direct_address=chosen) as (server, center):
+        assert server.direct_address == chosen != server.address
+        status = center.status()
+        assert status["listens_at"] == server.address
+        assert status["direct_address"] == chosen
+        center.join("anna")
+        assert links(center)[0]._end.getpeername()[1] == port
+        with pytest.raises(errors.InvalidArgumentError, match=f"listen at {chosen}"):
+            service.serve(RULE, direct_address=chosen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"direct_address": "here"}, "an address must be"),
+        ({"direct_address": "unix:/tmp/x"}, 'must be "host:port"'),
+        ({"direct_address": "127.0.0.1:0", "direct": False}, "exclude each other"),
+        ({"direct_address": "8.8.8.8:0"}, "plain text"),
+        ({"direct_address": "127.0.0.1:0", "address": "unix:x"}, "one is at unix:x"),
+    ],
+)
+def test_ports_that_make_no_sense(settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        service.serve(RULE, **settings)
 
 
 # What it survives.
+
+
+@pytest.mark.parametrize("way_of", network.TRANSPORTS)
+def test_a_connection_that_says_nothing_any_more_is_replaced(way_of):
+    """As of a host or a firewall that has forgotten it, and says nothing of that."""
+    ones = center_params()
+    with (
+        service.serve(RULE, ones) as server,
+        network.Network(server, way_of) as net,
+        service.connect(net.address, RULE, timeout=1.0) as center,
+    ):
+        sessions.exchange(center, ones, anchor_version=0, worker="a")
+        assert way(center) == way_of
+        for version in range(1, 4):
+            net.strand()
+            began, answer = time.monotonic(), None
+            while answer is None and time.monotonic() - began < LIMIT:
+                with contextlib.suppress(errors.CenterUnreachableError):
+                    answer = sessions.exchange(
+                        center, ones, anchor_version=version, worker="a"
+                    )
+            assert answer.version == server.center.version == version + 1
+            assert time.monotonic() - began < 8  # gRPC's own pings take 15
+            assert way(center) == way_of
 
 
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
@@ -567,8 +722,8 @@ def test_a_broken_connection_is_made_again(way_of):
         loop = worker.start()
         for broken in range(6):
             if broken:
-                for connection in list(server._listener._connections.values()):
-                    connection.shut()
+                for each in accepted(server):
+                    each.cancel()
                 wait_for(lambda: not server.center.core.members()[1]["anna"].connected)
             params, state = loop
             ones = jax.tree.map(jnp.ones_like, params)
@@ -579,11 +734,11 @@ def test_a_broken_connection_is_made_again(way_of):
 
 
 @pytest.mark.parametrize(
-    "way_of", [pytest.param("memory", marks=shares), "socket", "auto"]
+    "ways", [pytest.param(["memory"], marks=shares), ["socket"], []]
 )
-def test_a_center_that_was_started_anew_is_found_again(way_of):
+def test_a_center_that_was_started_anew_is_found_again(ways):
     """It has another key, and another port beside that of gRPC."""
-    with made(way_of) as (server, center):
+    with made(*ways) as (server, center):
         center.join("anna")
         before = way(center)
         address = server.address
@@ -621,7 +776,7 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
     """At once, although its thread at the server waits for a round."""
     with (
         made("grpc", mode=Synchronous(), lease=0.1) as (server, other),
-        service.connect(server.address, RULE, transport=way_of) as center,
+        connect(server, way_of) as center,
     ):
         other.join("other")
         center.join("anna")
@@ -657,14 +812,90 @@ def test_stopping_ends_idle_connections(transport):
             )
 
 
+def a_message(schema):
+    """Of ones, with what comes before it."""
+    said = pb.Message(sequence=1, schema_hash=schema.hash)
+    buffer = np.ones(schema.size // 4, np.float32).tobytes()
+    return joining() + packet(pb.Frame(message=said), schema.size, buffer)
+
+
+@contextlib.contextmanager
+def unread(server, transport, packets):
+    """Somebody who sends ``packets`` and reads no answer."""
+    if transport == "socket":
+        with greeted(server) as end:
+            end.sendall(packets)
+            yield
+        return
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
+        pieces = [
+            packets[at : at + (1 << 20)] for at in range(0, len(packets), 1 << 20)
+        ]
+        never = threading.Event()
+
+        def messages():
+            yield from pieces
+            never.wait(2 * LIMIT)
+
+        answers = call(messages())
+        yield
+        never.set()
+        answers.cancel()
+
+
+@pytest.mark.parametrize("way_of", ["socket", "grpc"])
+def test_who_does_not_read_is_not_waited_for_at_the_end(way_of):
+    params = {"w": jnp.ones(10_000_000)}
+    with made("grpc", params=params) as (server, _):
+        packets = a_message(_trees.schema_of(params))
+        with unread(server, way_of, packets):
+            wait_for(lambda: server.center.version == 1)
+            wait_for(lambda: server._servicer._busy)
+            began = time.monotonic()
+            server.stop(grace=6 * LIMIT)
+            assert time.monotonic() - began < LIMIT
+
+
+def test_who_looks_is_answered_however_many_calls_are_open():
+    """Of workers that are refused, or say nothing."""
+    with made() as (server, _), grpc.insecure_channel(server.address) as channel:
+        begin = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
+        ended = threading.Event()
+
+        def nothing():
+            yield HEAD.pack(100, 0)
+            ended.wait(2 * LIMIT)
+
+        calls = [begin(nothing()) for _ in range(200)]
+        running = server._listeners["grpc"]._threads._running
+        wait_for(lambda: len(running) >= len(calls))
+        with service.Observer(server.address, timeout=LIMIT) as observer:
+            assert observer.status()["version"] == 0
+            assert observer.health() == "SERVING"
+        with connect(server, "grpc") as center:
+            ones = center_params()
+            assert (
+                sessions.exchange(center, ones, anchor_version=0, worker="a").version
+                == 1
+            )
+        ended.set()
+        for call in calls:
+            call.cancel()
+
+
 def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
     """Python aborts where it ends while another thread lets go of JAX's arrays."""
     with made(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
-        threads = server._listener._threads
-        assert len(threads) >= 2
+        threads = [
+            each._threads
+            for name, each in server._listeners.items()
+            if name in ("memory", "socket")
+        ]
+        assert sum(map(len, threads)) >= 3
         server.stop()
-        assert not threads
+        assert not any(threads)
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -693,10 +924,11 @@ def test_nothing_is_left_open():
 
 
 def greeted(server, key=None):
-    end = socket.create_connection(("127.0.0.1", server._servicer.direct.port))
+    host, _, port = server.direct_address.rpartition(":")
+    end = socket.create_connection((host, int(port)))
     end.settimeout(LIMIT)
-    key = server._servicer.direct.key if key is None else key
-    end.sendall(_packets.GREETING + key)
+    key = listener(server).offer.key if key is None else key
+    end.sendall(_socket.GREETING + key)
     return end
 
 
@@ -710,12 +942,17 @@ def everything(end):
 
 def packet(frame, length=0, rest=b""):
     control = frame if isinstance(frame, bytes) else frame.SerializeToString()
-    return _packets.HEAD.pack(len(control), length) + control + rest
+    return HEAD.pack(len(control), length) + control + rest
 
 
 def test_without_the_key_nothing_is_said():
     with made() as (server, _), greeted(server, b"x" * 16) as end:
         assert everything(end) == b""
+
+
+def joining():
+    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", incarnation="1")
+    return packet(pb.Frame(join=join))
 
 
 def hostile():
@@ -728,14 +965,10 @@ def hostile():
         "another tree": packet(
             pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x")), 8, bytes(8)
         ),
-        "no frame": packet(b"\xff" * 20),
-        "empty frame": packet(b""),
-        "huge control": _packets.HEAD.pack(2**32 - 1, 0),
-        "no such segment": packet(pb.Frame(message=message, segment=3)),
-        "no such answer": packet(
-            pb.Frame(message=message, answer_segment=7), schema.size, bytes(schema.size)
-        ),
-        "attach nothing": packet(pb.Frame(attach=pb.Segment(number=1, size=100))),
+        "a buffer for nothing": packet(pb.Frame(acknowledge=1), 8, bytes(8)) * 2,
+        "no control part": packet(b"\xff" * 20),
+        "empty control part": packet(b""),
+        "huge control part": HEAD.pack(MAX_CONTROL + 1, 0),
         "ends in a head": b"\x01\x02",
         "ends in a buffer": packet(pb.Frame(message=message), schema.size, bytes(9)),
     }
@@ -743,10 +976,9 @@ def hostile():
 
 @pytest.mark.parametrize("name", hostile())
 def test_hostile_packets_are_refused(name):
-    join = pb.Frame(join=pb.Join(protocol=1, worker="eve", incarnation="1"))
     with made() as (server, center):
         with greeted(server) as end:
-            end.sendall(packet(join) + hostile()[name])
+            end.sendall(joining() + hostile()[name])
             if name.startswith("ends"):
                 end.shutdown(socket.SHUT_WR)
             heard = everything(end)
@@ -758,6 +990,32 @@ def test_hostile_packets_are_refused(name):
         )
 
 
+@contextlib.contextmanager
+def by_hand(server):
+    """A connection of shared memory, without a link."""
+    offer = listener(server, "memory").offer
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(LIMIT)
+        end.connect("\0" + offer.address.removeprefix("unix:"))
+        end.sendall(_socket.GREETING + offer.key)
+        assert end.recv(100) == _socket.GREETING
+        end.sendall(joining())
+        reader = Reader(end.recv_into, Buffers())
+        assert reader.control().HasField("joined")
+        yield end, reader
+
+
+def attach(end, number, size, descriptor=None):
+    """Hands over a segment, or something else that is said to be one."""
+    array = None
+    if descriptor is None:
+        descriptor, array = _memory.create(size)
+    frame = pb.Frame(attach=pb.Segment(number=number, size=size))
+    socket.send_fds(end, [packet(frame)], [descriptor])
+    os.close(descriptor)
+    return array
+
+
 @shares
 @pytest.mark.parametrize(
     ("size", "seals", "number"),
@@ -766,27 +1024,124 @@ def test_hostile_packets_are_refused(name):
 def test_segments_that_could_be_taken_away_are_refused(size, seals, number):
     """The server would die of reading what its owner has cut off."""
     with made() as (server, center):
-        end = socket.socket(socket.AF_UNIX)
-        end.settimeout(LIMIT)
-        end.connect("\0" + server._servicer.direct.socket)
-        with end:
-            end.sendall(_packets.GREETING + server._servicer.direct.key)
-            join = pb.Frame(join=pb.Join(protocol=1, worker="eve", incarnation="1"))
-            end.sendall(packet(join))
+        with by_hand(server) as (end, _):
             if seals:
                 descriptor, _ = _memory.create(size)
             else:
                 descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
                 os.ftruncate(descriptor, size)
-            attach = pb.Frame(attach=pb.Segment(number=number, size=1 << 20))
-            socket.send_fds(end, [packet(attach)], [descriptor])
-            os.close(descriptor)
+            attach(end, number, 1 << 20, descriptor)
             assert b"ProtocolError" in everything(end)
         ones = jax.tree.map(jnp.ones_like, center.pull().params)
         assert (
             sessions.exchange(center, ones, anchor_version=0, worker="anna").version
             == 1
         )
+
+
+@shares
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ({"segment": 3}, b"segment 3 was never attached"),
+        ({"answer_segment": 7}, b"segment 7 was never attached"),
+        ({"segment": 1, "answer_segment": 1}, b"another segment than a message"),
+    ],
+)
+def test_segments_that_make_no_sense_are_refused(segments, message):
+    schema = _trees.schema_of(center_params())
+    with made() as (server, center):
+        with by_hand(server) as (end, reader):
+            attach(end, 1, schema.size)
+            assert reader.control().HasField("attached")
+            said = pb.Message(sequence=1, schema_hash=schema.hash)
+            end.sendall(packet(pb.Frame(message=said, **segments)))
+            assert message in everything(end)
+        assert server.center.version == 0
+        ones = jax.tree.map(jnp.ones_like, center.pull().params)
+        assert (
+            sessions.exchange(center, ones, anchor_version=0, worker="anna").version
+            == 1
+        )
+
+
+@shares
+def test_a_segment_without_its_descriptor_is_not_taken():
+    with made() as (server, _), by_hand(server) as (end, reader):
+        end.sendall(packet(pb.Frame(attach=pb.Segment(number=1, size=100))))
+        assert "file descriptor" in reader.control().attached.refused
+
+
+@shares
+def test_what_is_checked_is_what_is_applied():
+    """A worker writes into its message as long as the center has it."""
+    schema = _trees.schema_of(center_params())
+    with made() as (server, _):
+        store, seen = server.center.core.store, threading.Event()
+        norm = store.norm
+
+        def checked(contribution, center):
+            made = jax.block_until_ready(norm(contribution, center))
+            message[...] = np.nan  # between the check and the move
+            seen.set()
+            return made
+
+        store.norm = checked
+        with by_hand(server) as (end, reader):
+            arrays = [attach(end, number, schema.size) for number in (1, 2)]
+            for _ in arrays:
+                assert not reader.control().attached.refused
+            message = arrays[0].view(np.float32)
+            message[...] = 1.0
+            said = pb.Message(sequence=1, schema_hash=schema.hash)
+            end.sendall(packet(pb.Frame(message=said, segment=1, answer_segment=2)))
+            while not (control := reader.control()).HasField("snapshot"):
+                assert control.HasField("waiting")
+            assert seen.is_set()
+            assert control.segment == 2
+            np.testing.assert_array_equal(schema.views(arrays[1])[1], 0.0)
+        np.testing.assert_array_equal(server.center.pull().params["w"], 0.0)
+
+
+@shares
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to be another"
+)
+def test_memory_is_for_processes_of_one_user(caplog):
+    """Anybody on this machine reaches the Unix socket, and may ask for its key."""
+    program = (
+        "import encodings.idna, os, sys, jax.numpy as jnp\n"
+        "from agn_optax import errors, rules, service\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        f"ones = {{'w': jnp.ones({SIZE}), 'b': jnp.ones(3)}}\n"
+        "for names in (['memory'], ['memory', 'socket']):\n"
+        "    with service.connect(\n"
+        "        sys.argv[1], rules.downpour(), timeout=1.0, transports=names\n"
+        "    ) as center:\n"
+        "        try:\n"
+        "            session = center.join('eve')\n"
+        "            print(session.exchange(1, ones, anchor_version=0).version)\n"
+        "        except errors.CenterUnreachableError as error:\n"
+        "            print(error)\n"
+    )
+    with made() as (server, _):
+        done = subprocess.run(  # noqa: S603 our own program
+            [sys.executable, "-B", "-c", program, server.address],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "JAX_ENABLE_COMPILATION_CACHE": "false",
+            },
+            capture_output=True,
+            text=True,
+            timeout=3 * LIMIT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        refused, version = done.stdout.splitlines()
+        assert "processes of user 0, and this is of 65534" in refused
+        assert version == "1"
+        assert "of 65534" in caplog.text
 
 
 def test_a_refusal_is_heard_although_the_message_is_still_being_sent():

@@ -6,6 +6,7 @@ exactly which messages it has applied, and how often.
 
 import contextlib
 import gc
+import io
 import os
 import pathlib
 import subprocess
@@ -21,9 +22,9 @@ import talking
 
 from agn_optax import errors, rules, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _client
-from agn_optax.service.transports import _memory
-from agn_optax.service.wire import _frames
+from agn_optax.service import _address, _client
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel, Reader
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6
@@ -329,9 +330,11 @@ class Call:
 
 
 def joining(worker="anna"):
-    join = service.center_pb2.Join(protocol=1, worker=worker, incarnation="life")
-    frame = service.center_pb2.Frame(join=join).SerializeToString()
-    return _frames.Reader(iter([frame]), _memory.Buffers())
+    join = service.center_pb2.Join(
+        protocol=_address.PROTOCOL, worker=worker, incarnation="life"
+    )
+    packet = Parcel(service.center_pb2.Frame(join=join)).pieces()
+    return Reader(io.BytesIO(b"".join(packet)).readinto, Buffers())
 
 
 def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
@@ -407,7 +410,7 @@ def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
         talking.processes(PROGRAM, 1) as (worker,),
         served(1 << 18) as (server, _),
     ):
-        join = {"address": server.address, "worker": "anna", "transport": transport}
+        join = {"address": server.address, "worker": "anna", "transports": [transport]}
         worker.ask(do="join", **join)
         messages, free = [], 0
         buffers = server._servicer.buffers
@@ -485,11 +488,11 @@ def test_a_process_is_killed_while_its_message_waits(workers):
         all_answer([anna, bert], 1, {0, 2})
 
 
-@pytest.mark.parametrize("transport", ["auto", "grpc"])
-def test_a_server_and_a_client_that_stop_leave_no_threads(transport):
+@pytest.mark.parametrize("transports", [["memory", "socket"], ["grpc"]])
+def test_a_server_and_a_client_that_stop_leave_no_threads(transports):
     before = {*threading.enumerate()}
     with served() as (server, _):
-        center = service.connect(server.address, RULE, transport=transport)
+        center = service.connect(server.address, RULE, transports=transports)
         with center:
             center.join("anna")
             send(center, "anna", 0)

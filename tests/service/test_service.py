@@ -24,8 +24,10 @@ from support import RULES, assert_close, assert_identical, tree
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.wire import _schema, _trees
+from agn_optax.service.wire import _trees
+from agn_optax.service.wire._packets import HEAD
 
 PACKAGE = pathlib.Path(service.__file__).parent
 ONES = {"w": jnp.ones(5), "v": jnp.ones((4, 2))}
@@ -259,7 +261,7 @@ def test_a_port_that_is_taken(serve):
 def test_another_protocol(serve, connect, monkeypatch):
     server = serve()
     monkeypatch.setattr("agn_optax.service._address.PROTOCOL", 7)
-    with pytest.raises(errors.ProtocolError, match=r"speaks version 1.*got 7"):
+    with pytest.raises(errors.ProtocolError, match=r"speaks version 2.*got 7"):
         connect(server.address)
 
 
@@ -321,31 +323,33 @@ def test_a_full_center(serve, connect):
 
 @pytest.mark.parametrize("size", [0, 3, 1000])
 def test_messages_of_a_wrong_size_and_hostile_frames(serve, size):
+    def packet(frame, follows, rest=b""):
+        control = frame.SerializeToString()
+        return HEAD.pack(len(control), follows) + control + rest
+
     server = serve()
     schema = _trees.schema_of(ONES)
-    join = pb.Frame(join=pb.Join(protocol=1, worker="eve", incarnation="1"))
+    join = pb.Join(protocol=_address.PROTOCOL, worker="eve", incarnation="1")
+    joining = packet(pb.Frame(join=join), 0)
     message = pb.Frame(message=pb.Message(sequence=1, schema_hash=schema.hash))
-    head = message.SerializeToString()
     other = pb.Frame(message=pb.Message(sequence=1, schema_hash=b"x"))
     hostile = [
-        [_schema.encode(head, 0, [bytes(size)])],
-        [_schema.encode(head, 8, [bytes(8)])],
-        [_schema.encode(head, 0, [bytes(8)])] * 2,
-        [other.SerializeToString()],
+        [packet(message, size, bytes(size))],
+        [packet(message, schema.size, bytes(8))],
+        [packet(message, 2**63, bytes(8))] * 2,
+        [packet(other, schema.size, bytes(schema.size))],
+        [joining],
         [b"\xff" * 20],
-        [b""],
-        [head[:-1]],
+        [packet(message, 0)[:-1]],
+        [b"\x01"],
     ]
     with grpc.insecure_channel(server.address) as channel:
         exchange = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
-        for frames in hostile:
-            call = exchange(iter([join.SerializeToString(), *frames]))
+        for packets in hostile:
+            call = exchange(iter([joining, *packets]))
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
-            assert caught.value.code() in (
-                grpc.StatusCode.INVALID_ARGUMENT,
-                grpc.StatusCode.UNKNOWN,
-            ), frames
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, packets
         with pytest.raises(grpc.RpcError):
             list(exchange(iter([b"\x00\x01"])))
     assert server.center.version == 0

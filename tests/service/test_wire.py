@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.wire import _casting, _schema
-from agn_optax.service.wire._schema import (
-    Assembler,
-    Leaf,
-    Schema,
-    allocate,
-    decode,
-    encode,
-)
+from agn_optax.service.transports._grpc import MESSAGE_SIZE, _Messages
+from agn_optax.service.wire import _casting, _packets, _schema
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import HEAD, Parcel, Reader, joined
+from agn_optax.service.wire._schema import Leaf, Schema, allocate
 
 FLOATS = ["float64", "float32", "float16", "bfloat16"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -70,26 +66,37 @@ def test_bfloat16_is_numpys_name():
     assert np.dtype("bfloat16") == ml_dtypes.bfloat16
 
 
-@given(leaves(), st.integers(1, 200) | st.just(_schema.CHUNK_SIZE))
+def read(messages):
+    """A reader of bytes that come in pieces."""
+    return Reader(_Messages(iter(messages)), Buffers(keeps=False))
+
+
+def came(schema, messages):
+    """The arrays of a packet in ``messages``, which has nothing behind it."""
+    reader = read(messages)
+    assert reader.control() == CONTROL
+    views = schema.views(reader.buffer(schema, "a tree"))
+    assert reader.control() is None
+    return views
+
+
+CONTROL = pb.Frame(snapshot=pb.Snapshot(version=7))
+
+
+@given(leaves(), st.integers(1, 200) | st.just(MESSAGE_SIZE))
 @example([array("float32", (4,))], 1)
 @example([array("float32", (4,)), array("float32", (0, 3))], 64)
 @example([array("int8", ()), array("bool", ()), array("bfloat16", (2, 3), "F")], 7)
 def test_arrays_come_back_bit_for_bit(sent, size):
     schema = schema_of(sent)
-    assembler = Assembler(schema)
-    lengths = []
-    for offset, pieces in schema.chunks(sent, size):
-        _, at, chunk = decode(encode(b"", offset, pieces))
-        assert not assembler.complete
-        assembler.feed(at, chunk)
-        lengths.append(len(chunk))
-    assert assembler.complete
-    assert sum(lengths) == schema.size
-    assert all(length == size for length in lengths[:-1])
-    assert all(0 < length <= size for length in lengths[-1:])
-    came = assembler.arrays()
-    assert_same_bits(came, sent)
-    for made in came:  # aligned, so that XLA takes them without a copy
+    messages = list(joined(Parcel(CONTROL, schema, sent).pieces(), size))
+    length = HEAD.size + len(CONTROL.SerializeToString()) + schema.size
+    assert sum(map(len, messages)) == length
+    assert all(len(message) == size for message in messages[:-1])
+    assert 0 < len(messages[-1]) <= size
+    views = came(schema, messages)
+    assert_same_bits(views, sent)
+    for made in views:  # aligned, so that XLA takes them without a copy
         assert made.flags.c_contiguous
         assert not made.size or made.ctypes.data % 64 == 0
 
@@ -97,45 +104,47 @@ def test_arrays_come_back_bit_for_bit(sent, size):
 def test_many_leaves():
     sent = [array("float16", (i % 5,), seed=i) for i in range(2000)]
     schema = schema_of(sent)
-    assembler = Assembler(schema)
-    for offset, pieces in schema.chunks(sent, 1000):
-        assembler.feed(offset, b"".join(pieces))
-    assert_same_bits(assembler.arrays(), sent)
+    messages = joined(Parcel(CONTROL, schema, sent).pieces(), 1000)
+    assert_same_bits(came(schema, messages), sent)
 
 
 def test_no_leaves():
     schema = Schema([])
     assert schema.size == 0
-    assert list(schema.chunks([])) == []
-    assembler = Assembler(schema)
-    assert assembler.complete
-    assembler.feed(0, memoryview(b""))
-    assert assembler.arrays() == []
+    assert came(schema, Parcel(CONTROL, schema, []).pieces()) == []
 
 
 def test_pieces_are_views_of_the_arrays():
     sent = [array("float32", (700, 900)), array("int8", (3,)), array("float64", (9, 9))]
     schema = schema_of(sent)
-    chunks = list(schema.chunks(sent))
-    assert len(chunks) == 3  # of 1 MiB, of 2.5 MB
     copied = 0
-    for _, pieces in chunks:
-        for piece in pieces:
-            if any(np.shares_memory(np.frombuffer(piece, np.uint8), a) for a in sent):
-                assert isinstance(piece, memoryview)
-            else:
-                copied += len(piece)
-    assert copied == schema.size - sum(a.nbytes for a in sent)  # between leaves
-    assert copied < 64 * len(sent)
+    for piece in Parcel(CONTROL, schema, sent).pieces():
+        if any(np.shares_memory(np.frombuffer(piece, np.uint8), a) for a in sent):
+            assert isinstance(piece, memoryview)
+        else:
+            copied += len(piece)
+    head = HEAD.size + len(CONTROL.SerializeToString())
+    between = schema.size - sum(a.nbytes for a in sent)
+    assert copied == head + between < head + 64 * len(sent)
 
 
-def test_a_chunk_lies_in_its_frame():
-    frame = encode(b"\x18\x01", 5, [b"abc", b"", b"defg"])
-    _, _, chunk = decode(frame)
-    assert chunk == b"abcdefg"
-    assert np.shares_memory(
-        np.frombuffer(chunk, np.uint8), np.frombuffer(frame, np.uint8)
-    )
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_a_packet_is_not_whole_before_it_may_be(size):
+    """The rest of it travels meanwhile."""
+    sent = [array("int8", (size,))]
+    schema, gone, seen = schema_of(sent), 0, []
+    parcel = Parcel(CONTROL, schema, sent, lambda: seen.append(gone))
+    for piece in parcel.pieces():
+        assert len(piece)
+        gone += len(piece)
+    assert seen == [gone - 1]
+
+
+def test_a_released_parcel_holds_no_arrays():
+    sent = [array("int8", (5,))]
+    with Parcel(CONTROL, schema_of(sent), sent) as parcel:
+        assert parcel.nbytes == 5
+    assert not parcel.arrays
 
 
 def test_leaves_lie_in_the_buffer():
@@ -160,7 +169,7 @@ def test_leaves_lie_in_the_buffer():
 def test_arrays_of_another_schema(wrong):
     schema = schema_of([array("float32", (2,))])
     with pytest.raises(ValueError):
-        list(schema.chunks(wrong))
+        list(schema.pieces(wrong))
 
 
 @pytest.mark.parametrize("sent", [*FLOATS, ">f4"])
@@ -178,14 +187,12 @@ def test_numbers_are_cast_as_they_are_copied(wire, sent):
     there[:] = 0
     _schema.assign(schema.places(arrays, there))
     assert_same_bits(schema.views(there), expected)
-    for size, cast in ((1000, _schema.in_dtype), (_schema.CHUNK_SIZE, _casting.pieces)):
-        assembler = Assembler(schema)
-        for offset, pieces in schema.chunks(arrays, size, cast):
-            assembler.feed(offset, b"".join(pieces))
-        assert_same_bits(assembler.arrays(), expected)
+    for cast in (_schema.in_dtype, _casting.pieces):
+        there[:] = np.frombuffer(b"".join(schema.pieces(arrays, cast)), np.uint8)
+        assert_same_bits(schema.views(there), expected)
 
 
-# Frames, as protobuf reads and writes them.
+# Packets.
 
 CONTROLS = [
     pb.Frame(),
@@ -198,164 +205,107 @@ CONTROLS = [
     pb.Frame(snapshot=pb.Snapshot(version=1, norm=0.0)),
     pb.Frame(waiting=pb.Waiting()),
 ]
-OFFSETS = st.integers(0, 2**64 - 1) | st.integers(0, 300)
+TREE = Schema([Leaf("x", "int8", (9,))])
 
 
-@given(st.sampled_from(CONTROLS), OFFSETS, st.lists(st.binary(max_size=200)))
-def test_what_is_encoded_is_a_frame(control, offset, pieces):
-    frame = encode(control.SerializeToString(), offset, pieces)
-    read = pb.Frame.FromString(frame)
-    assert read.WhichOneof("control") == control.WhichOneof("control")
-    chunk = b"".join(pieces)
-    assert (read.offset, read.chunk) == (offset if pieces else 0, chunk)
-    read.ClearField("offset")
-    read.ClearField("chunk")
-    assert read == control
-    assert decode(frame) == (control.SerializeToString(), offset * bool(pieces), chunk)
-
-
-@given(st.sampled_from(CONTROLS), OFFSETS, st.binary(max_size=300))
-def test_a_frame_of_protobuf_is_decoded(control, offset, chunk):
-    frame = pb.Frame(offset=offset, chunk=chunk)
-    frame.MergeFrom(control)
-    wire = frame.SerializeToString()
-    assert decode(wire) == (control.SerializeToString(), offset, chunk)
-
-
-def decoded(frame):
-    """What comes of a frame that may be anything, or None if it is refused."""
-    try:
-        control, offset, chunk = decode(frame)
-    except errors.ProtocolError:
-        return None
-    assert frame.startswith(control)
-    assert frame.endswith(bytes(chunk))
-    assert len(control) + len(chunk) <= len(frame)
-    assert offset >= 0
-    return control, offset, bytes(chunk)
-
-
-@given(st.binary(max_size=60))
-@example(b"")
-@example(b"\x70")
-@example(b"\x7a\x00\x00")
-@example(b"\xff" * 30)
-def test_random_bytes_are_read_or_refused(frame):
-    decoded(frame)
+def packet(control, tree=None):
+    schema, arrays = (None, []) if tree is None else (TREE, [tree])
+    return b"".join(Parcel(control, schema, arrays).pieces())
 
 
 @given(
-    st.sampled_from(CONTROLS),
-    OFFSETS,
-    st.binary(max_size=20),
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), max_size=3),
+    st.lists(st.tuples(st.sampled_from(CONTROLS), st.booleans())), st.integers(1, 99)
 )
-def test_spoiled_frames_are_read_or_refused(control, offset, chunk, changes):
-    frame = bytearray(encode(control.SerializeToString(), offset, [chunk]))
+def test_packets_come_one_after_the_other(said, size):
+    tree = array("int8", (9,))
+    whole = b"".join(packet(control, tree if has else None) for control, has in said)
+    reader = read(whole[at : at + size] for at in range(0, len(whole), size))
+    for control, has in said:
+        assert reader.control() == control
+        if has:
+            assert_same_bits(TREE.views(reader.buffer(TREE, "a tree")), [tree])
+    assert reader.control() is None
+
+
+def everything(messages):
+    """All packets in bytes that may be anything; how it ended."""
+    reader = read(messages)
+    packets = []
+    try:
+        while (control := reader.control()) is not None:
+            packets.append(control)
+            if control.HasField("snapshot"):
+                reader.buffer(TREE, "a tree")
+    except errors.ProtocolError:
+        return packets, "refused"
+    except EOFError:
+        return packets, "cut"
+    return packets, "ended"
+
+
+@given(st.lists(st.binary(max_size=60), max_size=3))
+@example([b""])
+@example([b"\xff" * 30])
+@example([HEAD.pack(0, 0), HEAD.pack(0, 1)])
+@example([HEAD.pack(2**32 - 1, 0)])
+@example([HEAD.pack(3, 2**64 - 1), b"abc"])
+def test_random_bytes_are_read_or_refused(messages):
+    everything(messages)
+
+
+@given(
+    st.lists(st.sampled_from(CONTROLS), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
+)
+def test_spoiled_packets_are_read_or_refused(controls, changes):
+    spoiled = bytearray(b"".join(packet(control) for control in controls))
     for at, byte in changes:
-        frame[at % len(frame)] = byte
-    decoded(bytes(frame))
+        spoiled[at % len(spoiled)] = byte
+    everything([bytes(spoiled)])
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.WhichOneof("control"))
-def test_a_frame_that_was_cut(control):
-    control = control.SerializeToString()
-    frame = encode(control, 300, [b"chunk"])
-    whole = {len(control), len(control) + len(b"\x70\xac\x02")}
-    for end in range(len(frame)):
-        came = decoded(frame[:end])
-        if end in whole or not end:
-            assert came == (
-                frame[: min(end, len(control))],
-                300 * (end > len(control)),
-                b"",
-            )
-        else:
-            assert came is None
-        assert decoded(frame + bytes(end + 1)) is None
-
-
-ACKNOWLEDGE, WAITING, AT_5, CHUNK = b"\x18\x01", b"\x3a\x00", b"\x70\x05", b"\x7a\x02ab"
+def test_packets_that_were_cut(control):
+    tree = array("int8", (9,))
+    has = control.HasField("snapshot")
+    whole = packet(control, tree if has else None)
+    for end in range(1, len(whole)):
+        packets, how = everything([whole[:end]])
+        assert how == "cut"
+        assert not packets or (has and end >= len(whole) - 9)
+    assert everything([whole, whole]) == ([control, control], "ended")
 
 
 @pytest.mark.parametrize(
-    ("frame", "message"),
+    ("whole", "message"),
     [
-        (b"\x80", "ends within a number"),
-        (b"\x18", "ends within a number"),
-        (b"\x70" + b"\xff" * 10 + b"\x01", "number in a frame is too long"),
-        (b"\x0a\x05abc", "ends within a field"),
-        (b"\x0a" + b"\xff" * 9 + b"\x7f", "ends within a field"),
-        (b"\x7a" + b"\xff" * 9 + b"\x7f" + b"ab", "has [0-9]{20,} bytes, and 2 follow"),
-        (b"\x7a\x03ab", "has 3 bytes, and 2 follow"),
-        (b"\x7a\x01ab", "has 1 bytes, and 2 follow"),
-        (CHUNK + AT_5, "has 2 bytes, and 4 follow"),
-        (b"\x09" + bytes(8), "no field with tag 9"),
-        (b"\x1d" + bytes(4), "no field with tag 29"),
-        (AT_5 + AT_5 + CHUNK, "in this order; got tag 112 at byte 2"),
-        (AT_5 + WAITING, "in this order; got tag 58 at byte 2"),
-        (ACKNOWLEDGE + AT_5 + ACKNOWLEDGE, "in this order; got tag 24 at byte 4"),
-        # Not one field after the other, for as long as a frame may be.
-        (ACKNOWLEDGE * 1_000_000, "in this order; got tag 24 at byte 2"),
-        (AT_5 * 1_000_000, "in this order; got tag 112 at byte 2"),
+        (HEAD.pack(_packets.MAX_CONTROL + 1, 0), "no control part has 67108865 bytes"),
+        (HEAD.pack(2**32 - 1, 0) + bytes(9), "no control part has 4294967295 bytes"),
+        (HEAD.pack(9, 0) + b"\xff" * 9, "not a control part"),
+        (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
+        (HEAD.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),
+        (HEAD.pack(0, 0), "of 9 bytes was expected, got 0 bytes"),
     ],
 )
-def test_not_a_frame(frame, message):
+def test_what_makes_no_sense_is_refused_before_memory_is_taken(whole, message):
+    class Never(Buffers):
+        def take(self, size):
+            raise AssertionError
+
+    def read_it():
+        reader = Reader(_Messages(iter([whole])), Never())
+        reader.control()
+        reader.buffer(TREE, "a tree")
+
     with pytest.raises(errors.ProtocolError, match=message):
-        decode(frame)
+        read_it()
 
 
-# Chunks.
-
-
-@given(
-    st.integers(0, 40),
-    st.lists(st.tuples(st.sampled_from([0, 0, 0, -1, 1, 7]), st.integers(0, 20))),
-)
-def test_chunks_come_in_order_and_without_gaps(size, chunks):
-    sent = array("uint8", (size,))
-    data = sent.tobytes() + bytes(100)
-    assembler = Assembler(schema_of([sent]))
-    received = 0
-    for shift, length in chunks:
-        offset = received + shift
-        chunk = data[max(0, offset) :][:length]
-        if shift or received + length > size:
-            with pytest.raises(errors.ProtocolError, match="was expected, got"):
-                assembler.feed(offset, chunk)
-        else:
-            assembler.feed(offset, chunk)
-            received += length
-        assert assembler.received == received
-        assert assembler.complete == (received == size)
-    assembler.feed(received, data[received:size])  # what was refused spoiled nothing
-    assert_same_bits(assembler.arrays(), [sent])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda c: [c[1]],
-            "a chunk at byte 0 was expected, got one at 100",
-        ),
-        (lambda c: [c[0], c[2]], "a chunk at byte 100 was expected, got one at 200"),
-        (lambda c: [c[0], c[0]], "a chunk at byte 100 was expected, got one at 0"),
-        (lambda c: [*c, c[2]], "a chunk at byte 250 was expected, got one at 200"),
-        (lambda c: [*c, (250, b"x")], "of 250 bytes was expected, got 251 or more"),
-        (lambda c: [*c[:2], (200, bytes(99))], "of 250 .* got 299 or more"),
-    ],
-)
-def test_wrong_sequences_of_chunks(change, message):
-    sent = [array("int8", (250,))]
-    schema = schema_of(sent)
-    chunks = [(at, b"".join(pieces)) for at, pieces in schema.chunks(sent, 100)]
-    assembler = Assembler(schema)
-    *good, bad = change(chunks)
-    for offset, chunk in good:
-        assembler.feed(offset, chunk)
-    with pytest.raises(errors.ProtocolError, match=message):
-        assembler.feed(*bad)
+def test_a_buffer_that_nobody_expects():
+    reader = read([packet(pb.Frame(acknowledge=1), array("int8", (9,)))])
+    assert reader.control().acknowledge == 1
+    with pytest.raises(errors.ProtocolError, match="a buffer of 9 bytes came"):
+        reader.control()
 
 
 # Schemas.

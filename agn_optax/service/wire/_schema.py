@@ -1,8 +1,7 @@
-"""Trees as bytes: the layout of leaves in one buffer, and frames that carry it.
+"""Trees as bytes: the layout of leaves in one buffer.
 
-Knows numpy, and neither JAX nor gRPC nor protobuf. The only copies of the bulk are the
-one into a frame and the one out of it; where the wire is narrower than the arrays, the
-copy rounds.
+Knows numpy, and neither JAX nor gRPC nor protobuf. Where the wire is narrower than the
+arrays, the copy onto it rounds.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import Description, Leaf, layout
 
-CHUNK_SIZE = 1 << 20  # bytes; what a gRPC stream of Python's carries best
 _ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
 _CAST_SIZE = 1 << 16  # numbers that are cast at a time: what a cache holds
 _GAP = bytes(layout.ALIGNMENT * 8)
-_OFFSET, _CHUNK = 14 << 3, 15 << 3 | 2  # tags of Frame.offset and Frame.chunk
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
 _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
@@ -136,32 +133,6 @@ class Schema(Description):
         sizes = {"first": middle, "second": end - middle}
         return Schema([Leaf(f"['{k}']", dtype, (n,)) for k, n in sizes.items()])
 
-    def chunks(
-        self,
-        arrays: Sequence[np.ndarray],
-        size: int = CHUNK_SIZE,
-        cast: Cast = in_dtype,
-    ) -> Iterator[tuple[int, list[memoryview]]]:
-        """The buffer in chunks: ``(offset, pieces)``, of what `pieces` has.
-
-        Raises:
-          ValueError: the arrays are not those of this schema.
-        """
-        pieces: list[memoryview] = []
-        begin = filled = 0  # of the chunk; bytes in it
-        for piece in self.pieces(arrays, cast):
-            while len(piece) > size - filled:
-                cut = size - filled
-                pieces.append(piece[:cut])
-                piece = piece[cut:]
-                yield begin, pieces
-                begin, pieces, filled = begin + size, [], 0
-            if len(piece):
-                pieces.append(piece)
-                filled += len(piece)
-        if filled:
-            yield begin, pieces
-
     def pieces(
         self, arrays: Sequence[np.ndarray], cast: Cast = in_dtype
     ) -> Iterator[memoryview]:
@@ -210,119 +181,3 @@ def allocate(size: int) -> np.ndarray:
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + size]
-
-
-class Assembler:
-    """A buffer that fills up, chunk by chunk.
-
-    Args:
-      schema: of what comes.
-      buffer: to be filled, as large as the schema says; None allocates one.
-    """
-
-    def __init__(self, schema: Schema, buffer: np.ndarray | None = None) -> None:
-        self.schema = schema
-        self.buffer = allocate(schema.size) if buffer is None else buffer
-        self._bytes = self.buffer.data
-        self.received = 0  # bytes
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything is there."""
-        return self.received == self.schema.size
-
-    def feed(self, offset: int, chunk: memoryview | bytes) -> None:
-        """The next chunk.
-
-        Raises:
-          ProtocolError: it is not the next one, or is longer than what is missing.
-        """
-        if offset != self.received:
-            raise errors.ProtocolError(
-                f"a chunk at byte {self.received} was expected, got one at {offset}"
-            )
-        end = offset + len(chunk)
-        if end > self.schema.size:
-            raise errors.ProtocolError(
-                f"a buffer of {self.schema.size} bytes was expected, got {end} or more"
-            )
-        self._bytes[offset:end] = chunk
-        self.received = end
-
-    def arrays(self) -> list[np.ndarray]:
-        """The leaves, once complete."""
-        assert self.complete
-        return self.schema.views(self.buffer)
-
-
-def encode(
-    control: bytes, offset: int = 0, pieces: Sequence[memoryview | bytes] = ()
-) -> bytes:
-    """A Frame: its control part, as protobuf wrote it, and a chunk."""
-    if not pieces:
-        return control
-    length = sum(len(piece) for piece in pieces)
-    head = control + bytes([_OFFSET]) + _varint(offset) + bytes([_CHUNK])
-    return b"".join((head, _varint(length), *pieces))
-
-
-def decode(frame: bytes) -> tuple[bytes, int, memoryview]:
-    """A Frame's ``(control, offset, chunk)``; the chunk lies in ``frame``.
-
-    Raises:
-      ProtocolError: not a Frame.
-    """
-    at, offset, end = 0, 0, len(frame)
-    control: int | None = None  # where the control part ends
-    while at < end:
-        begin = at
-        tag, at = _read_varint(frame, at)
-        if tag == _OFFSET and control is None:
-            control = begin
-            offset, at = _read_varint(frame, at)
-        elif tag == _CHUNK:
-            control = begin if control is None else control
-            length, at = _read_varint(frame, at)
-            if at + length != end:
-                raise errors.ProtocolError(
-                    f"a chunk must be the rest of its frame: it has {length} bytes, "
-                    f"and {end - at} follow"
-                )
-            return frame[:control], offset, memoryview(frame)[at:]
-        elif begin:
-            raise errors.ProtocolError(
-                "a frame has one control part, one offset and one chunk, in this "
-                f"order; got tag {tag} at byte {begin}"
-            )
-        elif tag & 7 == 2:
-            length, at = _read_varint(frame, at)
-            at += length
-        elif tag & 7 == 0:
-            _, at = _read_varint(frame, at)
-        else:
-            raise errors.ProtocolError(f"a frame has no field with tag {tag}")
-    if at > end:
-        raise errors.ProtocolError("a frame ends within a field")
-    return frame[:control], offset, memoryview(b"")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(frame):
-            raise errors.ProtocolError("a frame ends within a number")
-        byte = frame[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise errors.ProtocolError("a number in a frame is too long")

@@ -1,0 +1,154 @@
+"""TLS: one set of certificates, for gRPC and for sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import ssl
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import grpc
+
+from agn_optax import errors
+
+Pem = bytes | str | os.PathLike[str]
+
+
+class Tls(NamedTuple):
+    """What one end of encrypted connections has: `serve(tls=...)`, `connect(tls=...)`.
+
+    Each is a file of PEM, by its path, or the bytes of one. With all three at both
+    ends, workers must have certificates, too (mutual TLS).
+
+    Args:
+      ca: who vouches for the other end. A worker without it trusts whom its system
+        trusts; a center without it takes workers that have no certificates.
+      certificate: this end's, with those that vouch for it. A center needs one.
+      key: the certificate's private key.
+
+    Example:
+      >>> import agn_optax.service
+      >>> agn_optax.service.Tls(ca="center.pem").ca
+      'center.pem'
+    """
+
+    ca: Pem | None = None
+    certificate: Pem | None = None
+    key: Pem | None = None
+
+    def client_credentials(self) -> grpc.ChannelCredentials:
+        """Of gRPC, for whoever calls."""
+        self._check_pair()
+        return grpc.ssl_channel_credentials(
+            _read(self.ca), _read(self.key), _read(self.certificate)
+        )
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Of gRPC, for a center."""
+        self._check_server()
+        key, certificate = _read(self.key), _read(self.certificate)
+        assert key is not None and certificate is not None  # noqa: PT018
+        return grpc.ssl_server_credentials(
+            [(key, certificate)], _read(self.ca), self.ca is not None
+        )
+
+    def client_context(self) -> ssl.SSLContext:
+        """Of sockets, for whoever calls; it checks the other end's host name."""
+        self._check_pair()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.ca is None:
+            context.load_default_certs()
+        return self._filled(context)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Of sockets, for a center."""
+        self._check_server()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return self._filled(context)
+
+    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            if (ca := _read(self.ca)) is not None:
+                context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+            if self.certificate is not None and self.key is not None:
+                with _file(self.certificate) as certificate, _file(self.key) as key:
+                    context.load_cert_chain(certificate, key)
+        except ssl.SSLError as error:
+            raise errors.InvalidArgumentError(
+                f"no such certificates: {error} ({self._said()})"
+            ) from None
+        return context
+
+    def _check_pair(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise errors.InvalidArgumentError(
+                "a certificate and its key go together: give both"
+            )
+
+    def _check_server(self) -> None:
+        self._check_pair()
+        if self.certificate is None:
+            raise errors.InvalidArgumentError(
+                "a center that speaks TLS needs a certificate and its key"
+            )
+
+    def _said(self) -> str:
+        given = {name: pem for name, pem in self._asdict().items() if pem is not None}
+        return ", ".join(
+            f"{name} {'of bytes' if isinstance(pem, bytes) else pem}"
+            for name, pem in given.items()
+        )
+
+    def __repr__(self) -> str:  # a key is nothing for a log
+        return f"Tls({self._said()})"
+
+
+def check(tls: Any, credentials: Any) -> None:
+    """One of them at most.
+
+    Raises:
+      InvalidArgumentError: both were given.
+      InvalidTypeError: ``tls`` is none.
+    """
+    if tls is not None and not isinstance(tls, Tls):
+        raise errors.InvalidTypeError(f"tls must be a Tls, got {tls!r}")
+    if tls is not None and credentials is not None:
+        raise errors.InvalidArgumentError(
+            "give tls= or credentials=, not both: gRPC's credentials are made of tls"
+        )
+
+
+def _read(pem: Pem | None) -> bytes | None:
+    """The bytes of a file of PEM."""
+    if pem is None:
+        return None
+    name = "what was given"
+    if not isinstance(pem, bytes):
+        name = str(pem)
+        try:
+            pem = pathlib.Path(pem).read_bytes()
+        except OSError as error:
+            raise errors.InvalidArgumentError(f"cannot read {name}: {error}") from None
+    if b"-----BEGIN" not in pem:
+        raise errors.InvalidArgumentError(f"{name} is no PEM file: it has no BEGIN")
+    return pem
+
+
+@contextlib.contextmanager
+def _file(pem: Pem) -> Iterator[str]:
+    """The path of a file of PEM, which Python's ssl wants; bytes are written to one."""
+    data = _read(pem)
+    assert data is not None
+    if not isinstance(pem, bytes):
+        yield os.fspath(pem)
+        return
+    with tempfile.TemporaryDirectory() as folder:  # nobody else may look into it
+        path = pathlib.Path(folder, "pem")
+        path.write_bytes(data)
+        yield str(path)

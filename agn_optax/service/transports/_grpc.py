@@ -1,0 +1,308 @@
+"""gRPC: the center's service, and a stream in it for each worker.
+
+The messages of its streams are pieces of packets, in bytes that no protobuf library
+touches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from agn_optax import errors
+from agn_optax._internal import in_background
+from agn_optax.service import _address, _status
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports._transport import (
+    Link,
+    Listener,
+    Place,
+    Sending,
+    Target,
+    Transport,
+)
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel, Reader, joined
+
+if TYPE_CHECKING:
+    from agn_optax.service._servicer import Servicer
+
+MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
+
+
+class Grpc(Transport):
+    """Over the gRPC service itself, which there is in any case."""
+
+    name = "grpc"
+
+    def listen(self, servicer: Servicer, place: Place) -> GrpcListener:
+        """All of the service: its calls are more than those of workers' lives."""
+        return GrpcListener(servicer, place)
+
+    def dial(self, target: Target) -> Link:
+        """A call, of which nobody knows yet whether it will be answered."""
+        begin = functools.partial(target.begin, "Exchange")
+        return GrpcLink(begin, target.address, target.buffers)
+
+
+# The worker's end.
+
+
+class GrpcLink(Link):
+    """A call of gRPC.
+
+    Args:
+      begin: begins it, with an iterator of the messages to be sent.
+      address: of the center.
+      buffers: to receive in.
+    """
+
+    ended = (grpc.RpcError, grpc.FutureCancelledError, EOFError)
+
+    def __init__(
+        self, begin: Callable[[Iterator[bytes]], Any], address: str, buffers: Buffers
+    ) -> None:
+        self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._call = begin(self._outgoing())
+        self._call.add_done_callback(lambda _: self.no_more())
+        self._address = address
+        super().__init__(Reader(_Messages(self._call), buffers))
+
+    def send(self, parcel: Parcel) -> None:
+        self._parcels.put(parcel)
+
+    def no_more(self) -> None:
+        """Nothing will be sent any more."""
+        self._parcels.put(None)
+
+    def result(self) -> Any:
+        """The reply to a call whose answer is no stream."""
+        return self._call.result()
+
+    def why_it_ended(self) -> errors.AgnOptaxError:
+        self._call.cancel()  # does nothing to a call that has ended
+        return _status.exception_of(self._call, self._address)
+
+    def done(self) -> bool:
+        return bool(self._call.done())
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def _outgoing(self) -> Iterator[bytes]:
+        """On a thread of gRPC's."""
+        while (parcel := self._parcels.get()) is not None:
+            with parcel:
+                for message in joined(parcel.pieces(), MESSAGE_SIZE):
+                    yield message
+                    self.sent()
+
+
+# The service's end.
+
+
+class GrpcListener(Listener):
+    """A gRPC server; its calls are those of a servicer.
+
+    Args:
+      servicer: answers them.
+      place: where to listen.
+    """
+
+    address: str
+
+    def __init__(self, servicer: Servicer, place: Place) -> None:
+        super().__init__()
+        self._threads = _Threads()
+        self._server = grpc.server(
+            self._threads,
+            options=[
+                *_address.OPTIONS,
+                ("grpc.so_reuseport", 0),  # a second server on this port is an error
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ],
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        channelz.add_channelz_servicer(self._server)
+        names = (
+            _address.SERVICE,
+            health.SERVICE_NAME,
+            channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, self._server)
+        calls = _handlers(servicer, self.sending)
+        self._server.add_generic_rpc_handlers((calls,))
+        self.address = _listening(self._server, place)
+
+    def start(self) -> None:
+        self._server.start()
+        for name in ("", _address.SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self) -> None:
+        self._health.enter_graceful_shutdown()
+
+    def close(self, timeout: float) -> None:
+        self._server.stop(grace=0.5).wait()
+        self._threads.wait(timeout)
+
+
+def _listening(server: grpc.Server, place: Place) -> str:
+    """Where a server listens, with the port that it got."""
+    address, credentials = place.address, place.credentials
+    _check_free(address)
+    if place.tls is not None:
+        credentials = place.tls.server_credentials()
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        reason = str(error).partition("; set GRPC_VERBOSITY")[0]
+        raise errors.InvalidArgumentError(
+            f"cannot listen at {address}: {reason}. Perhaps another process does; port "
+            "0 takes one that is free"
+        ) from None
+    if address.startswith("unix:"):
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _check_free(address: str) -> None:
+    """GRPC would take over the socket file of a running server without a word."""
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:").removeprefix("//")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise errors.InvalidArgumentError(
+        f"cannot listen at {address}: another server does"
+    )
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for every call, for which the end of the process does not wait.
+
+    As many as there are calls: a worker's life is one, and whoever watches must be
+    answered however many workers there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: set[Future[Any]] = set()
+
+    def wait(self, timeout: float) -> None:
+        """Until all calls have ended: in a process that ends, a thread is cut off."""
+        wait(set(self._running), timeout)
+
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(call, *args, **kwargs)
+        future = in_background(bound, "agn-optax center", lasting=True)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+
+def _handlers(servicer: Servicer, sending: Sending) -> grpc.GenericRpcHandler:
+    """The calls of center.proto."""
+
+    def unary(call: Callable[..., Any], request: Any, reply: Any) -> Any:
+        def answer(said: Any, context: Any) -> Any:
+            with _errors_to(context):
+                return call(said, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer, request.FromString, reply.SerializeToString
+        )
+
+    def initialize(messages: Iterator[bytes], context: Any) -> pb.Initialized:
+        with _errors_to(context):
+            return servicer.initialize(reader(messages), context)
+        raise AssertionError
+
+    def pull(request: pb.PullRequest, context: Any) -> Iterator[bytes]:
+        with _errors_to(context):
+            yield from sent(servicer.pull(request, context), context)
+
+    def exchange(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        with _errors_to(context):
+            yield from sent(servicer.exchange(reader(messages), context), context)
+
+    def reader(messages: Iterator[bytes]) -> Reader:
+        return Reader(_Messages(messages), servicer.buffers)
+
+    def sent(parcels: Iterator[Parcel], context: Any) -> Iterator[bytes]:
+        for parcel in parcels:
+            with parcel, sending.to(context.cancel) as moved:
+                for message in joined(parcel.pieces(), MESSAGE_SIZE):
+                    yield message
+                    moved()
+
+    return grpc.method_handlers_generic_handler(
+        _address.SERVICE,
+        {
+            "Describe": unary(servicer.describe, pb.DescribeRequest, pb.Description),
+            "Alive": unary(servicer.alive, pb.AliveRequest, pb.AliveReply),
+            "Leave": unary(servicer.leave, pb.LeaveRequest, pb.LeaveReply),
+            "Status": unary(servicer.status, pb.StatusRequest, pb.StatusReply),
+            "Initialize": grpc.stream_unary_rpc_method_handler(
+                initialize, response_serializer=pb.Initialized.SerializeToString
+            ),
+            "Pull": grpc.unary_stream_rpc_method_handler(
+                pull, pb.PullRequest.FromString
+            ),
+            "Exchange": grpc.stream_stream_rpc_method_handler(exchange),
+        },
+    )
+
+
+@contextlib.contextmanager
+def _errors_to(context: Any) -> Iterator[None]:
+    """Around a call, whose exceptions the caller will see."""
+    try:
+        yield
+    except errors.AgnOptaxError as error:
+        _status.abort(context, error)
+    except EOFError as error:
+        _status.abort(context, errors.ProtocolError(str(error)))
+    except MemoryError:
+        _status.abort(context, _status.no_memory())
+
+
+# Both ends.
+
+
+class _Messages:
+    """The bytes of messages, whatever their number and lengths."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self._left = memoryview(b"")
+
+    def __call__(self, view: memoryview) -> int:
+        """Puts what comes next into a view; 0 at the end."""
+        while not self._left:
+            message = next(self._messages, None)
+            if message is None:
+                return 0
+            self._left = memoryview(message)
+        size = min(len(view), len(self._left))
+        view[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size

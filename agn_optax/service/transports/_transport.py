@@ -1,0 +1,217 @@
+"""The seam: what a transport is, at both ends.
+
+A transport is a file with a `Transport` in it. `listen` makes the service's end, a
+`Listener`, which answers with the servicer and says what workers must know to reach it;
+`dial` makes the worker's end, a `Link`. All of them carry the packets of
+`agn_optax.service.wire`. To add one, write its file and put it on the list in
+`agn_optax.service.transports`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import grpc
+import numpy as np
+
+from agn_optax import errors
+from agn_optax.service import _status
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._tls import Tls
+from agn_optax.service.wire import _schema
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel, Reader, nothing
+
+if TYPE_CHECKING:
+    from agn_optax.service._servicer import Servicer
+
+
+class Place(NamedTuple):
+    """Where a service is to listen, and how.
+
+    Attributes:
+      address: for gRPC.
+      direct_address: "host:port" for sockets; None for a port that is free.
+      tls: what encrypts sockets, and gRPC as well.
+      credentials: of gRPC alone.
+    """
+
+    address: str
+    direct_address: str | None = None
+    tls: Tls | None = None
+    credentials: grpc.ServerCredentials | None = None
+
+
+class Target(NamedTuple):
+    """A center to be dialled.
+
+    Attributes:
+      address: of its gRPC service.
+      offer: what it says of the transport.
+      tls: what encrypts sockets.
+      is_encrypted: whether gRPC is, by that or by credentials of its own.
+      buffers: to receive in.
+      begin: begins a call of gRPC: its name, and what is sent.
+    """
+
+    address: str
+    offer: pb.Offer | None
+    tls: Tls | None
+    is_encrypted: bool
+    buffers: Buffers
+    begin: Callable[[str, Iterator[bytes]], Any]
+
+
+class Transport(abc.ABC):
+    """A way for packets between a worker and a center.
+
+    Attributes:
+      name: as `connect(transports=[...])` has it.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def listen(self, servicer: Servicer, place: Place) -> Listener | None:
+        """The service's end; None where there is none, as on another system.
+
+        Raises:
+          InvalidArgumentError: nothing can listen where it was told to.
+          OSError: nothing can listen, where nobody insists.
+        """
+
+    @abc.abstractmethod
+    def dial(self, target: Target) -> Link:
+        """The worker's end, connected.
+
+        Raises:
+          OSError: there is no way; another transport may have one.
+        """
+
+
+class Listener(abc.ABC):
+    """The service's end of a transport, for all workers.
+
+    Attributes:
+      offer: what workers must know to dial it; None for nothing.
+      address: where it listens, for people; None where that says nothing.
+    """
+
+    offer: pb.Offer | None = None
+    address: str | None = None
+
+    def __init__(self) -> None:
+        self.sending = Sending()
+
+    def start(self) -> None:  # noqa: B027 most have nothing to wait for
+        """Answers, now that every transport listens and the servicer knows of them."""
+
+    def drain(self) -> None:  # noqa: B027 most have nobody to tell
+        """Tells those who ask that the service is about to end."""
+
+    @abc.abstractmethod
+    def close(self, timeout: float) -> None:
+        """Takes no more workers, ends what there is, and waits for its threads."""
+
+
+class Sending:
+    """What is on its way to workers: one that reads nothing must not be waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moved: dict[object, tuple[float, Callable[[], None]]] = {}
+
+    @contextlib.contextmanager
+    def to(self, cancel: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Around one parcel's way to a worker; to be called whenever some of it went.
+
+        Args:
+          cancel: ends the connection to that worker, from any thread.
+        """
+        key = object()
+
+        def moved() -> None:
+            self._moved[key] = time.monotonic(), cancel
+
+        with self._lock:
+            moved()
+        try:
+            yield moved
+        finally:
+            with self._lock:
+                del self._moved[key]
+
+    def cut(self, seconds: float) -> None:
+        """Ends connections to workers that have taken nothing for so many seconds."""
+        now = time.monotonic()
+        with self._lock:
+            late = [c for moved, c in self._moved.values() if now - moved > seconds]
+        for cancel in late:
+            cancel()
+
+
+class Link(abc.ABC):
+    """The worker's end of its call, each way. One thread at a time uses it.
+
+    Args:
+      reader: of the packets that come.
+
+    Attributes:
+      ended: what its methods raise when the call has ended; `why_it_ended` has more.
+      sent: called when something went out.
+    """
+
+    ended: tuple[type[Exception], ...]
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.watched_by()
+
+    def watched_by(
+        self, sent: Callable[[], None] = nothing, heard: Callable[[], None] = nothing
+    ) -> None:
+        """Calls these from now on: when something went out, and when something came."""
+        self.sent = sent
+        self._reader.heard = heard
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a use of it, during which its resources stay."""
+        yield
+
+    def expect(self, schema: _schema.Schema) -> None:  # noqa: B027 most need not know
+        """The next parcel asks for a buffer of ``schema`` in return."""
+
+    @abc.abstractmethod
+    def send(self, parcel: Parcel) -> None:
+        """Sends a parcel; its arrays are read until the answer is there."""
+
+    def control(self) -> pb.Frame:
+        """The control part of the next packet."""
+        frame = self._reader.control()
+        if frame is None:
+            raise EOFError("the call has ended")
+        if frame.HasField("refused"):
+            raise _status.exception_in(frame.refused)
+        return frame
+
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+        """The buffer of that packet."""
+        return self._reader.buffer(schema, what)
+
+    @abc.abstractmethod
+    def why_it_ended(self) -> errors.AgnOptaxError:
+        """The exception that the call ended with."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether it is known to have ended."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Ends it, from any thread."""

@@ -1,0 +1,190 @@
+"""Packets, which all transports carry: a head, a control part, and a buffer.
+
+The head has the lengths of the other two, the control part is a message of protobuf,
+and the buffer holds the leaves of a tree. See center.proto.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from agn_optax import errors
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.wire import _casting, _schema
+from agn_optax.service.wire._buffers import Buffers
+
+HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
+MAX_CONTROL = 64 << 20  # bytes; most have a hundred, a schema of very many leaves more
+
+
+class Parcel:
+    """What one side says at a time; it travels as a packet.
+
+    A context manager, or `release`, lets go of its arrays once they are sent.
+
+    Args:
+      control: the control part.
+      schema: of the arrays; None if none follow.
+      arrays: the leaves, in the order of the schema. They are sent as they are then.
+      until: called before the last of it is sent: without that, nobody has it.
+    """
+
+    def __init__(
+        self,
+        control: pb.Frame,
+        schema: _schema.Schema | None = None,
+        arrays: Sequence[np.ndarray] = (),
+        until: Callable[[], None] | None = None,
+    ) -> None:
+        self.control = control
+        self.schema = schema
+        self.arrays = arrays
+        self.until = until
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return 0 if self.schema is None else self.schema.size
+
+    def release(self) -> None:
+        """Lets go of the arrays, whoever still holds the parcel itself."""
+        self.arrays = ()
+
+    def __enter__(self) -> Parcel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
+        """The packet in pieces, none empty, most of which lie in the arrays.
+
+        Args:
+          in_memory: whether the buffer lies in shared memory, and does not follow.
+        """
+        control = self.control.SerializeToString()
+        follows = self.schema is not None and not in_memory
+        head = HEAD.pack(len(control), self.nbytes if follows else 0)
+        last = memoryview(head + control)
+        if self.schema is not None and follows:
+            for piece in self.schema.pieces(self.arrays, _casting.pieces):
+                if len(piece):
+                    yield last
+                    last = piece
+        if self.until is not None:
+            if len(last) > 1:
+                yield last[:-1]
+            self.until()
+            last = last[-1:]
+        yield last
+
+
+def joined(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
+    """The bytes of ``pieces`` in as few objects of at most ``size`` bytes as may be."""
+    parts: list[memoryview] = []
+    filled = 0
+    for piece in pieces:
+        while len(piece) > size - filled:
+            cut = size - filled
+            yield b"".join([*parts, piece[:cut]])
+            parts, filled, piece = [], 0, piece[cut:]
+        parts.append(piece)
+        filled += len(piece)
+    if filled:
+        yield b"".join(parts)
+
+
+class Incoming(Protocol):
+    """What comes from a worker, over whatever it travels."""
+
+    def control(self) -> pb.Frame | None:
+        """The control part of the next packet; None when the worker is gone."""
+        ...
+
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+        """The buffer of that packet; nobody else writes there."""
+        ...
+
+
+class Reader:
+    """Packets as they come, one after the other: `Incoming`.
+
+    Args:
+      receive: puts the bytes that come next into a view, and returns how many these
+        are; 0 at the end.
+      buffers: to receive in.
+
+    Attributes:
+      heard: called when something came.
+    """
+
+    def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
+        self.heard = nothing
+        self._receive = receive
+        self._buffers = buffers
+        self._follows = 0  # bytes of the buffer that has been announced, and not read
+
+    def control(self) -> pb.Frame | None:
+        """The control part of the next packet; None where there is no further one.
+
+        Raises:
+          ProtocolError: what came is none.
+          EOFError: it ends within a packet.
+        """
+        if self._follows:
+            raise errors.ProtocolError(
+                f"a buffer of {self._follows} bytes came with what has none"
+            )
+        head = bytearray(HEAD.size)
+        first = self._some(memoryview(head))
+        if not first:
+            return None
+        self._fill(memoryview(head)[first:])
+        length, follows = HEAD.unpack(head)
+        if length > MAX_CONTROL:
+            raise errors.ProtocolError(f"no control part has {length} bytes")
+        control = bytearray(length)
+        self._fill(memoryview(control))
+        try:
+            frame = pb.Frame.FromString(bytes(control))
+        except DecodeError as error:
+            raise errors.ProtocolError(f"not a control part: {error}") from None
+        self._follows = follows
+        return frame
+
+    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+        """The buffer of that packet, which must be as long as its schema says.
+
+        Raises:
+          ProtocolError: it is not.
+          EOFError: it ends within it.
+        """
+        if self._follows != schema.size:
+            raise errors.ProtocolError(
+                f"{what} of {schema.size} bytes was expected, got {self._follows} bytes"
+            )
+        buffer = self._buffers.take(schema.size)
+        self._fill(buffer.data)
+        self._follows = 0
+        return buffer
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            got = self._some(view)
+            if not got:
+                raise EOFError("it ends within a packet")
+            view = view[got:]
+
+    def _some(self, view: memoryview) -> int:
+        if got := self._receive(view):
+            self.heard()
+        return got
+
+
+def nothing() -> None:
+    """What is called where nobody wants to know."""

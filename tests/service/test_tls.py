@@ -1,0 +1,209 @@
+"""Encrypted connections: one set of certificates for gRPC and for sockets."""
+
+import contextlib
+import logging
+import socket
+import ssl
+
+import certificates
+import grpc
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sessions
+from support import assert_identical
+
+from agn_optax import errors, rules, service
+from agn_optax.service import Tls
+from agn_optax.service.transports import TRANSPORTS, Target, _memory
+from agn_optax.service.wire._buffers import Buffers
+
+RULE = rules.downpour()
+SIZE = 300_000  # elements: more than a socket takes at once
+LIMIT = 20  # seconds that nothing here takes
+MEMORY, SOCKET, GRPC = TRANSPORTS
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory):
+    return certificates.make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def server_tls(pem):
+    return Tls(None, *pem)
+
+
+@pytest.fixture(scope="module")
+def mutual(pem):
+    """What both ends have: each vouches for the other."""
+    return Tls(pem[0], *pem)
+
+
+def params():
+    return {"w": jnp.ones(SIZE), "v": jnp.zeros((3, 5)), "b": jnp.zeros(())}
+
+
+@contextlib.contextmanager
+def connected(server, tls, *transports, **settings):
+    names = transports or ("memory", "socket", "grpc")
+    settings = {"tls": tls, "timeout": LIMIT, "transports": names, **settings}
+    with service.connect(server.address, RULE, **settings) as center:
+        yield center
+
+
+def way(center, worker="anna"):
+    link = center._sessions[worker]._link
+    return type(link).__name__.removesuffix("Link").lower()
+
+
+def exchanged(server, tls, *transports, **settings):
+    """What comes of three exchanges, and how they travelled."""
+    with connected(server, tls, *transports, **settings) as center:
+        for version in range(3):
+            sent = jax.tree.map(lambda x, v=version: jnp.sin(x + v), params())
+            answer = sessions.exchange(
+                center, sent, anchor_version=version, worker="anna"
+            )
+        return jax.tree.map(np.asarray, answer.params), way(center)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_every_way_gives_the_same_numbers(server_tls, pem, wire_dtype):
+    numbers = []
+    for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
+        with service.serve(RULE, params(), tls=server_tls) as server:
+            made = exchanged(server, Tls(pem[0]), name, wire_dtype=wire_dtype)
+        numbers.append(made[0])
+        assert made[1] == name
+    for other in numbers[1:]:
+        assert_identical(other, numbers[0])
+
+
+def test_many_small_leaves(server_tls, pem):
+    leaves = [jnp.full(i % 7, float(i)) for i in range(500)]
+    with (
+        service.serve(RULE, leaves, tls=server_tls) as server,
+        connected(server, Tls(pem[0]), "socket") as center,
+    ):
+        answer = sessions.exchange(center, leaves, anchor_version=0, worker="anna")
+        assert all(not leaf.any() for leaf in answer.params)
+        link = center._sessions["anna"]._link
+        assert link._end.version() in ("TLSv1.2", "TLSv1.3")
+
+
+def test_both_ends_have_certificates(mutual, pem):
+    with service.serve(RULE, params(), tls=mutual) as server:
+        assert exchanged(server, mutual, "socket")[1] == "socket"
+        # Its certificate is asked for at the socket as well, whoever knows the key.
+        for tls, error in ((Tls(pem[0]), OSError), (None, OSError)):
+            with pytest.raises(error):
+                dial(server, tls)
+        with pytest.raises(errors.CenterUnreachableError):
+            service.connect(server.address, RULE, tls=Tls(pem[0]), timeout=0.3)
+
+
+def dial(server, tls):
+    """The socket of a center whose offer came some other way."""
+    offer = server._listeners["socket"].offer
+    target = Target(server.address, offer, tls, False, Buffers(), begin=None)
+    link = SOCKET.dial(target)
+    try:
+        link.control()  # who comes without a certificate hears of it here
+    finally:
+        link.cancel()
+
+
+def test_a_center_of_another_name_is_not_trusted(tmp_path):
+    certificate, key = certificates.make(tmp_path, "DNS:elsewhere.example.org")
+    with service.serve(RULE, params(), tls=Tls(None, certificate, key)) as server:
+        with pytest.raises(ssl.SSLCertVerificationError, match="IP address mismatch"):
+            dial(server, Tls(certificate))
+        with pytest.raises(errors.CenterUnreachableError):
+            service.connect(server.address, RULE, tls=Tls(certificate), timeout=0.3)
+
+
+def test_a_center_that_nobody_vouches_for_is_not_trusted(server_tls, tmp_path):
+    other, _ = certificates.make(tmp_path)
+    with (
+        service.serve(RULE, params(), tls=server_tls) as server,
+        pytest.raises(ssl.SSLCertVerificationError),
+    ):
+        dial(server, Tls(other))
+
+
+def test_plain_text_is_not_answered(server_tls):
+    with service.serve(RULE, params(), tls=server_tls) as server:
+        host, _, port = server.direct_address.rpartition(":")
+        listener = server._listeners["socket"]
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
+            end.sendall(b"agn_optax direct 2\n" + listener.offer.key)
+            heard = b""
+            with contextlib.suppress(ConnectionError):
+                while more := end.recv(100):
+                    heard += more
+            assert b"agn_optax" not in heard
+        assert not listener._accepted
+
+
+def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
+    caplog.set_level(logging.INFO, "agn_optax")
+    certificate, key = (path.read_bytes() for path in pem)
+    credentials = grpc.ssl_server_credentials([(key, certificate)])
+    with service.serve(RULE, params(), credentials=credentials) as server:
+        assert "cannot encrypt" in caplog.text
+        assert server.direct_address is None
+        theirs = grpc.ssl_channel_credentials(certificate)
+        settings = {"credentials": theirs, "timeout": 0.5}
+        for names, expected in ((("socket", "grpc"), "grpc"), (("grpc",), "grpc")):
+            assert exchanged(server, None, *names, **settings)[1] == expected
+        with (
+            connected(server, None, "socket", **settings) as center,
+            pytest.raises(errors.CenterUnreachableError, match="give tls="),
+        ):
+            center.join("anna")
+    with pytest.raises(errors.InvalidArgumentError, match="direct_address needs tls"):
+        service.serve(RULE, credentials=credentials, direct_address="127.0.0.1:0")
+
+
+def test_certificates_as_bytes(pem):
+    certificate, key = (path.read_bytes() for path in pem)
+    tls = Tls(certificate, certificate, key)
+    with service.serve(RULE, params(), tls=tls) as server:
+        assert exchanged(server, tls, "socket")[1] == "socket"
+    assert b"PRIVATE" not in repr(tls).encode()
+
+
+def test_a_broken_encrypted_connection_is_made_again(server_tls, pem):
+    with (
+        service.serve(RULE, params(), tls=server_tls) as server,
+        connected(server, Tls(pem[0]), "socket") as center,
+    ):
+        for version in range(4):
+            sessions.exchange(center, params(), anchor_version=version, worker="anna")
+            for each in list(server._listeners["socket"]._accepted.values()):
+                each.cancel()
+        assert server.center.version == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tls": Tls()}, "needs a certificate"),
+        ({"tls": Tls(certificate="c.pem")}, "go together"),
+        ({"tls": Tls(None, "no such file", "k")}, "cannot read"),
+        ({"tls": Tls(None, b"abc", b"def")}, "no PEM file"),
+        ({"tls": True}, "tls must be a Tls"),
+        ({"tls": Tls(), "credentials": object()}, "not both"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        service.serve(RULE, **settings)
+
+
+def test_who_listens_elsewhere_needs_it():
+    for settings in ({"address": "8.8.8.8:0"}, {"direct_address": "8.8.8.8:0"}):
+        with pytest.raises(errors.InvalidArgumentError, match="give tls="):
+            service.serve(RULE, **settings)
