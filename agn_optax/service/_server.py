@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import Center, Durability, LocalCenter, Mode, Uplink
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, check_rule, codecs
 from agn_optax.service import _address
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports._listener import Listener
@@ -152,6 +152,8 @@ def serve(
       ...     center.close()
       [0. 0. 0.]
     """
+    check_rule(rule)
+    codecs.check_identity(rule.codec, "the center service")
     _address.check(address)
     _address.check_plaintext(address, credentials, insecure)
     if parent is not None and durability is not None:
