@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sessions import exchange
 from support import assert_identical, tree
 
 import agn_optax
@@ -374,11 +375,23 @@ def test_a_journal_repeats_what_was_sent(tmp_path):
 class Unreachable(agn_optax.LocalCenter):
     """A center that answers every other time."""
 
-    def exchange(self, contribution, **about):
-        self.heard = [*getattr(self, "heard", ()), jax.tree.map(np.array, contribution)]
-        if len(self.heard) % 2:
+    def join(self, *args, **kwargs):
+        self.heard = []
+        return Refusing(super().join(*args, **kwargs), self.heard)
+
+
+class Refusing:
+    """A session that writes down what is sent, and loses half of it."""
+
+    def __init__(self, session, heard):
+        self.worker, self.leave = session.worker, session.leave
+        self._session, self._heard = session, heard
+
+    def exchange(self, sequence, contribution, **about):
+        self._heard.append(jax.tree.map(np.array, contribution))
+        if len(self._heard) % 2:
             raise errors.CenterUnreachableError("nobody answers")
-        return super().exchange(contribution, **about)
+        return self._session.exchange(sequence, contribution, **about)
 
 
 def test_a_message_that_is_repeated_is_encoded_once():
@@ -435,7 +448,7 @@ def test_a_packed_center_gives_the_same_numbers(codec):
     params = {"b": jnp.ones(4), "w": jnp.ones((3, 2))}  # no scalars, which are not
     plain = agn_optax.LocalCenter(rule, params)
     packed = agn_optax.LocalCenter(rule, params, packs=True)
-    assert packed.is_packed == ("cast" in codec)
+    assert packed.core.store.is_packed == ("cast" in codec)
     for center in (plain, packed):
         worker = agn_optax.Worker(center, INNER, period=PERIOD, name="worker")
         train_worker(worker, worker.start(), dyadic(params, 2 * PERIOD))
@@ -476,8 +489,8 @@ def test_a_contribution_of_another_codec_is_refused():
         ({**right, "codes": jnp.zeros(3, jnp.int32)}, "uint8 is expected"),
     ):
         with pytest.raises(errors.TreeMismatchError, match=where):
-            center.exchange(wrong, anchor_version=0, worker="w")
-    assert center.exchange(right, anchor_version=0, worker="w").version == 1
+            exchange(center, wrong, anchor_version=0, worker="w")
+    assert exchange(center, right, anchor_version=0, worker="w").version == 1
 
 
 def test_rules_of_other_codecs_are_other_rules():
