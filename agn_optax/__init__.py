@@ -26,6 +26,7 @@ from agn_optax.round import (
 from agn_optax.rules import (
     AccumulateState,
     accumulate,
+    codecs,
     elastic_pull,
     normalize,
     scale_by_staleness,
@@ -73,6 +74,7 @@ __all__ = [
     "all_reduce",
     "average",
     "center_params",
+    "codecs",
     "densify",
     "diloco",
     "downpour",

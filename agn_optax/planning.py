@@ -133,6 +133,7 @@ class WorkerMemory(NamedTuple):
     params: int
     inner_state: int  # the inner optimizer's
     record: int
+    codec_state: int  # what the rule's codec keeps from one exchange to the next
     anchor: int  # the center as last adopted, where the rule reads it
     staged: int  # during an exchange: the message, and the answer
     overlap: int  # the parameters as sent, where local steps go on meanwhile
@@ -187,7 +188,6 @@ def plan(
     inner: optax.GradientTransformation,
     period: int | None = None,
     center_dtype: Any = None,
-    wire_dtype: Any = None,
 ) -> Cost:
     r"""What a rule costs with asynchronous workers around a center service.
 
@@ -199,14 +199,14 @@ def plan(
     The module's docstring has all equations, and what they leave out.
 
     Args:
-      rule: a record of `agn_optax.rules`, or one of your own. Nothing of it is run.
+      rule: a record of `agn_optax.rules`, or one of your own, whose codec says what
+        travels. Nothing of it is run.
       params: the parameters, or a tree with their shapes and dtypes, such as `abstract`
         makes.
       cluster: the workers and their links.
       inner: the inner optimizer.
       period: local steps between exchanges; None for the shortest that hides them.
       center_dtype: floating dtype of the center; None for the parameters'.
-      wire_dtype: as for ``service.connect``.
 
     Returns:
       The cost: bytes, seconds, and parts of 1.
@@ -228,16 +228,14 @@ def plan(
     check_rule(rule)
     check.float_leaves(params, "params")
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
-    wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
     if period is not None:
         period = int(check.positive_int(period, "period"))
 
     params = _shapes(params)
     center = _cast(params, center_dtype)
     center_state = jax.eval_shape(rule.center.init, center)
-    worker, contribution = _worker(rule, inner, params, center)
-    message = _nbytes(_travelling(contribution, center, wire_dtype))
-    answer = _nbytes(_cast(center, wire_dtype))
+    message = _nbytes(rounds.contribution_like(rule, center, params))
+    answer = _nbytes(_cast(center, rule.codec.answers))
 
     machine, workers = cluster.machine, cluster.workers
     ends = machine.overhead + (message + answer) / machine.endpoint_rate
@@ -264,7 +262,7 @@ def plan(
         period=period,
         utilization=steps / max(steps + exchange, workers * service),
         utilization_overlapping=steps / max(steps, longest),
-        worker=worker,
+        worker=_worker(rule, inner, params, center, message),
         center=CenterMemory(
             center=_nbytes(center),
             center_state=_nbytes(center_state),
@@ -339,6 +337,7 @@ def all_reduce(
             params=_nbytes(params),
             inner_state=_nbytes(jax.eval_shape(inner.init, params)),
             record=0,
+            codec_state=0,
             anchor=0,
             staged=0,
             overlap=0,
@@ -412,36 +411,29 @@ def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Ru
 
 
 def _worker(
-    rule: Rule, inner: optax.GradientTransformation, params: PyTree, center: PyTree
-) -> tuple[WorkerMemory, PyTree]:
-    """What a worker keeps, and the contribution that it makes."""
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    params: PyTree,
+    center: PyTree,
+    message: int,
+) -> WorkerMemory:
+    """What a worker keeps."""
     inner = check.optimizer(inner, "inner")
-
-    def contributed(params: PyTree, anchor: PyTree) -> tuple[PyTree, PyTree]:
-        state = rounds.init_local(rule, inner, params, None)
-        return state, rounds.contribute(rule, state, params, anchor)
-
-    state, contribution = jax.eval_shape(contributed, params, center)
+    state = jax.eval_shape(
+        lambda params: rounds.init_local(rule, inner, params, None), params
+    )
     # Where a penalty reads the anchor it is in the state, else the worker holds on to
     # the snapshot: one copy either way.
     anchored = rule.needs_anchor or rule.penalty is not None
-    memory = WorkerMemory(
+    return WorkerMemory(
         params=_nbytes(params),
         inner_state=_nbytes(state.inner_state),
         record=_nbytes(state.record),
+        codec_state=_nbytes(state.codec_state),
         anchor=_nbytes(center) if anchored else 0,
-        staged=_nbytes(contribution) + _nbytes(center),
+        staged=message + _nbytes(center),
         overlap=_nbytes(params),
     )
-    return memory, contribution
-
-
-def _travelling(contribution: PyTree, center: PyTree, wire_dtype: Any) -> PyTree:
-    """A contribution as `service.connect` sends it."""
-    own = {leaf.dtype for leaf in jax.tree.leaves(contribution)}
-    if wire_dtype is None and len(own) == 1 and next(iter(own)).itemsize == 2:
-        return contribution  # it is narrow, and stays so
-    return _cast(center, wire_dtype)
 
 
 def _shapes(tree: PyTree) -> PyTree:

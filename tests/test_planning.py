@@ -16,6 +16,7 @@ from support import RULES, step, tree
 import agn_optax
 from agn_optax import errors, planning, rules, service
 from agn_optax.planning import Cluster, Machine
+from agn_optax.rules import codecs
 
 PATIENCE = 60.0  # seconds
 
@@ -87,7 +88,8 @@ def test_every_constant_counts():
 )
 def test_bytes_on_the_wire(params, center, wire, message, answer):
     model = planning.abstract(1000, params)
-    cost = plan(params=model, center_dtype=center, wire_dtype=wire)
+    codec = codecs.cast(wire) if wire else None
+    cost = plan(rules.downpour(codec=codec), params=model, center_dtype=center)
     assert (cost.message, cost.answer) == (1000 * message, 1000 * answer)
 
 
@@ -126,6 +128,7 @@ def test_memory_is_that_of_a_real_worker_and_center(name, center_dtype):
     assert cost.worker.params == nbytes(saved.params)
     assert cost.worker.inner_state == nbytes(saved.state.inner_state)
     assert cost.worker.record == nbytes(saved.state.record)
+    assert cost.worker.codec_state == nbytes(saved.state.codec_state)
     assert cost.worker.anchor == nbytes((saved.anchor, saved.state.anchor))
     assert cost.center.center == cost.center.version == nbytes(kept.params)
     assert cost.center.center_state == nbytes(kept.center_state)
@@ -200,7 +203,6 @@ def test_large_models_are_trees_of_leaves_that_arrays_can_have():
         (lambda: plan(rules.downpour), "rule must be a record"),
         (lambda: plan(inner=optax.sgd), "inner must be an optax.Gradient"),
         (lambda: plan(period=0), "period must be a positive int, got 0"),
-        (lambda: plan(wire_dtype="int8"), "wire_dtype must be a floating dtype"),
         (lambda: planning.built_in_rules(SGD, 0), "workers must be a positive int"),
     ],
 )

@@ -140,6 +140,22 @@ def float_leaves(tree: PyTree, what: str) -> None:
             )
 
 
+def same_kinds(tree: PyTree, like: PyTree, what: str) -> None:
+    """Leaves of ``tree`` are floating where those of ``like`` are, else of its dtype.
+
+    Of two trees that are the `same_tree`.
+    """
+    pairs = zip(tree_flatten_with_path(tree)[0], jax.tree.leaves(like), strict=True)
+    for (path, leaf), other in pairs:
+        if jnp.issubdtype(other.dtype, jnp.floating):
+            float_leaves(leaf, f"{what}{keystr(path)}")
+        elif jnp.result_type(leaf) != other.dtype:
+            raise errors.TreeMismatchError(
+                f"{what}{keystr(path)} has dtype {jnp.result_type(leaf)}; "
+                f"{other.dtype} is expected"
+            )
+
+
 def same_tree(tree: PyTree, like: PyTree, what: str, like_what: str) -> None:
     """``tree`` has the structure and shapes of ``like``."""
     leaves, others = jax.tree.leaves(tree), jax.tree.leaves(like)

@@ -60,7 +60,10 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def place_like(tree: PyTree, like: PyTree) -> PyTree:
-    """``tree`` on the devices of ``like``; arrays already there stay what they are."""
+    """``tree`` on the devices of ``like``; arrays already there stay what they are.
+
+    In place of a leaf of ``like``, ``tree`` may have a tree of arrays.
+    """
 
     def place(leaf: Any, other: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
@@ -68,7 +71,11 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
             return leaf
         return jax.device_put(leaf, other.sharding)
 
-    return jax.tree.map(place, tree, like)
+    return jax.tree.map(
+        lambda other, part: jax.tree.map(lambda leaf: place(leaf, other), part),
+        like,
+        tree,
+    )
 
 
 def describe(tree: PyTree, dtype: Any = None) -> Description:

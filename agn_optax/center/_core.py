@@ -184,11 +184,17 @@ class Core:
                 version.readers -= 1
 
     def snapshot(self, version: Version | None = None, **answer: Any) -> Snapshot:
-        """A version for somebody who need not say when it has been read."""
+        """A version for somebody who need not say when it has been read.
+
+        Args:
+          version: the answer to an exchange; None is the center as it is.
+          **answer: what else an answer says.
+        """
         with self._changed:
+            read = self.store.tree if version is None else self.store.answer
             version = version or self.store.current
             version.escaped = True
-            return Snapshot(self.store.tree(version), version.number, **answer)
+            return Snapshot(read(version), version.number, **answer)
 
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from agn_optax._internal import layout, tracing, trees
-from agn_optax.round import elementwise
+from agn_optax.round import contribution_like, elementwise
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -186,6 +186,10 @@ def _packing_of(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> Packing | 
     tree = jax.tree.unflatten(treedef, leaves)
     packing = Packing(tree)
     if (0,) in packing.shapes:
+        return None
+    # What workers send is packed, too: one array for each leaf, which few codecs make.
+    sent: Any = jax.tree.structure(contribution_like(rule, tree))
+    if sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
     if not elementwise.is_uniform(rule, tree, parts):

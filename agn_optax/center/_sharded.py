@@ -20,6 +20,7 @@ from agn_optax import errors
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
+from agn_optax.rules import codecs
 
 PyTree = Any
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class ShardedCenter:
                 f"{[c.rule.name for c in centers]}"
             )
         self.rule = centers[0].rule
+        codecs.check_identity(self.rule.codec, "a center in shards")
         self.centers = tuple(centers)
         self._like = like
         self._closed = False

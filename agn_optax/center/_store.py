@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
@@ -61,6 +61,7 @@ class Store:
       current: the newest version.
       layout: how the parameters are kept.
       like: the tree of parameters, abstract.
+      contribution_like: what workers send, abstract.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Store:
         on_host = jax.default_backend() == "cpu" and all(
             getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
         )
+        self.contribution_like = rounds.contribution_like(rule, self.like)
         packing = packing_of(rule, self.like) if packs and on_host else None
         self.layout: AsTree | Packing = packing or AsTree(on_host)
         return self.layout.keep(params, dtype)
@@ -127,20 +129,25 @@ class Store:
         """The parameters of a version, which must not be moved in place any more."""
         return self.layout.on_device(version.params)
 
+    def answer(self, version: Version) -> PyTree:
+        """The parameters of a version as a worker adopts them at an exchange."""
+        return self._programs.answer(self.tree(version))
+
     @property
     def is_packed(self) -> bool:
         """Whether versions and contributions are kept packed."""
         return self.layout.packs
 
     def take(self, contribution: PyTree) -> PyTree:
-        """A contribution, if it belongs to this center, where the center is.
+        """A contribution, encoded, if it belongs to this center, where the center is.
 
         Raises:
           TreeMismatchError: it does not.
         """
         if not self.layout.holds(contribution):
-            check.same_tree(contribution, self.like, "contribution", "center")
-            check.float_leaves(contribution, "contribution")
+            like = self.contribution_like
+            check.same_tree(contribution, like, "contribution", "center")
+            check.same_kinds(contribution, like, "contribution")
         return self.place(contribution)
 
     def place(self, contribution: PyTree) -> PyTree:
@@ -232,6 +239,7 @@ class _Programs(NamedTuple):
     norm: Any
     weigh: Any
     add: Any
+    answer: Any
 
 
 @functools.lru_cache(maxsize=32)
@@ -251,7 +259,11 @@ def _programs(rule: Rule) -> _Programs:
     def add(total: PyTree, contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
         return jax.tree.map(jnp.add, total, weigh(contribution, center, scale))
 
-    made = dataclasses.replace(rule, message=None)
+    def answer(center: PyTree) -> PyTree:
+        return center if rule.codec.answers is None else rounded(center)
+
+    rounded = jax.jit(functools.partial(rounds.answer_of, rule))
+    made = dataclasses.replace(rule, message=None, codec=codecs.identity())
     move = {}
     for alone, of in ((True, rule), (False, made)):
         for in_place in (True, False):
@@ -262,4 +274,4 @@ def _programs(rule: Rule) -> _Programs:
                 functools.partial(rounds.move_center, of), donate_argnames=donated
             )
     added = jax.jit(add, donate_argnums=0)
-    return _Programs(move, jax.jit(norm), jax.jit(weigh), added)
+    return _Programs(move, jax.jit(norm), jax.jit(weigh), added, answer)

@@ -73,7 +73,8 @@ class Uplink:
         # Under the lock of the site's center: what its exchanges add up to since then.
         self._steps = 0
         self._record: PyTree = None
-        self._accumulate = jax.jit(rule.record.update, donate_argnums=1)
+        self._codec_state: PyTree = None  # of the parent's rule
+        self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
         self._adopt = jax.jit(functools.partial(rounds.adopt, rule))
         self._stopped = threading.Event()
@@ -128,6 +129,7 @@ class Uplink:
         with self._core.atomically():  # its workers may have begun already
             first = self._core.snapshot().params
             self._record = self._parent.rule.record.init(first)
+            self._codec_state = self._parent.rule.codec.init(first)
             self._core.observe(self._observe)
         self._session = self._insist(lambda: self._parent.join(self._name, first))
         self._anchor = self._placed(self._insist(self._parent.pull), first)
@@ -154,9 +156,17 @@ class Uplink:
         """An exchange at the site; called under the lock of its center."""
         self._steps += 1
         if self._keeps_record:
-            _, self._record = self._accumulate(contribution, self._record, contribution)
+            self._record = self._accumulate(contribution, self._record)
             # The contribution may be overwritten when its exchange is answered.
             jax.block_until_ready(self._record)
+
+    def _recorded(self, contribution: PyTree, record: PyTree) -> PyTree:
+        """The parent's record with a contribution at the site, which came encoded."""
+        like = jax.tree.map(
+            lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
+        )
+        gradients = self._core.rule.codec.decode(contribution, like)
+        return self._parent.rule.record.update(gradients, record, gradients)[1]
 
     def _exchange(self) -> None:
         assert self._session is not None
@@ -166,8 +176,14 @@ class Uplink:
             steps, self._steps = self._steps, 0
             record, self._record = self._record, rule.record.init(sent)
         anchor = self._anchor
-        state = rounds.LocalState(jnp.int32(steps), (), record, anchor=None)
-        contribution = self._contribute(state, sent, anchor.params)
+        state = rounds.LocalState(
+            local_steps=jnp.int32(steps),
+            inner_state=(),
+            record=record,
+            anchor=None,
+            codec_state=self._codec_state,
+        )
+        contribution, self._codec_state = self._contribute(state, sent, anchor.params)
         answer = self._insist(
             lambda: session.exchange(
                 self.exchanges + 1,

@@ -15,6 +15,7 @@ from agn_optax import planning
 from agn_optax.cli import _calibrate, _options, _rules, _table, _units
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.planning import Cluster, Cost, Machine
+from agn_optax.rules import codecs
 
 _MACHINE = "Machine"
 _TIMES = (
@@ -154,6 +155,9 @@ def plan(
         planned = [_rules.make(rule)]
     else:
         planned = planning.built_in_rules(optimizer, workers)
+    if wire_dtype is not None:
+        codec = codecs.cast(wire_dtype)
+        planned = [dataclasses.replace(each, codec=codec) for each in planned]
     costs = [
         planning.plan(
             each,
@@ -162,7 +166,6 @@ def plan(
             inner=optimizer,
             period=period,
             center_dtype=center_dtype,
-            wire_dtype=wire_dtype,
         )
         for each in planned
     ]
@@ -241,7 +244,7 @@ def _memory(cost: Cost) -> list[str]:
     worker, center = cost.worker, cost.center
     parts = [
         worker.params + worker.inner_state,
-        worker.record + worker.anchor,
+        worker.record + worker.codec_state + worker.anchor,
         worker.waiting,
         worker.overlapping,
         center.total,

@@ -114,6 +114,8 @@ def _exchange(rule: Rule, params: PyTree) -> PyTree:
 
 def _move(rule: Rule, params: PyTree, message: PyTree = None) -> PyTree:
     message = params if message is None else message
+    encoded, _ = rule.codec.encode(message, rule.codec.init(params))
+    message = rule.codec.decode(encoded, params)
     if rule.message is not None:
         message = rule.message(message, params)
     return rule.center.update(

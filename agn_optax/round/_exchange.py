@@ -4,10 +4,12 @@
         x <- x + inner(penalty(g)),   r <- record(r, g)
     at an exchange
         k  = contribution(r, x, a, steps)          at the worker        contribute
-        m  = message(k, c)                         at the center        move_center
+        s  = encode(k)                             at the worker        contribute
+        m  = message(decode(s), c)                 at the center        message_of
         c' = c + center_optimizer(m)               at the center        move_center
-        x  = adopt(x, c or c')                     at the worker        adopt
-        r  = an empty record,   a = c or c'        at the worker        begin_round
+        c  = round(c or c')                        at the center        answer_of
+        x  = adopt(x, c)                           at the worker        adopt
+        r  = an empty record,   a = c              at the worker        begin_round
 
 `exchange` is these in a row. An optimizer state that holds its center calls `exchange`;
 a worker and a center outside the program call the same pieces, with a wire (or nothing)
@@ -38,6 +40,7 @@ class LocalState(NamedTuple):
     inner_state: PyTree  # the inner optimizer's
     record: PyTree  # state of the rule's record; EmptyState for rules that keep none
     anchor: PyTree  # the center as last adopted, where no other copy serves; else None
+    codec_state: PyTree  # of the rule's codec; EmptyState for codecs that keep none
 
 
 def init_local(
@@ -58,6 +61,7 @@ def init_local(
         inner_state=inner.init(trees.copy(params)),
         record=rule.record.init(layout.part(params)),
         anchor=anchor,
+        codec_state=rule.codec.init(layout.part(params)),
     )
 
 
@@ -83,11 +87,10 @@ def local_step(
         anchor = _anchor(state, center)
         grads, _ = rule.penalty.update(grads, stateless, params, center=anchor)
     updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-    return optax.tree.cast_like(updates, params), LocalState(
+    return optax.tree.cast_like(updates, params), state._replace(
         local_steps=optax.safe_increment(state.local_steps),
         inner_state=inner_state,
         record=record,
-        anchor=state.anchor,
     )
 
 
@@ -95,19 +98,45 @@ def _anchor(state: LocalState, center: PyTree) -> PyTree:
     return center if state.anchor is None else state.anchor
 
 
-def contribute(rule: Rule, state: LocalState, params: PyTree, center: PyTree) -> PyTree:
-    """What this worker sends; ``center`` is the anchor where the state keeps none."""
-    return rule.contribution(
+def contribute(
+    rule: Rule, state: LocalState, params: PyTree, center: PyTree
+) -> tuple[PyTree, PyTree]:
+    """What this worker sends, encoded, and the codec's state once it is sent.
+
+    ``center`` is the anchor where the state keeps none. To be called once for each
+    exchange: whoever repeats one sends the same bits again.
+    """
+    contribution = rule.contribution(
         state.record,
         params if rule.needs_params else None,
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
+    return rule.codec.encode(contribution, state.codec_state)
+
+
+def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:
+    """What workers send, abstract: for whoever must know it before one comes.
+
+    Args:
+      rule: whose workers they are.
+      center: the center, or a tree with its shapes and dtypes.
+      params: the same of a worker's parameters; None if they have the center's dtypes.
+    """
+
+    def send(center: PyTree, params: PyTree) -> PyTree:
+        state = init_local(rule, optax.identity(), params, None)
+        return contribute(rule, state, params, center)[0]
+
+    return jax.eval_shape(send, center, center if params is None else params)
 
 
 def recovers(rule: Rule) -> bool:
-    """Whether a contribution of this rule tells the parameters that it was made of."""
-    return hasattr(rule.contribution, "recover")
+    """Whether what a worker sends tells the parameters that it was made of.
+
+    What a codec lost is still in the parameters, and in what the worker sends next.
+    """
+    return rule.codec.is_identity and hasattr(rule.contribution, "recover")
 
 
 def recover(
@@ -139,7 +168,6 @@ def move_center(
     center_state: PyTree,
     *,
     staleness: Any = 0,
-    live: PyTree = None,
     combine: Callable[[PyTree], PyTree] | None = None,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
@@ -147,18 +175,19 @@ def move_center(
 
     Args:
       rule: whose center this is.
-      contribution: of a worker.
+      contribution: of a worker, encoded.
       center: to be moved; on a mesh, perhaps this tower's piece of it.
       center_state: the center optimizer's.
       staleness: of the contribution.
-      live: the center as the contribution is cut, where that is not ``center``.
-      combine: makes one message, cut as ``center``, of those of all workers of a mesh.
+      combine: makes one message, cut as ``center``, of the contributions of all workers
+        of a mesh; None where there is one.
       extra_args: for the center optimizer.
     """
-    message = message_of(rule, contribution, center if live is None else live)
+    if combine is None:
+        message = message_of(rule, contribution, center)
+    else:
+        message = combine(contribution)
     message = optax.tree.cast_like(message, center)
-    if combine is not None:
-        message = combine(message)
     extra_args = {**(extra_args or {}), "staleness": jnp.asarray(staleness, jnp.int32)}
     updates, center_state = rule.center.update(
         message, center_state, center, **extra_args
@@ -167,8 +196,16 @@ def move_center(
 
 
 def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
-    """The message that a contribution is to ``center``, as it is now."""
+    """The message that an encoded contribution is to ``center``, as it is now."""
+    contribution = rule.codec.decode(contribution, center)
     return rule.message(contribution, center) if rule.message else contribution
+
+
+def answer_of(rule: Rule, center: PyTree) -> PyTree:
+    """The center as a worker adopts it: as exact as the rule's codec has it travel."""
+    if rule.codec.answers is None:
+        return center
+    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answers), center)
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
@@ -223,12 +260,7 @@ def empty_record(
         rule.record.init(layout.part(params)),
         layout.part(after),
     )
-    return LocalState(
-        local_steps=jnp.zeros((), jnp.int32),
-        inner_state=state.inner_state,
-        record=record,
-        anchor=state.anchor,
-    )
+    return state._replace(local_steps=jnp.zeros((), jnp.int32), record=record)
 
 
 def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
@@ -258,22 +290,30 @@ def exchange(
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
     anchor = None if state.anchor is None else layout.part(state.anchor)
-    contribution = contribute(
+    contribution, codec_state = contribute(
         rule, state._replace(anchor=anchor), layout.part(params), live
     )
+
+    def message(contribution: PyTree, center: PyTree) -> PyTree:
+        message = message_of(rule, contribution, center)
+        return optax.tree.cast_like(message, kept)
+
+    def combine(contribution: PyTree) -> PyTree:
+        if rule.codec.is_identity:  # messages may be summed on their way
+            own = message(contribution, kept if live is None else live)
+            return layout.combine(own, rule.combine, params)
+        return layout.combine_encoded(
+            contribution, lambda each: message(each, kept), rule.combine, params
+        )
+
     moved, center_state = move_center(
-        rule,
-        contribution,
-        kept,
-        center_state,
-        live=live,
-        combine=lambda message: layout.combine(message, rule.combine, params),
-        extra_args=extra_args,
+        rule, contribution, kept, center_state, combine=combine, extra_args=extra_args
     )
     adopted = live if rule.adopts == "before" else layout.unite(moved, params)
-    adopted = layout.whole(adopted, params)
+    adopted = answer_of(rule, layout.whole(adopted, params))
     adopting = adopt(rule, params, adopted)
     state = begin_round(rule, state, params, adopted, layout)
+    state = state._replace(codec_state=codec_state)
     center, center_state = layout.replace(center, moved, center_state)
     return adopting, state, center, center_state
 
@@ -287,8 +327,10 @@ def overwrite(old: PyTree, new: PyTree) -> PyTree:
     """
 
     def over(o: Any, n: jax.Array) -> jax.Array:
-        # A narrow center is adopted as it is kept, not as it was before rounding.
         dtype = jnp.result_type(o)
+        if n.dtype == dtype:
+            return jnp.where(True, n, o)
+        # A narrow center is adopted as it is kept, not as it was before rounding.
         wide = n.astype(trees.wider(n.dtype, dtype))
         return jnp.where(True, trees.rounded(wide, n.dtype).astype(dtype), o)
 

@@ -125,9 +125,11 @@ def phases(
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
     layout = Layout(axis_name, _placement_of(placement))
     # On a mesh the center itself is the anchor, unless workers adopt it as it was
-    # before, or need all of it at every step and hold a piece.
+    # before, or rounded, or need all of it at every step and hold a piece.
     keep_anchor = rule.needs_anchor and (
-        rule.adopts == "before" or (rule.penalty is not None and layout.sharded)
+        rule.adopts == "before"
+        or rule.codec.answers is not None
+        or (rule.penalty is not None and layout.sharded)
     )
 
     def init_fn(params: PyTree) -> ExchangeState:
@@ -319,7 +321,8 @@ def exchange_every(
             due, lambda state: exchanged((updates, state), params)[1], state
         )
         moved = _with_inner(moved, inner_state)
-        adopted = _exchange.adopt(rule, params, moved.center)
+        answer = _exchange.answer_of(rule, moved.center)
+        adopted = _exchange.adopt(rule, params, answer)
         updates = jax.tree.map(
             functools.partial(jnp.where, due), _difference(adopted, params), updates
         )
@@ -397,6 +400,7 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
             inner_state=None,
             record=_leafwise.owners_in(rule.record, local.record, numbers),
             anchor=None if local.anchor is None else numbers,
+            codec_state=_leafwise.owners_in(rule.codec, local.codec_state, numbers),
         ),
         center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
         center_state=OnHost(of_center) if on_host else of_center,

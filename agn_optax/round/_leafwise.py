@@ -27,12 +27,13 @@ LEAST = 16 << 20  # bytes that a group changes; the allocator keeps less for the
 _MOST_GROUPS = 64  # every one is a loop to compile
 
 
-def owners_in(
-    optimizer: optax.GradientTransformation, state: PyTree, numbers: PyTree
-) -> PyTree:
-    """To which leaf each array in an optimizer's state belongs, see `Parts.cut`."""
+def owners_in(initializes: Any, state: PyTree, numbers: PyTree) -> PyTree:
+    """To which leaf each array in the state of an optimizer or codec belongs.
+
+    As `Parts.cut` takes it.
+    """
     return optax.tree.map_params(
-        optimizer,
+        initializes,
         lambda _, number: number,
         state,
         numbers,

@@ -10,6 +10,7 @@ from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.round._forms import exchange_every
 from agn_optax.round._placement import Placement
+from agn_optax.rules import codecs
 
 # TensorFlow's ElasticAverageOptimizer: moving_rate = BETA / communication_period /
 # num_worker.
@@ -25,6 +26,7 @@ def agn(
     record_dtype: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization (TensorFlow's AGNOptimizer).
 
@@ -44,6 +46,7 @@ def agn(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -63,7 +66,9 @@ def agn(
       Normalization*, 2017.
     """
     inner = check.optimizer(inner, "inner")
-    rule = rules.agn(inner if center is None else center, record_dtype=record_dtype)
+    rule = rules.agn(
+        inner if center is None else center, record_dtype=record_dtype, codec=codec
+    )
     return exchange_every(
         inner,
         rule,
@@ -81,6 +86,7 @@ def agn_window(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization in the paper's form, without a record.
 
@@ -95,6 +101,7 @@ def agn_window(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -110,7 +117,7 @@ def agn_window(
       Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
       Normalization*, 2017.
     """
-    rule = rules.agn_window()
+    rule = rules.agn_window(codec=codec)
     return exchange_every(
         inner,
         rule,
@@ -128,6 +135,7 @@ def downpour(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR: every worker's displacement is added to the center whole.
 
@@ -142,6 +150,7 @@ def downpour(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -156,7 +165,7 @@ def downpour(
     References:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
-    rule = rules.downpour()
+    rule = rules.downpour(codec=codec)
     return exchange_every(
         inner,
         rule,
@@ -174,6 +183,7 @@ def dynsgd(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
@@ -192,6 +202,7 @@ def dynsgd(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -207,7 +218,7 @@ def dynsgd(
       Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
       Parameter Servers*, 2017.
     """
-    rule = rules.dynsgd()
+    rule = rules.dynsgd(codec=codec)
     return exchange_every(
         inner,
         rule,
@@ -225,6 +236,7 @@ def average(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Model averaging, or local SGD (TensorFlow's ModelAverageOptimizer).
 
@@ -238,6 +250,7 @@ def average(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -255,7 +268,7 @@ def average(
     References:
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
-    rule = rules.average()
+    rule = rules.average(codec=codec)
     return exchange_every(
         inner,
         rule,
@@ -274,6 +287,7 @@ def diloco(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: the workers' mean displacement goes through an outer (center) optimizer.
 
@@ -292,6 +306,7 @@ def diloco(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -307,7 +322,7 @@ def diloco(
       Arthur Douillard et al., *DiLoCo: Distributed Low-Communication Training of
       Language Models*, 2023.
     """
-    rule = rules.diloco(center)
+    rule = rules.diloco(center, codec=codec)
     return exchange_every(
         inner,
         rule,
@@ -328,6 +343,7 @@ def easgd(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    codec: codecs.Codec | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, the counterpart of TensorFlow's ElasticAverageOptimizer.
 
@@ -351,6 +367,7 @@ def easgd(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       An optax optimizer with `ExchangeState`.
@@ -390,7 +407,7 @@ def easgd(
             / check.positive_int(period, "period")
             / (1 if num_workers is None else num_workers)
         )
-    rule = rules.easgd(moving_rate, rho=rho)
+    rule = rules.easgd(moving_rate, rho=rho, codec=codec)
     return exchange_every(
         inner,
         rule,

@@ -5,11 +5,12 @@ round (`_exchange`) asks the layout for what it needs and knows of no case:
 
     part        what this tower keeps of a tree that its worker's towers all have alike
     piece       the part of a part that is this worker's; what is kept of the center
-    combine     the messages of all workers as one, each tower its piece
+    combine     the messages of all workers as one, each tower its piece; also of what
+                workers have sent encoded
     unite       the part back from the workers' pieces
     whole       the tree back from the towers' parts
 
-Without shards all of them are the identity, but for `combine`.
+Without shards all of them are the identity, but for those that combine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives
 
 PyTree = Any
@@ -176,6 +177,51 @@ class Layout:
             return m / count if how == "mean" else m
 
         return jax.tree.map(combine, message, like)
+
+    def combine_encoded(
+        self,
+        encoded: PyTree,
+        message: Callable[[PyTree], PyTree],
+        how: str,
+        like: PyTree,
+    ) -> PyTree:
+        """As `combine`, of what cannot be summed before it is decoded.
+
+        Every tower gets what each worker has sent of the piece that it keeps, and adds
+        up the messages in float32 or wider: all in the same order, so that towers that
+        keep the same get the same.
+
+        Args:
+          encoded: what this tower's worker sends: for each leaf of the part, a tree of
+            arrays; these have the leaf's shape where the center is in shards.
+          message: ``encoded -> message``, of a piece.
+          how: ``"sum"`` or ``"mean"``.
+          like: a tree with the shapes of the whole.
+        """
+        rest = tuple(name for name in self.workers if name not in self.across)
+        collect = functools.partial(_Cut.collect, self._cut(), rest=rest)
+        sent = jax.tree.map(
+            lambda whole, part: jax.tree.map(lambda x: collect(x, whole), part),
+            like,
+            encoded,
+        )
+        count = _collectives.size(self.workers)
+
+        def of(worker: Any) -> PyTree:
+            return message(jax.tree.map(lambda x: x[worker], sent))
+
+        def wide(m: jax.Array) -> jax.Array:
+            return m.astype(trees.wider(m.dtype, jnp.float32))
+
+        total = jax.tree.map(wide, of(0))
+        if count > 1:
+            total = jax.lax.fori_loop(
+                1,
+                count,
+                lambda i, total: jax.tree.map(lambda t, m: t + wide(m), total, of(i)),
+                total,
+            )
+        return jax.tree.map(lambda t: t / count, total) if how == "mean" else total
 
     def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
         """The part of the center that this worker's tower keeps, from all workers."""
@@ -329,6 +375,19 @@ class _Cut:
             flat = _padded(part, length * _collectives.size(self.across))
             part = _line(_collectives.scatter(flat, self.across), len(like.shape))
         return _collectives.psum(part, rest)
+
+    def collect(self, part: jax.Array, like: Any, rest: _collectives.Axes) -> jax.Array:
+        """This tower's piece of every worker's part, stacked: [workers, ...]."""
+        length = self._piece_length(like)
+        if length is None:
+            return _collectives.stack(part, (*self.across, *rest))
+        pieces = part[None]
+        if _collectives.size(self.across) > 1:
+            count = _collectives.size(self.across)
+            flat = _padded(part, length * count).reshape(count, length)
+            pieces = _collectives.all_to_all(flat, self.across)
+            pieces = pieces.reshape(count, *(1,) * (len(like.shape) - 1), length)
+        return _collectives.gather(pieces, rest)
 
     def unite(self, piece: jax.Array, like: Any) -> jax.Array:
         length = self._piece_length(like)

@@ -1,12 +1,13 @@
 """What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
-`_combinators` are the pieces, and `_rule` the records made of them. `_fingerprint`
-tells two of them apart.
+`_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
+which form contributions travel. `_fingerprint` tells two rules apart.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
 `agn_optax`. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.rules import codecs as codecs
 from agn_optax.rules._combinators import AccumulateState as AccumulateState
 from agn_optax.rules._combinators import accumulate as accumulate
 from agn_optax.rules._combinators import elastic_pull as elastic_pull

@@ -22,7 +22,7 @@ PyTree = Any
 # By part of the rule: a setting, or what the part makes of the probe.
 Fingerprint = Mapping[str, Any]
 
-SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor")
+SETTINGS = ("name", "combine", "adopts", "needs_params", "needs_anchor", "codec")
 
 
 @functools.lru_cache(maxsize=32)
@@ -33,7 +33,7 @@ def fingerprint(rule: Rule) -> Fingerprint:
     for a model's own tree, has no numbers, and is not compared.
     """
     prints: dict[str, Any] = {name: str(getattr(rule, name)) for name in SETTINGS}
-    for part in (_contribution, _message, _adopt, _penalty, _center):
+    for part in (_contribution, _encoding, _message, _adopt, _penalty, _center):
         try:
             values = jax.jit(functools.partial(part, rule))()
             numbers = [
@@ -87,6 +87,15 @@ def _contribution(rule: Rule) -> PyTree:
         anchor if rule.needs_anchor else None,
         jnp.asarray(2, jnp.int32),
     )
+
+
+def _encoding(rule: Rule) -> PyTree:
+    state = rule.codec.init(_probe(2.0))
+    sent = []
+    for seed in (1.0, 2.0):
+        encoded, state = rule.codec.encode(_probe(seed), state)
+        sent.append((encoded, rule.codec.decode(encoded, _probe(2.0))))
+    return sent
 
 
 def _message(rule: Rule) -> PyTree:

@@ -22,6 +22,7 @@ from agn_optax.rules._combinators import (
     normalize,
     scale_by_staleness,
 )
+from agn_optax.rules.codecs import Codec, check_codec, identity
 
 PyTree = Any
 
@@ -38,7 +39,8 @@ class Rule:
             & c' = c + \text{center}(m);
             \qquad x \leftarrow \text{adopt}(x, c \text{ or } c')
 
-    Messages follow the gradient convention: the center optimizer descends along them. A
+    where :math:`\hat k` is :math:`k` encoded and decoded by the codec. Messages follow
+    the gradient convention: the center optimizer descends along them. A
     new method is a new ``Rule``; every placement (in an optimizer state, on a mesh, in
     a center outside the program) then runs it.
 
@@ -69,6 +71,7 @@ class Rule:
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor; if not, it
         gets None, and no copy of the anchor is kept.
+      codec: how contributions travel, one of `agn_optax.codecs`.
 
     All functions are traced, so they must be pure.
 
@@ -107,6 +110,7 @@ class Rule:
     adopts: Literal["before", "after"] = "after"
     needs_params: bool = True
     needs_anchor: bool = True
+    codec: Codec = dataclasses.field(default_factory=identity)
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -118,6 +122,7 @@ class Rule:
                     f"{field} of rule {self.name!r} must be one of {choices}, "
                     f"got {getattr(self, field)!r}"
                 )
+        check_codec(self.codec, f"codec of rule {self.name!r}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
         for field in ("center", "record", "penalty"):
@@ -205,7 +210,12 @@ def _per_step(tree: PyTree, steps: jax.Array) -> PyTree:
     return transformation.update(tree, transformation.init(tree), steps=steps)[0]
 
 
-def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Rule:
+def agn(
+    center: optax.GradientTransformation,
+    *,
+    record_dtype: Any = None,
+    codec: Codec | None = None,
+) -> Rule:
     r"""Accumulated gradient normalization as TensorFlow's AGNOptimizer does it.
 
     .. math::
@@ -216,6 +226,7 @@ def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Ru
       center: the center optimizer; it sees the mean gradient of the window, so its
         learning rate means what it means for a single step.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule, with messages of the size of the parameters.
@@ -240,16 +251,20 @@ def agn(center: optax.GradientTransformation, *, record_dtype: Any = None) -> Ru
         contribution=lambda record, params, anchor, steps: _per_step(record.sum, steps),
         needs_params=False,
         needs_anchor=False,
+        codec=codec or identity(),
     )
 
 
-def agn_window() -> Rule:
+def agn_window(*, codec: Codec | None = None) -> Rule:
     r"""Accumulated gradient normalization in the paper's form: the mean local update.
 
     .. math:: m = (a - x) / \lambda; \qquad c' = c - m; \qquad x \leftarrow c'
 
     It normalizes what the inner optimizer did with the gradients rather than the
     gradients, so it needs no record. dist-keras calls it ADAG.
+
+    Args:
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule.
@@ -267,13 +282,17 @@ def agn_window() -> Rule:
         name="agn_window",
         center=optax.sgd(1.0),
         contribution=_MeanDisplacement(),
+        codec=codec or identity(),
     )
 
 
-def downpour() -> Rule:
+def downpour(*, codec: Codec | None = None) -> Rule:
     r"""DOWNPOUR: the center takes every worker's displacement whole.
 
     .. math:: m = a - x; \qquad c' = c - m; \qquad x \leftarrow c'
+
+    Args:
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule.
@@ -286,16 +305,24 @@ def downpour() -> Rule:
     References:
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
-    return Rule(name="downpour", center=optax.sgd(1.0), contribution=_Displacement())
+    return Rule(
+        name="downpour",
+        center=optax.sgd(1.0),
+        contribution=_Displacement(),
+        codec=codec or identity(),
+    )
 
 
-def dynsgd() -> Rule:
+def dynsgd(*, codec: Codec | None = None) -> Rule:
     r"""DynSGD: DOWNPOUR that trusts late messages less.
 
     .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
 
     where :math:`\tau` is the staleness, counted where the center is. On a mesh every
     message is fresh, and dynsgd is downpour.
+
+    Args:
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule.
@@ -310,13 +337,13 @@ def dynsgd() -> Rule:
       Parameter Servers*, 2017.
     """
     return dataclasses.replace(
-        downpour(),
+        downpour(codec=codec),
         name="dynsgd",
         center=optax.chain(scale_by_staleness(), optax.sgd(1.0)),
     )
 
 
-def average() -> Rule:
+def average(*, codec: Codec | None = None) -> Rule:
     r"""Model averaging (local SGD): the center becomes the mean of the workers.
 
     .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c - m = \tfrac1n \sum_i x_i;
@@ -324,6 +351,9 @@ def average() -> Rule:
 
     The mean is over the workers of one mesh; a center outside the program takes
     messages one by one, and each is then a mean of one.
+
+    Args:
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule.
@@ -336,10 +366,12 @@ def average() -> Rule:
     References:
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
-    return dataclasses.replace(downpour(), name="average", combine="mean")
+    return dataclasses.replace(downpour(codec=codec), name="average", combine="mean")
 
 
-def diloco(center: optax.GradientTransformation | None = None) -> Rule:
+def diloco(
+    center: optax.GradientTransformation | None = None, *, codec: Codec | None = None
+) -> Rule:
     r"""DiLoCo: model averaging whose mean displacement goes through an outer optimizer.
 
     .. math:: m = \tfrac1n \sum_i (a - x_i); \qquad c' = c + \text{center}(m); \qquad
@@ -348,6 +380,7 @@ def diloco(center: optax.GradientTransformation | None = None) -> Rule:
     Args:
       center: the outer optimizer; None is the paper's
         ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. Use AdamW as the inner one.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule. The mean is over the workers of one mesh; a center outside the program
@@ -367,10 +400,10 @@ def diloco(center: optax.GradientTransformation | None = None) -> Rule:
     """
     if center is None:
         center = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return dataclasses.replace(average(), name="diloco", center=center)
+    return dataclasses.replace(average(codec=codec), name="diloco", center=center)
 
 
-def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
+def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Rule:
     r"""Elastic averaging: worker and center pull at each other and neither gives in.
 
     .. math::
@@ -385,6 +418,7 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
       rho: :math:`\rho \ge 0`, the elastic penalty towards the anchor in the local
         gradients. TensorFlow's default is ``moving_rate / learning_rate``; 0 is advised
         when asynchronous.
+      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
 
     Returns:
       The rule.
@@ -427,4 +461,5 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0) -> Rule:
         adopt=adopt,
         adopts="before",
         needs_anchor=penalty is not None,
+        codec=codec or identity(),
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
-from agn_optax.rules import Rule, check_rule
+from agn_optax.rules import Rule, check_rule, codecs
 from agn_optax.service import _address, _tls
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
@@ -96,6 +96,7 @@ def connect(
       >>> center.close(); server.stop()
     """
     check_rule(rule)
+    codecs.check_identity(rule.codec, "the center service")
     if isinstance(address, str):
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):

@@ -34,6 +34,7 @@ class Message:
     contribution: PyTree
     anchor_version: Any
     steps: int
+    codec_state: PyTree = None  # once it is sent; where local steps go on, they have it
     answer: Snapshot | None = None
     left: Left | None = None  # None unless local steps go on meanwhile
     flight: Future[Snapshot] | None = None  # its way on a thread of its own

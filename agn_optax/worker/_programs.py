@@ -43,7 +43,7 @@ class Programs(NamedTuple):
     recovers: bool  # whether a contribution tells the parameters that it was made of
     holds_anchor: bool  # whether contributions read the anchor, and the state has none
     start: Callable[..., tuple[PyTree, LocalState]]
-    contribute: Callable[..., PyTree]
+    contribute: Callable[..., tuple[PyTree, PyTree]]
     adopt: Callable[..., tuple[PyTree, LocalState]]
     depart: Callable[..., tuple[PyTree, Left, LocalState]]
     stay: Callable[..., tuple[Left, LocalState]]
@@ -91,11 +91,12 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
     def depart(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Left, LocalState]:
-        contribution = rounds.contribute(rule, state, params, anchor)
+        contribution, codec_state = rounds.contribute(rule, state, params, anchor)
         kept = None if recovers else params
         contribution, kept = rounds.overwrite(spare, (contribution, kept))
         left = Left(kept, state.local_steps)
-        return contribution, left, rounds.empty_record(rule, state, params, params)
+        state = rounds.empty_record(rule, state, params, params)
+        return contribution, left, state._replace(codec_state=codec_state)
 
     def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
         left = Left(None if recovers else trees.copy(params), state.local_steps)

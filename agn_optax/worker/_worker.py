@@ -371,8 +371,8 @@ class Worker:
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state, length)
         if message is None:
-            contribution = self._programs.contribute(state, params, anchor.params)
-            message = self._message = self._new_message(contribution)
+            sent = self._programs.contribute(state, params, anchor.params)
+            message = self._message = self._new_message(*sent)
         if message.answer is None:
             try:
                 message.answer = message.send(session)
@@ -381,6 +381,7 @@ class Worker:
                     raise
                 # It may be made of the loop's arrays, which now go on.
                 message.contribution = trees.copy(message.contribution)
+                state = state._replace(codec_state=message.codec_state)
                 left, state = self._programs.stay(params, state)
                 self._take_off(message, left, length)
                 return params, state
@@ -388,14 +389,21 @@ class Worker:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
         answer = self._place(message.answer, params)
+        state = state._replace(codec_state=message.codec_state)
         params, state = self._programs.adopt(params, state, answer.params)
         self._landed(answer)
         self._begin_round(answer, length)
         return params, state
 
-    def _new_message(self, contribution: PyTree) -> Message:
+    def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
         anchor, _ = self._require_start()
-        return Message(self._sent + 1, contribution, anchor.version, self._local_steps)
+        return Message(
+            self._sent + 1,
+            contribution,
+            anchor.version,
+            self._local_steps,
+            codec_state,
+        )
 
     @property
     def _in_flight(self) -> bool:
@@ -408,7 +416,7 @@ class Worker:
         anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
         if spare is None:
-            contribution = self._programs.contribute(state, params, anchor.params)
+            contribution, _ = self._programs.contribute(state, params, anchor.params)
             kept = None if self._programs.recovers else params
             spare = trees.copy((contribution, kept))
         contribution, left, state = self._programs.depart(

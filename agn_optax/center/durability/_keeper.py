@@ -407,7 +407,7 @@ def _repeat(record: Record, store: Store) -> None:
     weights = record.about["weights"]
     if not weights:
         return
-    leaves, treedef = jax.tree.flatten(store.like)
+    leaves, treedef = jax.tree.flatten(store.contribution_like)
     each = len(leaves)
     contributions = [
         jax.tree.unflatten(treedef, record.arrays[i * each : (i + 1) * each])

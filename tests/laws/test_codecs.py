@@ -1,0 +1,501 @@
+"""Laws 11 to 13: codecs that lose nothing, and those that keep what they lose.
+
+Gradients are multiples of a power of two, and so is all that is made of them: sums are
+exact, whatever the program, and numbers can be compared bit for bit.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sessions import exchange
+from support import assert_identical, tree
+
+import agn_optax
+from agn_optax import codecs, errors, rules, service
+from agn_optax.center import Journal, Synchronous
+
+PERIOD = 2
+WORKERS = 2
+INNER = optax.sgd(0.25)
+
+RULES = {
+    "agn": functools.partial(rules.agn, optax.sgd(0.5)),
+    "agn_window": rules.agn_window,
+    "diloco": functools.partial(rules.diloco, optax.sgd(0.5, momentum=0.5)),
+    "easgd": functools.partial(rules.easgd, 0.5, rho=0.5),
+}
+
+
+def as_bytes():
+    """Loses nothing, and sends arrays of other shapes and of another dtype."""
+
+    def encode(leaf):
+        data = jax.lax.bitcast_convert_type(leaf, jnp.uint8)  # [..., itemsize]
+        half = data.shape[-1] // 2
+        return {"low": data[..., :half], "high": data[..., half:].reshape(-1, half)}
+
+    def decode(leaf, sent):
+        high = sent["high"].reshape(sent["low"].shape)
+        data = jnp.concatenate([sent["low"], high], axis=-1)
+        return jax.lax.bitcast_convert_type(data, leaf.dtype)
+
+    return codecs.Codec(
+        lambda params: optax.EmptyState(),
+        lambda contribution, state: (jax.tree.map(encode, contribution), state),
+        lambda encoded, like: jax.tree.map(decode, like, encoded),
+        name="bytes",
+    )
+
+
+def dyadic(like, *shape, seed=1):
+    """Multiples of 1/128, as leaves of ``like`` with dimensions before theirs."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: (rng.integers(-300, 301, (*shape, *x.shape)) / 128).astype(x.dtype),
+        like,
+    )
+
+
+PARAMS = jax.tree.map(jnp.asarray, dyadic(tree(), seed=0))
+GRADS = dyadic(tree(), 3 * PERIOD, WORKERS)  # [steps, workers, ...]
+
+
+def step(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def train(tx):
+    """A drop-in's loop, for any way of having workers."""
+
+    def one(params, grads):
+        def body(carry, grads):
+            return step(tx, *carry, grads), ()
+
+        (params, state), _ = jax.lax.scan(body, (params, tx.init(params)), grads)
+        return params, state.local.codec_state, agn_optax.center_params(state)
+
+    return one
+
+
+# Every placement returns parameters, the codec's state and the center: of one worker,
+# or of several, on the first dimension.
+
+
+def drop_in(rule, params, grads):
+    tx = agn_optax.exchange_every(INNER, rule, PERIOD)
+    return jax.jit(train(tx))(params, of_worker(grads, 0))
+
+
+def split(rule, params, grads):
+    tx = agn_optax.phases(INNER, rule)
+    local = jax.jit(functools.partial(step, tx))
+    exchange = jax.jit(tx.exchange)
+    state = tx.init(params)
+    for i, each in enumerate(steps(of_worker(grads, 0))):
+        params, state = local(params, state, each)
+        if (i + 1) % PERIOD == 0:
+            params, state = exchange(params, state)
+    return params, state.local.codec_state, state.center
+
+
+def scanned(rule, params, grads):
+    tx = agn_optax.phases(INNER, rule)
+    one_round = jax.jit(
+        agn_optax.scan_round(
+            lambda params, state, grads: (*step(tx, params, state, grads), ()),
+            tx.exchange,
+        )
+    )
+    state = tx.init(params)
+    every = list(steps(of_worker(grads, 0)))
+    for i in range(0, len(every), PERIOD):
+        batches = jax.tree.map(lambda *g: np.stack(g), *every[i : i + PERIOD])
+        params, state, _ = one_round(params, state, batches)
+    return params, state.local.codec_state, state.center
+
+
+def train_worker(worker, loop, grads):
+    local = jax.jit(functools.partial(step, worker.tx))
+    for each in steps(grads):
+        loop = worker.exchange(*local(*loop, each))
+    return loop
+
+
+def embedded(rule, params, grads, **settings):
+    center = agn_optax.LocalCenter(rule, params)
+    worker = agn_optax.Worker(center, INNER, period=PERIOD, **settings)
+    loop = train_worker(worker, worker.start(), of_worker(grads, 0))
+    params, state = worker.flush(*loop)
+    return params, state.codec_state, center.pull().params
+
+
+# The answer is there after one local step, or is waited for: at any speed the same.
+overlapping = functools.partial(embedded, overlap=True, patience=1)
+
+
+def over_vmap(rule, params, grads):
+    tx = agn_optax.exchange_every(INNER, rule, PERIOD, axis_name="workers")
+    run = jax.vmap(train(tx), in_axes=(None, 1), axis_name="workers")
+    return jax.jit(run)(params, grads)
+
+
+def over_shard_map(rule, params, grads, placement=None):
+    tx = agn_optax.exchange_every(
+        INNER, rule, PERIOD, axis_name="workers", placement=placement
+    )
+    P = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh(
+        (WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+
+    def one(params, grads):
+        first = jax.tree.map(lambda x: x[0], params)
+        return jax.tree.map(lambda x: x[None], train(tx)(first, of_worker(grads, 0)))
+
+    run = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P("workers"), P(None, "workers")),
+        out_specs=P("workers"),
+        check_vma=placement is None,
+    )
+    params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
+    return jax.jit(run)(params, grads)
+
+
+def synchronous(rule, params, grads):
+    center = agn_optax.LocalCenter(rule, params, mode=Synchronous(), barrier=WORKERS)
+    workers = [
+        agn_optax.Worker(center, INNER, period=PERIOD, name=f"worker-{i}")
+        for i in range(WORKERS)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as threads:
+        ends = threads.map(
+            lambda i: train_worker(workers[i], workers[i].start(), of_worker(grads, i)),
+            range(WORKERS),
+        )
+        ends = [
+            (params, state.codec_state, center.pull().params) for params, state in ends
+        ]
+    return jax.tree.map(lambda *x: np.stack(x), *ends)
+
+
+ONE = [drop_in, split, scanned, embedded, overlapping]
+MANY = [over_vmap, over_shard_map, synchronous]
+placements = pytest.mark.parametrize("place", [*ONE, *MANY], ids=lambda p: name_of(p))
+
+
+def name_of(place):
+    return getattr(place, "__name__", "overlapping")
+
+
+def of_worker(grads, worker):
+    return jax.tree.map(lambda g: g[:, worker], grads)
+
+
+def steps(grads):
+    for i in range(jax.tree.leaves(grads)[0].shape[0]):
+        yield jax.tree.map(lambda g: g[i], grads)  # noqa: B023
+
+
+@pytest.mark.parametrize("rule", RULES)
+@placements
+def test_11_a_codec_that_loses_nothing_changes_nothing(place, rule):
+    params, _, center = place(RULES[rule](), PARAMS, GRADS)
+    coded = place(RULES[rule](codec=as_bytes()), PARAMS, GRADS)
+    assert_identical((coded[0], coded[2]), (params, center))
+
+
+def observed(codec):
+    """Keeps in its state, too: the last message, and all that went in and out."""
+
+    def init(params):
+        zeros, own = jax.tree.map(jnp.zeros_like, params), codec.init(params)
+        return {
+            "own": own,
+            "message": codec.encode(zeros, own)[0],
+            "contributed": zeros,
+            "sent": zeros,
+        }
+
+    def encode(contribution, state):
+        message, own = codec.encode(contribution, state["own"])
+        sent = codec.decode(message, contribution)
+        return message, {
+            "own": own,
+            "message": message,
+            "contributed": jax.tree.map(jnp.add, state["contributed"], contribution),
+            "sent": jax.tree.map(jnp.add, state["sent"], sent),
+        }
+
+    return dataclasses.replace(
+        codec, init=init, encode=encode, name=f"observed({codec})"
+    )
+
+
+CODECS = {
+    "cast": functools.partial(codecs.cast, "bfloat16"),
+    "quantize": functools.partial(codecs.quantize, 8, block=4),
+    "error_feedback": lambda: codecs.error_feedback(codecs.quantize(4, block=5)),
+    "of a cast": lambda: codecs.error_feedback(codecs.cast("bfloat16")),
+}
+
+
+@pytest.mark.parametrize(
+    ("codec", "rule"),
+    [
+        ("cast", functools.partial(rules.easgd, 0.5)),
+        ("quantize", functools.partial(rules.agn, optax.sgd(0.5))),
+        ("error_feedback", rules.downpour),
+        ("of a cast", functools.partial(rules.agn, optax.sgd(0.5))),
+    ],
+)
+def test_12_an_encoded_message_is_the_same_in_every_placement(codec, rule):
+    rule = rule(codec=observed(CODECS[codec]()))
+    for group in ([drop_in, split, scanned, embedded], MANY):
+        first, *others = [place(rule, PARAMS, GRADS) for place in group]
+        for other in others:
+            assert_identical(jax.tree.map(jnp.asarray, other), first)
+
+
+def double(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@placements
+def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
+    """And that is all progress, each of it once, also where exchanges overlap."""
+    rule = rules.downpour(codec=observed(CODECS["error_feedback"]()))
+    _, state, center = double(place(rule, PARAMS, GRADS))
+    residual, sent = state["own"].residual, state["sent"]
+    assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
+    assert any(np.any(e) for e in jax.tree.leaves(residual))
+    many = place in MANY
+    progress = jax.tree.map(
+        lambda g: -0.25 * np.sum(g if many else g[:, :1], axis=(0, 1), dtype=float),
+        GRADS,
+    )
+    if many:
+        residual = jax.tree.map(lambda e: e.sum(axis=0), residual)
+        center = jax.tree.map(lambda c: c[0], center)
+    assert_identical(
+        jax.tree.map(np.subtract, center, residual),
+        jax.tree.map(np.add, double(PARAMS), progress),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "codec",
+    [codecs.cast("bfloat16"), *(codecs.quantize(bits, block=5) for bits in (2, 4, 8))],
+    ids=str,
+)
+def test_13_of_numbers_of_any_size(codec, dtype):
+    rng = np.random.default_rng(0)
+    like = {"w": jnp.zeros((4, 7), dtype), "none": None, "s": jnp.zeros((), dtype)}
+    like["empty"] = jnp.zeros((0, 3), dtype)
+    codec = codecs.error_feedback(codec)
+    state = codec.init(like)
+    encode = jax.jit(codec.encode)
+    for _ in range(5):
+        contribution = jax.tree.map(
+            lambda x: jnp.asarray(
+                rng.normal(size=x.shape) * 10.0 ** rng.integers(-4, 4, x.shape),
+                x.dtype,
+            ),
+            like,
+        )
+        owed = jax.tree.map(
+            lambda e, k: e + k.astype(e.dtype), state.residual, contribution
+        )
+        encoded, state = encode(contribution, state)
+        sent = codec.decode(encoded, owed)
+        assert_identical(
+            jax.tree.map(np.add, double(sent), double(state.residual)), double(owed)
+        )
+
+
+@pytest.mark.parametrize("place", [drop_in, split, embedded])
+@pytest.mark.parametrize("codec", CODECS)
+def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
+    like = {**tree("bfloat16"), "none": None}
+    rule = rules.diloco(optax.sgd(0.5), codec=CODECS[codec]())
+    params, _, center = place(rule, like, dyadic(like, 2 * PERIOD, 1))
+    kind = jax.tree.map(lambda x: (jnp.shape(x), x.dtype), like)
+    for tree_ in (params, center):
+        assert jax.tree.map(lambda x: (jnp.shape(x), x.dtype), tree_) == kind
+
+
+@pytest.mark.parametrize("stop", [2, 3])  # at the end of a round, and within one
+@pytest.mark.parametrize("overlap", [False, True])
+def test_9_a_residual_survives_a_restart(stop, overlap):
+    rule = rules.agn(optax.sgd(0.5), codec=CODECS["error_feedback"]())
+    grads = of_worker(GRADS, 0)
+    settings = {"period": PERIOD, "overlap": overlap, "patience": 1}
+
+    def begin(center):
+        return agn_optax.Worker(center, INNER, **settings)
+
+    center = agn_optax.LocalCenter(rule, PARAMS)
+    worker = begin(center)
+    expected = train_worker(worker, worker.start(), grads)
+    expected = worker.flush(*expected), center.save()
+
+    center = agn_optax.LocalCenter(rule, PARAMS)
+    worker = begin(center)
+    first = jax.tree.map(lambda g: g[:stop], grads)
+    saved = worker.save(*train_worker(worker, worker.start(), first))
+    assert any(np.any(e) for e in jax.tree.leaves(saved.state.codec_state.residual))
+    center = agn_optax.LocalCenter.restore(rule, center.save())
+    worker = begin(center)
+    rest = jax.tree.map(lambda g: g[stop:], grads)
+    loop = train_worker(worker, worker.restore(saved), rest)
+    assert_identical((worker.flush(*loop), center.save()), expected)
+
+
+def test_a_journal_repeats_what_was_sent(tmp_path):
+    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    center = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path))
+    worker = agn_optax.Worker(center, INNER, period=PERIOD)
+    train_worker(worker, worker.start(), of_worker(GRADS, 0))
+    expected = center.pull()
+    center.close()
+    again = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path))
+    assert_identical(again.pull(), expected)
+    again.close()
+
+
+class Unreachable(agn_optax.LocalCenter):
+    """A center that answers every other time."""
+
+    def join(self, *args, **kwargs):
+        self.heard = []
+        return Refusing(super().join(*args, **kwargs), self.heard)
+
+
+class Refusing:
+    """A session that writes down what is sent, and loses half of it."""
+
+    def __init__(self, session, heard):
+        self.worker, self.leave = session.worker, session.leave
+        self._session, self._heard = session, heard
+
+    def exchange(self, sequence, contribution, **about):
+        self._heard.append(jax.tree.map(np.array, contribution))
+        if len(self._heard) % 2:
+            raise errors.CenterUnreachableError("nobody answers")
+        return self._session.exchange(sequence, contribution, **about)
+
+
+def test_a_message_that_is_repeated_is_encoded_once():
+    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    center = Unreachable(rule, PARAMS)
+    worker = agn_optax.Worker(center, INNER, period=PERIOD, patience=0)
+    local = jax.jit(functools.partial(step, worker.tx))
+    loop = worker.start()
+    for each in steps(of_worker(GRADS, 0)):
+        loop = local(*loop, each)
+        try:
+            loop = worker.exchange(*loop)
+        except errors.CenterUnreachableError:
+            loop = worker.flush(*loop)
+    assert len(center.heard) == 6
+    for first, again in zip(center.heard[::2], center.heard[1::2], strict=True):
+        assert_identical(again, first)
+    _, state, expected = embedded(rule, PARAMS, GRADS)
+    assert_identical((loop[1].codec_state, center.pull().params), (state, expected))
+
+
+def test_a_refused_message_leaves_the_residual_as_it_was():
+    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    center = agn_optax.LocalCenter(rule, PARAMS, refuse_nonfinite=True)
+    worker = agn_optax.Worker(center, INNER, period=PERIOD)
+    loop = train_worker(worker, worker.start(), of_worker(GRADS, 0))
+    before = jax.tree.map(np.array, loop[1].codec_state)
+    bad = jax.tree.map(lambda g: g * np.float32("nan"), of_worker(GRADS, 0))
+    with pytest.raises(errors.MessageRefusedError, match="not finite"):
+        train_worker(worker, loop, bad)
+    assert_identical(jax.tree.map(np.asarray, loop[1].codec_state), before)
+
+
+@pytest.mark.parametrize("rule", ["agn_window", "easgd"])
+def test_a_cast_travels_in_shards_of_a_mesh(rule):
+    rule = RULES[rule](codec=codecs.cast("bfloat16"))
+    shards = agn_optax.Placement(shard_axis="workers")
+    assert_identical(
+        over_shard_map(rule, PARAMS, GRADS, shards),
+        over_shard_map(rule, PARAMS, GRADS),
+    )
+
+
+def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
+    rule = rules.downpour(codec=codecs.quantize())
+    shards = agn_optax.Placement(shard_axis="workers")
+    with pytest.raises(errors.InvalidArgumentError, match="more than one element"):
+        over_shard_map(rule, PARAMS, GRADS, shards)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_packed_center_gives_the_same_numbers(codec):
+    rule = rules.agn(optax.adam(0.5), codec=CODECS[codec]())
+    params = {"b": jnp.ones(4), "w": jnp.ones((3, 2))}  # no scalars, which are not
+    plain = agn_optax.LocalCenter(rule, params)
+    packed = agn_optax.LocalCenter(rule, params, packs=True)
+    assert packed.core.store.is_packed == ("cast" in codec)
+    for center in (plain, packed):
+        worker = agn_optax.Worker(center, INNER, period=PERIOD, name="worker")
+        train_worker(worker, worker.start(), dyadic(params, 2 * PERIOD))
+    assert_identical(packed.save(), plain.save())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rules.agn(optax.sgd(1.0), codec="int8"), "codec of rule 'agn' must"),
+        (lambda: rules.downpour(codec=codecs.quantize), "call it first"),
+        (lambda: codecs.error_feedback(8), "codec must be one of agn_optax.codecs"),
+        (lambda: codecs.quantize(3), "bits must be 8, 4 or 2, got 3"),
+        (lambda: codecs.quantize(block=0), "block must be a positive int, got 0"),
+        (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
+        (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
+        (
+            lambda: service.serve(rules.downpour(codec=codecs.quantize()), PARAMS),
+            "the center service takes contributions as they are",
+        ),
+        (
+            lambda: service.connect("x:1", rules.downpour(codec=codecs.quantize())),
+            "the center service takes contributions as they are",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        call()
+
+
+def test_a_contribution_of_another_codec_is_refused():
+    center = agn_optax.LocalCenter(rules.downpour(codec=codecs.quantize()), jnp.ones(3))
+    right = {"codes": jnp.zeros(3, jnp.uint8), "scales": jnp.ones(1)}
+    for wrong, where in (
+        (jnp.ones(3), "different trees"),
+        ({**right, "codes": jnp.zeros(4, jnp.uint8)}, r"contribution\['codes'\]"),
+        ({**right, "codes": jnp.zeros(3, jnp.int32)}, "uint8 is expected"),
+    ):
+        with pytest.raises(errors.TreeMismatchError, match=where):
+            exchange(center, wrong, anchor_version=0, worker="w")
+    assert exchange(center, right, anchor_version=0, worker="w").version == 1
+
+
+def test_rules_of_other_codecs_are_other_rules():
+    print_ = rules.fingerprint(rules.downpour(codec=codecs.quantize()))
+    said = rules.difference(print_, rules.downpour())
+    assert said == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"
+    named = dataclasses.replace(codecs.quantize(4), name=codecs.quantize().name)
+    assert "encoding" in rules.difference(print_, rules.downpour(codec=named))
