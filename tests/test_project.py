@@ -25,7 +25,7 @@ LAYERS = {
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
-    "service": {"_internal", "rules", "center", "worker"},
+    "service": {"_internal", "rules", "round", "center", "worker"},
     "launch": {"_internal"},
     "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
 }

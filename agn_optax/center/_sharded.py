@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
-from agn_optax.rules import codecs
 
 PyTree = Any
 T = TypeVar("T")
@@ -48,7 +48,6 @@ class ShardedCenter:
                 f"{[c.rule.name for c in centers]}"
             )
         self.rule = centers[0].rule
-        codecs.check_identity(self.rule.codec, "a center in shards")
         self.centers = tuple(centers)
         self._like = like
         self._closed = False
@@ -115,6 +114,13 @@ class ShardedCenter:
             check.float_leaves(tree, what)
             check.same_tree(tree, self._model, what, "center")
 
+    def check_message(self, contribution: PyTree) -> None:
+        """What a worker sends belongs to the center, whose parts might not tell."""
+        if self._model is None:
+            self.pull()  # or there is no center yet
+        check.same_tree(contribution, self._message_like, "contribution", "center")
+        check.same_kinds(contribution, self._message_like, "contribution")
+
     def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
         """``call(...)`` for every shard at once; raises when all have ended."""
         if self._closed:
@@ -129,10 +135,40 @@ class ShardedCenter:
         return [future.result() for future in futures]
 
     def cut(self, tree: PyTree) -> list[PyTree]:
-        """A tree as the parts of the shards."""
-        divided = parts.balanced(tree, len(self.centers))
+        """A tree of parameters as the parts of the shards."""
+        divided = self._divided(tree)
         self._check_rule(tree, divided)
         return divided.cut(tree)
+
+    def cut_message(self, contribution: PyTree) -> list[PyTree]:
+        """What a worker sends, which has a tree of arrays for each leaf."""
+        model: Any = jax.tree.structure(self._model)
+        leaves = model.flatten_up_to(contribution)
+        owners = [
+            jax.tree.map(lambda _, number=number: number, leaf)
+            for number, leaf in enumerate(leaves)
+        ]
+        treedef = jax.tree.structure(contribution)
+        owned = jax.tree.unflatten(treedef, jax.tree.leaves(owners))
+        return self._own.cut(contribution, owned)
+
+    def _divided(self, tree: PyTree) -> parts.Parts:
+        """Who keeps what; a leaf is cut only where the codec sends it as it is."""
+        whole = jax.eval_shape(lambda: tree)
+        sent: Any = rounds.contribution_like(self.rule, whole)
+        same: Any = jax.tree.structure(sent)
+        rows = bool(same == jax.tree.structure(whole))
+        return parts.balanced(tree, len(self.centers), rows=rows)
+
+    @functools.cached_property
+    def _own(self) -> parts.Parts:
+        """Who keeps what of the center, once it is known."""
+        return self._divided(self._model)
+
+    @functools.cached_property
+    def _message_like(self) -> PyTree:
+        """What workers send, abstract, once the center is known."""
+        return rounds.contribution_like(self.rule, self._model)
 
     def _check_rule(self, tree: PyTree, divided: parts.Parts) -> None:
         """The rule can work on parts: asked once for every kind of tree."""
@@ -189,8 +225,8 @@ class ShardedSession(Session):
                 f"anchor_version must be a tuple of {shards} versions, one for each "
                 f"shard, got {anchor_version!r}"
             )
-        self._center.check_model(contribution, "contribution")
-        own = self._center.cut(contribution)
+        self._center.check_message(contribution)
+        own = self._center.cut_message(contribution)
         if not _is_finite(contribution):  # one shard would refuse it, another take it
             raise errors.MessageRefusedError(
                 "the message is not finite; the center stays as it was. Start again "

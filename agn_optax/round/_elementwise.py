@@ -9,6 +9,7 @@ the size of a leaf is not).
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import tracing
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
@@ -35,6 +36,10 @@ def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
     Raises:
       InvalidArgumentError: it may not; names the optimizer that looks further.
     """
+    parts = list(parts)
+    codec = rule.codec
+    if not _cuts(params, parts) and _leaf_by_leaf(codec, params):
+        rule = dataclasses.replace(rule, codec=codecs.identity())
     exchange = functools.partial(_exchange, rule)
     whole = tracing.read(exchange, params)
     for operation, outermost in whole.across:
@@ -58,6 +63,36 @@ def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
             "their shape or their number, and pieces of them otherwise. Keep the "
             "center whole"
         )
+
+
+def _cuts(params: PyTree, parts: Iterable[PyTree]) -> bool:
+    """Whether a part has some of the elements of a leaf, and not all."""
+    shapes = {
+        path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    return any(
+        leaf.shape != shapes[path]
+        for part in parts
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+    )
+
+
+def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:
+    """Whether what a codec sends of a leaf is made of that leaf alone, and read so."""
+
+    def travelled(tree: PyTree) -> PyTree:
+        return codec.decode(codec.encode(tree, codec.init(tree))[0], tree)
+
+    def alone() -> bool:
+        count = len(jax.tree.leaves(params))
+        given = [tracing.Value(f"leaf {i}", frozenset({i})) for i in range(count)]
+        made = tracing.read(travelled, params, given=given).made.values()
+        for i, value in enumerate(made):
+            if not value.leaves <= {i}:
+                raise tracing.UnfitError(f"leaf {i} is read off several leaves")
+        return True
+
+    return bool(tracing.unless_unfit(f"codec {codec} leaf by leaf", alone))
 
 
 def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:

@@ -15,12 +15,11 @@ from typing import Any
 
 import grpc
 import jax
-import jax.numpy as jnp
 
 from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
-from agn_optax.rules import Rule, check_rule, codecs
+from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
@@ -29,7 +28,6 @@ from agn_optax.service._remote import Remote
 from agn_optax.service._session import RemoteSession, beat
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import _dialling
-from agn_optax.service.wire import _schema
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -40,7 +38,6 @@ def connect(
     rule: Rule,
     *,
     timeout: float = 30.0,
-    wire_dtype: Any = None,
     like: PyTree = None,
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
@@ -56,8 +53,6 @@ def connect(
       rule: the rule that the center runs.
       timeout: seconds without a sign of life after which a call gives up. An exchange
         that finds nobody says so after two seconds; its worker then goes on without.
-      wire_dtype: floating dtype in which messages and centers travel, such as
-        ``"bfloat16"``; None for that of the center, which stays as it is either way.
       like: a tree with the containers in which `pull` is to return the parameters, for
         models whose containers are not dicts, lists and tuples. A worker that gives its
         parameters to `start` need not say so.
@@ -96,7 +91,6 @@ def connect(
       >>> center.close(); server.stop()
     """
     check_rule(rule)
-    codecs.check_identity(rule.codec, "the center service")
     if isinstance(address, str):
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):
@@ -116,7 +110,6 @@ def connect(
     _tls.check(tls, credentials)
     settings: dict[str, Any] = {
         "timeout": timeout,
-        "wire_dtype": _wire_dtype(wire_dtype),
         "tls": tls,
         "credentials": credentials,
         "transports": _dialling.check(transports),
@@ -132,14 +125,6 @@ def connect(
             center.close()
         raise
     return ShardedCenter(made, like=like)
-
-
-def _wire_dtype(dtype: Any) -> str:
-    if dtype is None:
-        return ""
-    name = jnp.dtype(check.float_dtype(dtype, "wire_dtype")).name
-    _schema.Schema([]).cast(name)
-    return str(name)
 
 
 class RemoteCenter:
@@ -160,7 +145,6 @@ class RemoteCenter:
         rule: Rule,
         *,
         timeout: float,
-        wire_dtype: str,
         like: PyTree = None,
         tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
@@ -172,7 +156,7 @@ class RemoteCenter:
         if tls is not None:
             credentials = tls.client_credentials()
         self._connection = Connection(address, timeout, credentials)
-        self._remote = Remote(self._connection, rule, wire_dtype, transports, tls)
+        self._remote = Remote(self._connection, rule, transports, tls)
         self._sessions: dict[str, RemoteSession] = {}
         self._beats = threading.Lock()  # held by whoever starts the heartbeat
         self._heartbeat: Any = None
@@ -279,7 +263,7 @@ class RemoteCenter:
     def _pull(self, wait: float) -> Snapshot:
         said, arrays = self._connection.retry(lambda: self._remote.pull(wait))
         # No program is compiled for what happens once.
-        leaves = jax.device_put(self._remote.widened(arrays))
+        leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
 
     def _keep_beating(self) -> None:

@@ -31,7 +31,6 @@ class Remote:
     Args:
       connection: to it.
       rule: the rule that it must run.
-      wire_dtype: the floating dtype in which all travels; "" for the center's own.
       transports: how exchanges may travel, the preferred way first.
       tls: what encrypts sockets; None for plain text.
 
@@ -39,6 +38,7 @@ class Remote:
       connection: to it.
       address: of it.
       schema: of its tree; None until somebody has initialized it.
+      travelling: in which form that and messages travel, from then on.
       description: what it said of itself last.
       dialler: finds the way for exchanges.
     """
@@ -47,14 +47,13 @@ class Remote:
         self,
         connection: Connection,
         rule: Rule,
-        wire_dtype: str,
         transports: Sequence[str],
         tls: Tls | None,
     ) -> None:
         self.connection = connection
         self.address = connection.address
-        self.wire_dtype = wire_dtype
         self.schema: _schema.Schema | None = None
+        self.travelling: _trees.Travelling
         self.description: pb.Description
         self._rule = rule
         self._wide_buffers = Buffers()
@@ -110,6 +109,13 @@ class Remote:
             schema = _trees.from_proto(said.schema)
             if self.schema is None or schema.hash != self.schema.hash:
                 self.schema, self._known = schema, {}
+                like = [
+                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                    for leaf in schema.leaves
+                ]
+                self.travelling = _trees.travelling(
+                    self._rule, _trees.build(schema, like)
+                )
 
     # What travels.
 
@@ -122,44 +128,53 @@ class Remote:
           TreeMismatchError: it does not belong to this center.
           NotInitializedError: the center has no tree yet.
         """
-        schema = self.require_schema()
+        self.require_schema()
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
         if (dtype := self._known.get(kind)) is None:
-            self.check_model(contribution, worker, "contribution", any_float=True)
+            self._check_message(contribution, worker)
             # Narrower than the center without a loss, where the contribution is.
             own = {jnp.result_type(leaf).name for leaf in leaves}
             narrow = own.pop() if len(own) == 1 else ""
             if narrow not in ("bfloat16", "float16"):
                 narrow = ""
-            dtype = self.wire_dtype or narrow
+            dtype = "" if narrow in self.travelling.message.dtypes else narrow
             self._known = {kind: dtype}
-        schema = schema.cast(dtype)
+        schema = self.travelling.message.cast(dtype)
         return dtype, schema, _trees.host_arrays(contribution, schema)
 
-    def check_model(
-        self,
-        tree: PyTree,
-        worker: str,
-        what: str = "parameters",
-        *,
-        any_float: bool = False,
-    ) -> None:
-        """A worker's tree belongs to this center, if that has one already."""
-        check.float_leaves(tree, what)
+    def check_model(self, params: PyTree, worker: str) -> None:
+        """A worker's parameters belong to this center, if that has some already.
+
+        Raises:
+          TreeMismatchError: they do not.
+        """
+        check.float_leaves(params, "parameters")
         if self.schema is None:
             self.describe()
-        if self.schema is None:
-            return
-        dtype = "float32" if any_float or self.description.dtype else ""
-        difference = (
-            _trees.schema_of(tree)
-            .cast(dtype)
-            .difference(
-                self.schema.cast(dtype),
-                f"worker {worker!r} has",
-                f"the center at {self.address} has",
-            )
+        if self.schema is not None:
+            dtype = "float32" if self.description.dtype else ""
+            own = _trees.schema_of(params)
+            self._check_same(own, self.schema, dtype, worker, "parameters")
+
+    def _check_message(self, contribution: PyTree, worker: str) -> None:
+        own = _trees.schema_of(contribution)
+        theirs = self.travelling.message
+        self._check_same(own, theirs, "float32", worker, "contribution")
+
+    def _check_same(
+        self,
+        own: _schema.Schema,
+        theirs: _schema.Schema,
+        dtype: str,
+        worker: str,
+        what: str,
+    ) -> None:
+        """Two schemas are one, if all that is floating in them had one dtype."""
+        difference = own.cast(dtype).difference(
+            theirs.cast(dtype),
+            f"worker {worker!r} has",
+            f"the center at {self.address} has",
         )
         if difference:
             raise errors.TreeMismatchError(
@@ -167,17 +182,17 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
-    def answer_schema(self) -> _schema.Schema:
-        """Of a version of the center as it travels."""
-        return self.require_schema().cast(self.wire_dtype)
-
     def answer_in(
         self, said: pb.Frame, link: Link
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """The version that a link brings next: what is said of it, and its arrays."""
+        """The center as a worker gets it back: what is said of it, and its arrays."""
+        return self._version_in(said, link, self.travelling.answer)
+
+    def _version_in(
+        self, said: pb.Frame, link: Link, schema: _schema.Schema
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         if not said.HasField("snapshot"):
             raise errors.ProtocolError("a snapshot was expected, got another packet")
-        schema = self.answer_schema()
         if said.snapshot.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 f"the center at {self.address} holds another tree than it did before"
@@ -186,8 +201,8 @@ class Remote:
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """What travelled narrow, as wide as the center again, its values rounded."""
-        schema = self.require_schema()
-        if not self.wire_dtype or jax.default_backend() != "cpu":  # `as_tree` does it
+        schema, _, answer = self.travelling
+        if answer is schema or jax.default_backend() != "cpu":  # `as_tree` does it
             return arrays
         buffer = self._wide_buffers.take(schema.size)
         _buffers.write(schema, arrays, buffer)
@@ -195,8 +210,8 @@ class Remote:
 
     def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
         """What came, in the containers of ``like``."""
-        schema = self.require_schema()
-        for dtype in schema.cast(self.wire_dtype).dtypes:
+        schema = self.travelling.center
+        for dtype in schema.dtypes:
             if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
                 raise errors.TreeMismatchError(
                     f"the center at {self.address} sends {dtype}, which needs "
@@ -204,13 +219,13 @@ class Remote:
                 )
         tree = _trees.build(schema, leaves, like)
         # On the device, where that is an accelerator: fewer bytes go there.
-        return _trees.cast(tree, schema) if self.wire_dtype else tree
+        return _trees.cast(tree, schema)
 
     # How it gets there.
 
     def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """One version of the center, in one attempt."""
-        request = pb.PullRequest(wire_dtype=self.wire_dtype, wait=wait)
+        request = pb.PullRequest(wait=wait)
 
         def begin(channel: Any, _: Any) -> Any:
             return channel.unary_stream(
@@ -222,7 +237,8 @@ class Remote:
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
-            return self.answer_in(said, link)
+            self.require_schema()
+            return self._version_in(said, link, self.travelling.center)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""

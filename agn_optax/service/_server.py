@@ -15,7 +15,7 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center import Center, Durability, LocalCenter, Mode, Uplink
-from agn_optax.rules import Rule, check_rule, codecs
+from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
@@ -164,7 +164,6 @@ def serve(
       [0. 0. 0.]
     """
     check_rule(rule)
-    codecs.check_identity(rule.codec, "the center service")
     place = _place(address, direct_address, tls, credentials, insecure, direct)
     if parent is not None and durability is not None:
         raise errors.InvalidArgumentError(

@@ -68,7 +68,7 @@ class Servicer:
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
         self._traffic: dict[str, _Traffic] = {}
-        self._schema: _schema.Schema | None = None
+        self._travelling: _trees.Travelling | None = None  # once there are parameters
         self._packed = False  # whether the center's arrays are the wire's buffer
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
@@ -129,14 +129,13 @@ class Servicer:
 
     def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
         """One version of the center."""
-        _check_wire_dtype(request.wire_dtype)
         end = time.monotonic() + request.wait
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
         with self.core.reading(kept=True) as version:
             snapshot = pb.Snapshot(version=version.number, applied=True)
-            parcel = self._parcel(snapshot, version, request.wire_dtype)
+            parcel = self._parcel(snapshot, version, self._travels().center)
         yield parcel
 
     def exchange(self, reader: Incoming, context: Any) -> Iterator[Parcel]:
@@ -151,7 +150,6 @@ class Servicer:
         _check_protocol(join.protocol)
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
-        _check_wire_dtype(join.wire_dtype)
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
@@ -185,9 +183,7 @@ class Servicer:
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another packet")
-            yield from self._exchange(
-                session, join.wire_dtype, control.message, reader, traffic
-            )
+            yield from self._exchange(session, control.message, reader, traffic)
 
     def alive(self, request: pb.AliveRequest, context: Any) -> pb.AliveReply:
         """Signs of life of workers that have nothing else to say."""
@@ -241,22 +237,24 @@ class Servicer:
 
     def schema(self) -> _schema.Schema | None:
         """Of the center, once it has parameters."""
-        if self._schema is None and self.core.is_initialized:
-            like = self.core.store.like
-            schema = _trees.schema_of(like)
-            self._packed = self.core.store.is_packed and _trees.in_order(like)
-            self._schema = schema
-        return self._schema
+        return self._travels().center if self.core.is_initialized else None
+
+    def _travels(self) -> _trees.Travelling:
+        """In which form center and messages travel.
+
+        Raises:
+          NotInitializedError: the center has no parameters.
+        """
+        if self._travelling is None:
+            store = self.core.store
+            self._packed = store.is_packed and _trees.in_order(store.like)
+            self._travelling = _trees.travelling(self.core.rule, store.like)
+        return self._travelling
 
     def _schema_of(self, message: pb.Message) -> _schema.Schema:
         """Of the contribution that a message announces."""
-        schema = self.schema()
-        if schema is None:
-            raise errors.NotInitializedError(
-                "this center has no parameters yet: start one worker with "
-                "start(params, chief=True)"
-            )
-        schema = schema.cast(message.wire_dtype)
+        _check_dtype(message.dtype)
+        schema = self._travels().message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 "the message is of another tree than the center's; the worker must "
@@ -267,26 +265,22 @@ class Servicer:
     def _exchange(
         self,
         session: LocalSession,
-        wire_dtype: str,
         message: pb.Message,
         reader: Incoming,
         traffic: _Traffic,
     ) -> Iterator[Parcel]:
         with self._counting("_talking"), contextlib.ExitStack() as busy:
-            answer = yield from self._settled(
-                session, wire_dtype, message, reader, traffic, busy
-            )
+            answer = yield from self._settled(session, message, reader, traffic, busy)
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
             with self.core.reading(answer.version):
-                parcel = self._answer(session, answer, wire_dtype)
+                parcel = self._answer(session, answer)
                 traffic.sent += parcel.nbytes
                 yield parcel
 
     def _settled(
         self,
         session: LocalSession,
-        wire_dtype: str,
         message: pb.Message,
         reader: Incoming,
         traffic: _Traffic,
@@ -312,7 +306,7 @@ class Servicer:
                 submit()
                 answer = session.answer(message.sequence, timeout=0.0)
                 if answer is not None and self._talking > 1:
-                    return self._moved_out(session, answer, wire_dtype, schema, buffer)
+                    return self._moved_out(session, answer, schema, buffer)
         else:
             submit()
         while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
@@ -342,13 +336,13 @@ class Servicer:
         """What came in a buffer, as the center takes it."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
-        return _trees.build(schema, schema.views(buffer), self.core.store.like)
+        like = self.core.store.contribution_like
+        return _trees.build(schema, schema.views(buffer), like)
 
     def _moved_out(
         self,
         session: LocalSession,
         answer: Answer,
-        wire_dtype: str,
         schema: _schema.Schema,
         buffer: np.ndarray,
     ) -> Answer:
@@ -357,9 +351,7 @@ class Servicer:
         While the version itself were being sent, others could not move the center in
         place. The copy takes less time than the fresh memory that a next version needs.
         """
-        assert self._schema is not None
-        is_wide_enough = schema.hash == self._schema.cast(wire_dtype).hash
-        if not is_wide_enough or answer.recorded:
+        if schema.hash != self._travels().center.hash or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
         with self.core.reading(answer.version) as version:
             # Until then the message is still being read.
@@ -368,7 +360,7 @@ class Servicer:
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))
 
-    def _answer(self, session: LocalSession, answer: Answer, wire_dtype: str) -> Parcel:
+    def _answer(self, session: LocalSession, answer: Answer) -> Parcel:
         snapshot = pb.Snapshot(
             version=answer.version.number,
             staleness=answer.staleness,
@@ -380,19 +372,16 @@ class Servicer:
         if answer.recorded:
             # A part of an answer is none: the rest may travel while the disk is busy.
             until = functools.partial(session.wait_until_kept, answer)
-        return self._parcel(snapshot, answer.version, wire_dtype, until)
+        return self._parcel(snapshot, answer.version, self._travels().answer, until)
 
     def _parcel(
         self,
         snapshot: pb.Snapshot,
         version: Version,
-        wire_dtype: str,
+        schema: _schema.Schema,
         until: Callable[[], None] | None = None,
     ) -> Parcel:
         """A version as it is sent: views of it where that is possible."""
-        schema = self.schema()
-        assert schema is not None
-        schema = schema.cast(wire_dtype)
         snapshot.schema_hash = schema.hash
         params = version.params if self._packed else self.core.store.tree(version)
         sent = schema.packed if self._packed else schema
@@ -415,11 +404,10 @@ def _check_protocol(protocol: int) -> None:
         )
 
 
-def _check_wire_dtype(dtype: str) -> None:
-    _schema.Schema([]).cast(dtype)
+def _check_dtype(dtype: str) -> None:
     if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
         raise errors.InvalidArgumentError(
-            f"wire_dtype {dtype} needs JAX_ENABLE_X64=1 in this center's environment"
+            f"a message in {dtype} needs JAX_ENABLE_X64=1 in this center's environment"
         )
 
 

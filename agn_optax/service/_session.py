@@ -100,7 +100,7 @@ class RemoteSession(Session):
                 sequence=sequence,
                 anchor_version=int(anchor_version),
                 schema_hash=schema.hash,
-                wire_dtype=dtype,
+                dtype=dtype,
                 steps=steps,
             )
             self._exchange = _Exchange(message, schema, arrays)
@@ -181,7 +181,6 @@ class RemoteSession(Session):
             protocol=_address.PROTOCOL,
             worker=self.worker,
             incarnation=self.incarnation,
-            wire_dtype=remote.wire_dtype,
             center=self._life,
         )
         waits = False
@@ -210,7 +209,7 @@ class RemoteSession(Session):
         if self._sent_over is not link:
             self.spoke = time.monotonic()
             with self._living(), self._remote.connection.watching(link):
-                link.expect(self._remote.answer_schema())
+                link.expect(self._remote.travelling.answer)
                 link.send(Parcel(pb.Frame(message=message), schema, arrays))
             self._sent_over = link
         return link

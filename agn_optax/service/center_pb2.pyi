@@ -137,18 +137,16 @@ class Description(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "wire_dtype", "center")
+    __slots__ = ("protocol", "worker", "incarnation", "center")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
-    wire_dtype: str
     center: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center",)
@@ -157,18 +155,18 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "wire_dtype", "steps")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
-    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
-    wire_dtype: str
+    dtype: str
     steps: int
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., wire_dtype: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema")
@@ -187,12 +185,10 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("wire_dtype", "wait")
-    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("wait",)
     WAIT_FIELD_NUMBER: _ClassVar[int]
-    wire_dtype: str
     wait: float
-    def __init__(self, wire_dtype: _Optional[str] = ..., wait: _Optional[float] = ...) -> None: ...
+    def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence")

@@ -105,7 +105,7 @@ class Schema(Description):
         if dtype not in self._casts:
             if dtype not in _FLOATS:
                 raise errors.ProtocolError(
-                    f"wire_dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}"
+                    f"floats travel as one of {', '.join(_FLOATS)}, got {dtype!r}"
                 )
             self._casts[dtype] = Schema(
                 [

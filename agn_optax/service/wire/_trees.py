@@ -13,7 +13,9 @@ import numpy as np
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import Leaf, description
+from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire._schema import Schema
 
@@ -41,6 +43,21 @@ def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
         ],
         plan.structure,
     )
+
+
+class Travelling(NamedTuple):
+    """In which form trees of one center travel."""
+
+    center: Schema  # as it is pulled
+    message: Schema  # what workers send
+    answer: Schema  # the center as they get it back
+
+
+def travelling(rule: Rule, like: PyTree) -> Travelling:
+    """What travels between a center like this and its workers."""
+    center, answers = schema_of(like), rule.codec.answers
+    message = schema_of(rounds.contribution_like(rule, like))
+    return Travelling(center, message, center.cast(answers.name if answers else ""))
 
 
 def in_order(tree: PyTree) -> bool:
