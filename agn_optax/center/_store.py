@@ -146,7 +146,9 @@ class Store:
         """
         if not self.layout.holds(contribution):
             like = self.contribution_like
-            check.same_tree(contribution, like, "contribution", "center")
+            check.same_tree(
+                contribution, like, "contribution", "what this center takes"
+            )
             check.same_kinds(contribution, like, "contribution")
         return self.place(contribution)
 
