@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,18 +14,23 @@ import jax.numpy as jnp
 from processes import Process
 
 import agn_optax
-from agn_optax import rules
+from agn_optax import codecs, rules
 
 PyTree = Any
 
 TRANSPORTS = ("grpc", "socket", "memory")
 
 
-def connect(address: str, transport: str = "", **options: Any) -> Any:
+def connect(address: str, transport: str = "", codec: str = "", **options: Any) -> Any:
     """A connection to a center that `served` serves; "" takes the best transport."""
     if transport:
         options["transports"] = [transport]
-    return agn_optax.service.connect(address, rules.downpour(), **options)
+    return agn_optax.service.connect(address, rule(codec), **options)
+
+
+def rule(codec: str = "") -> rules.Rule:
+    """Of all centers here; "" is for the codec that sends contributions as they are."""
+    return rules.downpour(codec=codecs.cast(codec) if codec else None)
 
 
 def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
@@ -40,9 +46,10 @@ def served(
     leaves: int,
     address: str = "127.0.0.1:0",
     tls: Any = None,
+    codec: str = "",
 ) -> Iterator[str]:
     """A center in another process; gives its address."""
-    address = process.call(_serve, size, leaves, address, tls)
+    address = process.call(_serve, size, leaves, address, tls, codec)
     try:
         yield address
     finally:
@@ -52,9 +59,9 @@ def served(
 _servers: dict[str, Any] = {}  # of the process that serves
 
 
-def _serve(size: float, leaves: int, address: str, tls: Any) -> str:
+def _serve(size: float, leaves: int, address: str, tls: Any, codec: str) -> str:
     server = agn_optax.service.serve(
-        rules.downpour(), tree(size, leaves), address=address, max_workers=256, tls=tls
+        rule(codec), tree(size, leaves), address=address, max_workers=256, tls=tls
     )
     _servers[server.address] = server
     return server.address
@@ -66,11 +73,14 @@ def _stop(address: str) -> None:
 
 def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:
     """One exchange after the other, each of a worker that is up to date."""
-    version = 0
+    session, version = center.join(worker), 0
+    sequences = itertools.count(1)
 
     def run() -> None:
         nonlocal version
-        snapshot = center.exchange(contribution, anchor_version=version, worker=worker)
+        snapshot = session.exchange(
+            next(sequences), contribution, anchor_version=version
+        )
         jax.block_until_ready(snapshot.params)
         version = snapshot.version
 

@@ -103,7 +103,18 @@ def forms(
         add(wide, bounds[transport], add_center(wide, contribution))
         if size == peers.bytes_of(max(args.megabytes)):
             narrow = f"{wide}, bfloat16"
-            run = add_center(narrow, contribution, wire_dtype="bfloat16")
+            served_narrow = stack.enter_context(
+                centers.served(
+                    sides.center,
+                    size,
+                    args.leaves,
+                    address(f"narrow-{transport}"),
+                    codec="bfloat16",
+                )
+            )
+            run = _connected(
+                stack, served_narrow, transport, narrow, contribution, codec="bfloat16"
+            )
             add(narrow, wide, run)
     if network == "TCP":  # what leaves this machine may have to be encrypted
         pem = peers.certificates(pathlib.Path(folder))

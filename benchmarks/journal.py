@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import centers
 import numpy as np
 import side_by_side
 from report import Report, Row, parse
@@ -67,12 +68,15 @@ class Workers:
         self._message = [leaf] * _LEAVES
         self._centers = [service.connect(address, RULE) for _ in range(count)]
         self._centers[0].initialize(self._message, worker="worker-0")
-        self._versions = [0] * count
+        self._workers = [
+            centers.exchanging(center, self._message, f"worker-{rank}")
+            for rank, center in enumerate(self._centers)
+        ]
         self._threads = ThreadPoolExecutor(count)
 
     def run(self) -> None:
         """One exchange of each worker."""
-        list(self._threads.map(self._exchange, range(len(self._centers))))
+        list(self._threads.map(lambda exchange: exchange(), self._workers))
 
     def close(self) -> None:
         """Ends the center as well."""
@@ -81,14 +85,6 @@ class Workers:
             connection.close()
         self._pipe.send(None)
         self._process.join()
-
-    def _exchange(self, rank: int) -> None:
-        answer = self._centers[rank].exchange(
-            self._message,
-            anchor_version=self._versions[rank],
-            worker=f"worker-{rank}",
-        )
-        self._versions[rank] = answer.version
 
 
 class Disk:

@@ -24,11 +24,11 @@ from report import Report, Row, parse
 from side_by_side import Form
 
 RAW = "raw TCP"
-# By their names: the peer, the transport and the dtype on the wire.
+# By their names: the peer, the transport and the codec.
 FORMS = {
-    "agn_optax, socket": (RAW, "socket", None),
+    "agn_optax, socket": (RAW, "socket", ""),
     "agn_optax, socket, bfloat16": ("agn_optax, socket", "socket", "bfloat16"),
-    "agn_optax, grpc": (RAW, "grpc", None),
+    "agn_optax, grpc": (RAW, "grpc", ""),
     "agn_optax, grpc, bfloat16": ("agn_optax, grpc", "grpc", "bfloat16"),
 }
 
@@ -46,10 +46,15 @@ def compare(
     contribution = centers.tree(size, args.leaves, 1e-6)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(peers.raw_socket(peer, size))
-        address = stack.enter_context(centers.served(center, size, args.leaves))
+        served = {
+            codec: stack.enter_context(
+                centers.served(center, size, args.leaves, codec=codec)
+            )
+            for codec in {codec for _, _, codec in FORMS.values()}
+        }
         made = [Form(RAW, RAW, raw)]
-        for name, (of, transport, dtype) in FORMS.items():
-            connection = centers.connect(address, transport, wire_dtype=dtype)
+        for name, (of, transport, codec) in FORMS.items():
+            connection = centers.connect(served[codec], transport, codec)
             stack.enter_context(connection)
             exchange = centers.exchanging(connection, contribution, name)
             made.append(Form(name, of, exchange))

@@ -118,12 +118,6 @@ def plan(
     center_dtype: Annotated[
         str | None, typer.Option(help="Of the center.", show_default="--dtype")
     ] = None,
-    wire_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of messages and centers on their way.", show_default="the center's"
-        ),
-    ] = None,
     json: _options.Json = False,
 ) -> None:
     """Say what each rule will cost: bytes, time and memory.
@@ -151,13 +145,15 @@ def plan(
         ),
         machine=_machine(machine),
     )
-    if _options.given(rule):
+    codec = codecs.identity() if rule.codec is None else _rules.codec(rule.codec)
+    if _rules.is_given(rule):
         planned = [_rules.make(rule)]
     else:
-        planned = planning.built_in_rules(optimizer, workers)
-    if wire_dtype is not None:
-        codec = codecs.cast(wire_dtype)
-        planned = [dataclasses.replace(each, codec=codec) for each in planned]
+        _options.refuse(rule, "needs --rule", but=("codec",))
+        planned = [
+            dataclasses.replace(each, codec=codec)
+            for each in planning.built_in_rules(optimizer, workers)
+        ]
     costs = [
         planning.plan(
             each,
@@ -170,7 +166,7 @@ def plan(
         for each in planned
     ]
     costs.append(
-        planning.all_reduce(params, cluster, inner=optimizer, wire_dtype=wire_dtype)
+        planning.all_reduce(params, cluster, inner=optimizer, wire_dtype=codec.answers)
     )
     if json:
         _options.print_json(

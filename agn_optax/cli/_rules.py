@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -17,7 +18,7 @@ import typer
 from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.cli import _options
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, codecs
 
 _RULE = "Rule"
 _OPTIMIZER = "Center optimizer"
@@ -37,6 +38,15 @@ _OPTIMIZERS = (
     "yogi",
 )
 _NAMES = tuple(name for name in rules.__all__ if name != "Rule")
+_CODECS = {
+    **{name: functools.partial(codecs.cast, name) for name in ("bfloat16", "float16")},
+    **{
+        f"int{bits}": functools.partial(
+            lambda bits: codecs.error_feedback(codecs.quantize(bits)), bits
+        )
+        for bits in (8, 4, 2)
+    },
+}
 # What an option may be.
 _RANGES = {
     "learning_rate": (0.0, math.inf),
@@ -78,6 +88,14 @@ class RuleOptions:
     ] = None
     record_dtype: Annotated[
         str | None, _of_rule("Of agn: dtype of the workers' gradient sum.", "DTYPE")
+    ] = None
+    codec: Annotated[
+        str | None,
+        _of_rule(
+            f"How contributions travel: {', '.join(_CODECS)}. A float, the center "
+            "too; what an int loses goes into the next contribution.",
+            "NAME",
+        ),
     ] = None
     center_optimizer: Annotated[
         str | None,
@@ -128,7 +146,7 @@ def make(options: RuleOptions) -> Rule:
         does_not_apply,
         but=("rule", "center_optimizer", *own, *_OF_OPTIMIZER),
     )
-    settings = {name: getattr(options, name) for name in own}
+    settings: dict[str, Any] = {name: getattr(options, name) for name in own}
     if "center" not in inspect.signature(factory).parameters:
         _options.refuse(options, does_not_apply, but=("rule", *own))
     elif options.center_optimizer is not None:
@@ -140,7 +158,22 @@ def make(options: RuleOptions) -> Rule:
         )
     else:
         _options.refuse(options, "needs --center-optimizer", but=("rule", *own))
+    if options.codec is not None:
+        settings["codec"] = codec(options.codec)
     return factory(**settings)
+
+
+def codec(name: str) -> codecs.Codec:
+    """A codec by its name.
+
+    Raises:
+      InvalidArgumentError: none of ours has that name.
+    """
+    if name not in _CODECS:
+        raise errors.InvalidArgumentError(
+            f"--codec must be one of {', '.join(_CODECS)}, got {name!r}"
+        )
+    return _CODECS[name]()
 
 
 def inner(name: str) -> optax.GradientTransformation:

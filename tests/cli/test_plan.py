@@ -51,7 +51,7 @@ def test_json_says_what_the_library_does():
 
 def test_one_rule_with_settings():
     options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
-    said = json.loads(succeeds(*PLAN, *options, "--wire-dtype=float16", "--json"))
+    said = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
     easgd, reduced = said["rules"]
     assert easgd["worker"]["anchor"] == easgd["message"] == 2_600_000_000
     assert reduced["hidden_period"] == 1  # one worker has nothing to reduce
@@ -80,6 +80,8 @@ def test_a_rule_of_ones_own(tmp_path, monkeypatch):
         (["--step-time=0"], "step_time must be a number in"),
         (["--dtype=int8"], "dtype must be a floating dtype, got int8"),
         (["--rule=ang"], "--rule must be one of"),
+        (["--codec=int3"], "--codec must be one of bfloat16, .*, got 'int3'"),
+        (["--moving-rate=0.5"], "--moving-rate needs --rule"),
         (["--measure", "--overhead=1"], "--overhead does not go with --measure"),
     ],
 )

@@ -1,6 +1,7 @@
 """Exchanges beside gRPC: over sockets of their own, and through shared memory."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import gc
@@ -25,7 +26,7 @@ import sessions
 from support import RULES, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import codecs, errors, rules, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
 from agn_optax.service import _address, _connection
@@ -127,8 +128,9 @@ def test_every_way_gives_the_same_numbers(other, rule):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_wire(transport, dtype):
-    with made() as (server, _):
-        with connect(server, transport, wire_dtype=dtype) as center:
+    rule = dataclasses.replace(RULE, codec=codecs.cast(dtype))
+    with made(rule=rule) as (server, _):
+        with connect(server, transport, rule=rule) as center:
             ones = jax.tree.map(jnp.ones_like, center.pull().params)
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
         assert answer.params["w"].dtype == jnp.float32
@@ -493,10 +495,11 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     params = jax.tree.map(jnp.zeros_like, ones)
     versions = []
-    with made(params=params) as (server, _):
+    rule = dataclasses.replace(RULE, codec=codecs.cast(dtype or "float32"))
+    with made(rule=rule, params=params) as (server, _):
 
         def work(number):
-            with connect(server, transport, wire_dtype=dtype) as center:
+            with connect(server, transport, rule=rule) as center:
                 version = 0
                 for _ in range(messages):
                     answer = sessions.exchange(
@@ -519,24 +522,25 @@ def test_large_answers_of_a_crowd_are_versions(transport, dtype):
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_a_lost_answer_of_a_crowd_is_given_again(wire):
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
-    with made("socket", params=jax.tree.map(jnp.zeros_like, ones)) as (server, other):
+    rule = dataclasses.replace(RULE, codec=codecs.cast(wire or "float32"))
+    start = jax.tree.map(jnp.zeros_like, ones)
+    with made("socket", rule=rule, params=start) as (server, other):
         send = functools.partial(
             sessions.exchange, other, ones, anchor_version=0, worker="bert"
         )
         send()
         # As if somebody else's message were always on its way.
         server._servicer._talking += 1
-        with connect(server, "socket", wire_dtype=wire) as center:
-            center.join("anna")
-            receive = center._receive
+        with connect(server, "socket", rule=rule) as center:
+            receive = center._remote.answer_in
 
-            def lost(link):
-                center._receive = receive
-                receive(link)
+            def lost(said, link):
+                center._remote.answer_in = receive
+                receive(said, link)
                 send()  # and the center goes on
                 raise errors.CenterUnreachableError("the test has lost it")
 
-            center._receive = lost
+            center._remote.answer_in = lost
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
             assert (answer.version, server.center.version) == (2, 3)
             for leaf in jax.tree.leaves(answer.params):

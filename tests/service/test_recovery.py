@@ -3,7 +3,6 @@
 import threading
 import time
 
-import grpc
 import jax.numpy as jnp
 import network
 import optax
@@ -164,14 +163,8 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     assert parent.pull().params["w"][0] == -1
 
 
-def test_a_wire_dtype_that_the_center_cannot_send():
-    with (
-        service.serve(RULE, ZEROS) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        call = channel.unary_stream(
-            "/agn_optax.center.v1.Center/Pull",
-            request_serializer=pb.PullRequest.SerializeToString,
-        )
-        with pytest.raises(grpc.RpcError, match="JAX_ENABLE_X64"):
-            list(call(pb.PullRequest(wire_dtype="float64")))
+def test_a_message_in_a_dtype_that_the_center_cannot_read():
+    with service.serve(RULE, ZEROS) as server:
+        message = pb.Message(sequence=1, dtype="float64")
+        with pytest.raises(errors.InvalidArgumentError, match="JAX_ENABLE_X64"):
+            server._servicer._schema_of(message)

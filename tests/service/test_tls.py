@@ -1,6 +1,7 @@
 """Encrypted connections: one set of certificates for gRPC and for sockets."""
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import ssl
@@ -14,7 +15,7 @@ import pytest
 import sessions
 from support import assert_identical
 
-from agn_optax import errors, rules, service
+from agn_optax import codecs, errors, rules, service
 from agn_optax.service import Tls
 from agn_optax.service.transports import TRANSPORTS, Target, _memory
 from agn_optax.service.wire._buffers import Buffers
@@ -46,10 +47,10 @@ def params():
 
 
 @contextlib.contextmanager
-def connected(server, tls, *transports, **settings):
+def connected(server, tls, *transports, rule=RULE, **settings):
     names = transports or ("memory", "socket", "grpc")
     settings = {"tls": tls, "timeout": LIMIT, "transports": names, **settings}
-    with service.connect(server.address, RULE, **settings) as center:
+    with service.connect(server.address, rule, **settings) as center:
         yield center
 
 
@@ -69,12 +70,12 @@ def exchanged(server, tls, *transports, **settings):
         return jax.tree.map(np.asarray, answer.params), way(center)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-def test_every_way_gives_the_same_numbers(server_tls, pem, wire_dtype):
-    numbers = []
+@pytest.mark.parametrize("codec", [codecs.identity(), codecs.cast("bfloat16")], ids=str)
+def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
+    numbers, rule = [], dataclasses.replace(RULE, codec=codec)
     for name in ("grpc", "socket", *["memory"] * _memory.IS_SUPPORTED):
-        with service.serve(RULE, params(), tls=server_tls) as server:
-            made = exchanged(server, Tls(pem[0]), name, wire_dtype=wire_dtype)
+        with service.serve(rule, params(), tls=server_tls) as server:
+            made = exchanged(server, Tls(pem[0]), name, rule=rule)
         numbers.append(made[0])
         assert made[1] == name
     for other in numbers[1:]:

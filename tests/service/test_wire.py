@@ -374,7 +374,9 @@ def test_cast_is_of_floating_leaves():
 
 @pytest.mark.parametrize("dtype", ["int8", "float", "float8_e5m2", "complex64", "x"])
 def test_cast_to_what_does_not_travel(dtype):
-    with pytest.raises(errors.ProtocolError, match=f"wire_dtype .* got '{dtype}'"):
+    with pytest.raises(
+        errors.ProtocolError, match=f"floats travel as .* got '{dtype}'"
+    ):
         Schema([A]).cast(dtype)
 
 

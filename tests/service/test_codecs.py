@@ -1,0 +1,168 @@
+"""Codecs between processes: the same bits whatever the way, and nothing is lost."""
+
+import contextlib
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import assert_identical
+
+import agn_optax
+from agn_optax import codecs, rules, service
+from agn_optax.center import Journal
+from agn_optax.service.transports import _memory
+
+CODECS = {
+    "cast": lambda: codecs.cast("bfloat16"),
+    "feedback": lambda: codecs.error_feedback(codecs.quantize(8, block=64)),
+}
+shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")
+PLACES = [
+    "grpc",
+    "socket",
+    pytest.param("memory", marks=shares),
+    "shards",
+    "site",
+    "journal",
+]
+
+
+@pytest.fixture(params=CODECS)
+def codec(request):
+    return request.param
+
+
+@functools.cache
+def rule(codec):
+    return rules.diloco(optax.sgd(0.5, momentum=0.9), codec=CODECS[codec]())
+
+
+def start():
+    return {
+        "w": jnp.linspace(-1.0, 1.0, 700).reshape(7, 100),
+        "b": jnp.ones(3),
+        "scale": jnp.float32(2.0),
+    }
+
+
+def train(worker, *steps, loop=None):
+    """Parameters and state of a worker after some local steps."""
+    params, state = worker.start() if loop is None else loop
+    local = jax.jit(worker.tx.update)
+    for i in range(*steps):
+        grads = jax.tree.map(lambda x, i=i: x * 0.3 + jnp.sin(x * 50 + i), params)
+        updates, state = local(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+    return params, state
+
+
+def a_worker(center):
+    return agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
+
+
+@functools.cache
+def embedded(codec):
+    """What comes of a worker and a center in one process."""
+    center = agn_optax.LocalCenter(rule(codec), start())
+    loop = train(a_worker(center), 8)
+    return jax.tree.map(np.asarray, (loop, center.pull().params))
+
+
+def placed(stack, place, codec, tmp_path):
+    """A center in some place, as its worker sees it."""
+
+    def serve(params, **settings):
+        return stack.enter_context(service.serve(rule(codec), params, **settings))
+
+    def connect(address, **settings):
+        return stack.enter_context(service.connect(address, rule(codec), **settings))
+
+    if place == "shards":
+        center = connect([serve(None).address for _ in range(2)])
+        center.initialize(start(), worker="")
+        return center
+    if place == "site":
+        parent = agn_optax.LocalCenter(rule(codec), start())
+        server = serve(start(), parent=parent, parent_period=1000)
+        assert server.uplink.ready.wait(60)
+        return connect(server.address)
+    if place == "journal":
+        return connect(serve(start(), durability=Journal(tmp_path / "a")).address)
+    return connect(serve(start()).address, transports=[place])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_law_12_the_same_bits_in_every_place(place, codec, tmp_path):
+    with contextlib.ExitStack() as stack:
+        center = placed(stack, place, codec, tmp_path)
+        loop = train(a_worker(center), 8)
+        assert_identical((loop, center.pull().params), embedded(codec))
+
+
+def test_what_is_sent_is_as_small_as_the_codec_makes_it(codec):
+    with (
+        service.serve(rule(codec), start()) as server,
+        service.connect(server.address, rule(codec)) as center,
+    ):
+        worker = a_worker(center)
+        train(worker, 2)
+        (seen,) = center.status()["workers"]
+        elements = 704
+        most = {"cast": 2, "feedback": 1 + 4 / 64}[codec] * elements
+        assert (
+            elements < seen["bytes_received"] < most + 3 * 64 * 4
+        )  # leaves are aligned
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_law_9_a_center_goes_on_from_its_journal(codec, killed, tmp_path):
+    """What was sent is what is replayed, and the worker's residual is its own."""
+    kept = Journal(tmp_path / "a")
+    with (
+        service.serve(rule(codec), start(), durability=kept) as server,
+        service.connect(server.address, rule(codec)) as center,
+    ):
+        worker = a_worker(center)
+        loop = train(worker, 4)
+        saved = jax.tree.map(np.array, worker.save(*loop))
+        if killed:
+            shutil.copytree(tmp_path / "a", tmp_path / "b")
+    folder = tmp_path / ("b" if killed else "a")
+    with (
+        service.serve(rule(codec), durability=Journal(folder)) as server,
+        service.connect(server.address, rule(codec)) as center,
+    ):
+        worker = a_worker(center)
+        again = train(worker, 4, 8, loop=worker.restore(saved))
+        assert_identical((again, center.pull().params), embedded(codec))
+
+
+@pytest.mark.parametrize("transport", PLACES[:3])
+def test_law_13_what_was_sent_and_the_residual_is_what_was_contributed(transport):
+    """Also where local steps go on meanwhile: powers of two, so that sums are exact."""
+    codec = codecs.error_feedback(codecs.quantize(2))
+    made = rules.downpour(codec=codec)
+    params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
+    with (
+        service.serve(made, params) as server,
+        service.connect(server.address, made, transports=[transport]) as center,
+    ):
+        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, overlap=True)
+        params, state = worker.start()
+        grads = {"w": jnp.arange(40.0) / 64, "b": jnp.float32(0.25)}
+        for _ in range(6):
+            updates, state = worker.tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        params, state = worker.flush(params, state)
+        sent = center.pull().params
+        residual = state.codec_state.residual
+        for name, gradient in grads.items():
+            np.testing.assert_array_equal(
+                np.asarray(sent[name]) - residual[name], -6 * gradient
+            )
