@@ -4,10 +4,14 @@ A process that is killed leaves its files as they are, so a copy of them is what
 next one finds.
 """
 
+import collections
+import contextlib
 import errno
+import functools
 import itertools
 import os
 import pathlib
+import resource
 import shutil
 import threading
 
@@ -28,16 +32,24 @@ from agn_optax.center import (
     Snapshots,
     Synchronous,
 )
-from agn_optax.center.durability import _journal, _records
+from agn_optax.center._ledger import Ledger
+from agn_optax.center.durability import (
+    Keeper,
+    _directory,
+    _keeper,
+    _records,
+    _writer,
+)
 
 DOWNPOUR = rules.downpour()
 LIMIT = 60  # seconds that nothing here takes
+FIRST = "journal-000000000000"
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Which are quickly copied."""
-    monkeypatch.setattr(_journal, "_RESERVED", 1 << 16)
+    monkeypatch.setattr(_directory, "_RESERVED", 1 << 16)
 
 
 @pytest.fixture
@@ -115,12 +127,13 @@ def test_rounds_are_replayed(late, tmp_path, killed):
             )
     assert center.collect("a", "life", 3, timeout=LIMIT) is not None
     center.exit("b", "life")
-    center._keeper.close()  # waits for the journal
-    again = kept(Journal(killed(tmp_path / "a")), **settings)
+    with center.reading(kept=True):
+        again = kept(Journal(killed(tmp_path / "a")), **settings)
     assert_identical(again.save(), center.save())
     assert again._ledger.memory() == center._ledger.memory()
     assert set(again.members()[1]) == {"a", "c"}
     again.close()
+    center.close()
 
 
 def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
@@ -162,8 +175,10 @@ def test_who_was_replaced_or_left_is_known(tmp_path, killed):
     assert center.wait_for_barrier(0.0)
     center.enter("w", "new", replace=True)
     center.exit("v", "life")
-    center._keeper.close()
-    for directory in (killed(tmp_path / "a"), tmp_path / "a"):
+    with center.reading(kept=True):
+        copy = killed(tmp_path / "a")
+    center.close()
+    for directory in (copy, tmp_path / "a"):
         again = kept(Journal(directory), lease=LIMIT, barrier=2)
         assert set(again.members()[1]) == {"w"}
         assert not again.members()[1]["w"].connected
@@ -177,11 +192,17 @@ def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
-    size = center._keeper._journal._end
-    send(center)
+    size = center._keeper._writer._end
     copy = killed(tmp_path / "a")
-    os.truncate(copy / "journal-000000000000", size + 5000)
+    send(center)
+    with (tmp_path / "a" / FIRST).open("rb") as whole:
+        whole.seek(size)
+        part = whole.read(5000)
+    with (copy / FIRST).open("r+b") as file:
+        file.seek(size)
+        file.write(part)
     again = kept(Journal(copy))
+    assert again.life == center.life
     assert_identical(again.save(), before)
     assert "a write that was cut off" in caplog.text
     assert send(again, anchor_version=1).version == 2
@@ -192,12 +213,14 @@ def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
 
 def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    for _ in range(3):
+    send(center)
+    begin = center._keeper._writer._end
+    for _ in range(2):
         send(center)
     copy = killed(tmp_path / "a")
     center.close()
     for name, position, message in (
-        ("journal-000000000000", 4096 + 70, "record 1 at byte 4096 is damaged"),
+        (FIRST, begin + 70, f"record 1 at byte {begin} is damaged"),
         ("snapshot-000000000000", 70, "snapshot-000000000000: it is damaged"),
     ):
         broken = killed(copy)
@@ -209,8 +232,121 @@ def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
             kept(Journal(broken))
         assert files(broken) == before
     (copy / "snapshot-000000000000").unlink()
-    with pytest.raises(errors.DurabilityError, match="has no snapshot to begin with"):
+    with pytest.raises(errors.DurabilityError, match="has no snapshot of it any more"):
         kept(Journal(copy))
+
+
+def removed(path, rng):
+    path.unlink()
+
+
+def cut_off(path, rng):
+    os.truncate(path, rng.integers(path.stat().st_size))
+
+
+def zeroed(path, rng):
+    data = bytearray(path.read_bytes())
+    begin = rng.integers(len(data.rstrip(b"\0")))
+    end = begin + rng.integers(1, len(data) - begin + 1)
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+
+
+def changed(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data.rstrip(b"\0")))] ^= 1 << rng.integers(8)
+    path.write_bytes(data)
+
+
+def has_saved(center):
+    return center._keeper._saved[0] > 0
+
+
+@pytest.fixture(scope="module")
+def worn(tmp_path_factory):
+    """Directories of centers that went on and on, and what these were at the end."""
+    params, made = jnp.zeros(1000), []
+    folder = tmp_path_factory.mktemp("worn")
+
+    def add(durability, center):
+        saved = int(center.save().version), center.life
+        copy = folder / f"{len(made)}"
+        made.append((copy, type(durability), saved))
+        shutil.copytree(durability.directory, copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_directory, "_RESERVED", 1 << 14)
+        for i, kind in enumerate(
+            (
+                Journal(folder / "a"),
+                Journal(folder / "b", size=3 * params.nbytes),
+                Snapshots(folder / "c", seconds=None, exchanges=2, keep=3),
+            )
+        ):
+            center = kept(kind, params=params)
+            for number in range(1, 8):
+                send(center, worker=f"w{number % 3}")
+                if i and number % 3 == 0:
+                    wait_for(center, functools.partial(has_saved, center))
+            if isinstance(kind, Journal):  # a process that is killed
+                add(kind, center)
+            center.close()
+            add(kind, center)
+    return made
+
+
+@pytest.mark.parametrize("damage", [removed, cut_off, zeroed, changed])
+def test_an_older_center_is_never_the_same(damage, worn, tmp_path):
+    """Whatever happens to its files: it is as it was, or another life, or refused."""
+    rng = np.random.default_rng(0)
+    seen = collections.Counter()
+    for directory, kind, (version, life) in worn:
+        for name in sorted(files(directory)):
+            for _ in range(1 if damage is removed else 12):
+                copy = tmp_path / "copy"
+                shutil.copytree(directory, copy)
+                damage(copy / name, rng)
+                keeper = Keeper(kind(copy), threading.Condition(), "another life")
+                try:
+                    store = keeper.restore(DOWNPOUR, Ledger(), None, None, None, False)
+                except errors.DurabilityError:
+                    seen["refused"] += 1
+                else:
+                    if keeper.life == life:
+                        assert store.current.number == version, name
+                        np.testing.assert_array_equal(store.current.params, -version)
+                    seen["same" if keeper.life == life else "another"] += 1
+                finally:
+                    keeper.close()
+                shutil.rmtree(copy)
+    assert seen["refused"]
+    assert seen["another"]
+
+
+@pytest.mark.parametrize("what", ["gone", "shorter"])
+def test_a_journal_that_is_known_to_be_gone_or_cut_off(what, tmp_path, killed, caplog):
+    """Also if the lock, after a power failure, does not say how much there was."""
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    before = (tmp_path / "a" / "lock").read_bytes()
+    send(center)
+    end = center._keeper._writer._end
+    send(center)
+    copy = killed(tmp_path / "a")
+    (copy / "lock").write_bytes(before)
+    same = kept(Journal(killed(copy)))
+    assert (same.version, same.life) == (2, center.life)
+    same.close()
+    if what == "gone":
+        (copy / FIRST).unlink()
+    else:
+        os.truncate(copy / FIRST, end)
+    again = kept(Journal(copy))
+    assert again.version == (0 if what == "gone" else 1)
+    assert again.life != center.life
+    assert not again.members()[1]
+    assert "goes on as another one, at version" in caplog.text
+    center.close()
+    again.close()
 
 
 def test_a_missing_journal_is_named(tmp_path, killed):
@@ -218,7 +354,7 @@ def test_a_missing_journal_is_named(tmp_path, killed):
     send(center)
     copy = killed(tmp_path / "a")
     center.close()
-    (copy / "journal-000000000000").rename(copy / "journal-000000000001")
+    (copy / FIRST).rename(copy / "journal-000000000001")
     with pytest.raises(errors.DurabilityError, match="record 0 is missing before it"):
         kept(Journal(copy))
 
@@ -362,6 +498,118 @@ def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
     center.close()
 
 
+def test_what_is_counted_is_what_is_on_disk(tmp_path):
+    """Small exchanges, and joins and leaves, which have no arrays at all."""
+    size = 20_000
+    center = kept(Journal(tmp_path / "a", size=size), params=jnp.zeros(2))
+    for _ in range(100):
+        send(center)
+    assert center.version == 100
+    wait_for(center, lambda: center._keeper._saved[0] >= size / 1000)
+    saved = center._keeper._saved[0]
+    for i in range(100):
+        center.enter(f"w{i % 3}", f"life {i}", replace=True)
+    wait_for(center, lambda: center._keeper._saved[0] >= saved + size / 1000)
+    written = center._keeper._writer._end  # of which each took less than 1000 bytes
+    assert written <= size + 1000
+    center.close()
+
+
+def test_a_snapshot_comes_after_many_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    for _ in range(5):
+        send(center)
+    wait_for(center, lambda: center._keeper._saved[0] == 5)
+    center.close()
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """The system refuses to open any."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_file_descriptors_the_journal_goes_on(tmp_path, killed, caplog):
+    params = jnp.zeros(1000)
+    center = kept(Journal(tmp_path / "a", size=2 * params.nbytes), params=params)
+    send(center)
+    send(center)  # now JAX has read all that it reads from files
+    files_of_two = {"lock", *(f"{kind}-{2:012}" for kind in ("journal", "snapshot"))}
+    wait_for(center, lambda: set(files(tmp_path / "a")) == files_of_two)
+    said = "the journal goes on in its old file", "no snapshot could be written"
+    with no_more_files():
+        for times in (1, 2):
+            send(center)
+            send(center)
+            wait_for(
+                center,
+                lambda n=times: [caplog.text.count(each) for each in said] == [n, n],
+            )
+    assert set(files(tmp_path / "a")) == files_of_two
+    copy = killed(tmp_path / "a")
+    send(center)
+    send(center)
+    wait_for(center, lambda: center._keeper._saved[0] == 8)
+    assert f"journal-{8:012}" in files(tmp_path / "a")
+    assert not center.failure
+    again = kept(Journal(copy))
+    assert (again.version, again.life) == (6, center.life)
+    again.close()
+    center.close()
+
+
+def test_a_snapshot_in_the_middle_of_a_journal(tmp_path, killed):
+    """One whose own journal could not be begun: it is the newest, and goes on in it."""
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    send(center)
+    center._keeper._save(1, center._image())
+    for _ in range(2):
+        send(center)
+    again = kept(Journal(killed(tmp_path / "a")))
+    assert_identical(again.save(), center.save())
+    assert (again.life, again.members()[1]["w"].exchanges) == (center.life, 3)
+    again.close()
+    center.close()
+
+
+def test_parameters_whose_journal_cannot_be_begun_are_none(tmp_path, monkeypatch):
+    center = kept(Journal(tmp_path / "a"))
+
+    def full(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(center._keeper._directory, "begin_journal", full)
+        with pytest.raises(errors.DurabilityError, match="Too many open files"):
+            center.initialize(jnp.zeros(2), worker="chief")
+    center.initialize(jnp.ones(2), worker="other")
+    center.close()
+    np.testing.assert_array_equal(found(Journal(tmp_path / "a")).params, 1)
+
+
+def test_versions_and_staleness_beyond_int32(tmp_path, killed):
+    rule, version = rules.dynsgd(), 2**31 + 5
+    saved = LocalCenter(rule, jnp.zeros(2)).save()._replace(version=version)
+    center = LocalCenter.restore(rule, saved, durability=Journal(tmp_path / "a"))
+    for anchor in (version, 0):  # in the second one nothing is left of the message
+        answer = send(center, anchor_version=anchor)
+        assert answer.staleness == answer.version - 1 - anchor
+    np.testing.assert_allclose(center.pull().params, -1, rtol=1e-6)
+    again = kept(Journal(killed(tmp_path / "a")), rule)
+    assert again.version == version + 2
+    assert_identical(again.save(), center.save())
+    again.close()
+    center.close()
+
+
 def test_without_room_for_a_snapshot_the_journal_goes_on(
     tmp_path, killed, monkeypatch, caplog
 ):
@@ -401,8 +649,8 @@ class Disk:
         self.ready = threading.Event()
         self.ready.set()
         self.error = None
-        self._sync = _journal._sync
-        monkeypatch.setattr(_journal, "_sync", self)
+        self._sync = _writer._sync
+        monkeypatch.setattr(_writer, "_sync", self)
 
     def __call__(self, file):
         self.syncs += 1
@@ -460,11 +708,13 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     center.wait_until_closed()
     center.close()
     disk.error = None
-    # It may have reached the disk, as the write went well; then it is not torn.
+    # It may have reached the disk, as the write went well; here it has not.
     copy = killed(tmp_path / "a")
-    os.truncate(copy / "journal-000000000000", 4096)
+    with (copy / FIRST).open("r+b") as file:
+        file.seek(center._keeper._writer._end)
+        file.write(bytes(4096))
     again = kept(Journal(copy))
-    assert again.version == 1
+    assert (again.version, again.life) == (1, center.life)
     assert send(again, anchor_version=1).version == 2
     again.close()
 

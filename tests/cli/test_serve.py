@@ -19,7 +19,7 @@ from commands import PATIENCE, command, fails, python, serve
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Snapshots, Synchronous
-from agn_optax.center.durability import _journal
+from agn_optax.center.durability import _writer
 from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -194,7 +194,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
     def exchange(center):
         center.initialize(jnp.zeros(2), worker="w")
         center.join("w")
-        monkeypatch.setattr(_journal, "_sync", full)
+        monkeypatch.setattr(_writer, "_sync", full)
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 
