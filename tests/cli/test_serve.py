@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import certificates
 import jax.numpy as jnp
@@ -330,6 +331,27 @@ def test_a_process_drains_when_it_is_told_to():
                 assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+
+
+def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
+    """Also if the system gives the signal to another thread than the one that waits."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: server.stop())
+    try:
+        with service.serve(rules.downpour()) as server:
+            waits = threading.Event()
+
+            def kill():
+                assert waits.wait(PATIENCE)
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            assert not server.wait(0.0)
+            waits.set()
+            assert server.wait(PATIENCE)
+            killer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_mutual_tls(tmp_path):
