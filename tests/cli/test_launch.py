@@ -509,10 +509,12 @@ def test_a_signal_that_another_thread_gets_is_heard(witness):
     killer = threading.Thread(target=kill)
     program = living(witness, "a", f"signal.alarm({PATIENCE:.0f}); signal.pause()")
     killer.start()
+    lines = Lines({})
     with pytest.raises(SystemExit) as raised:
-        run([program], output=lambda name, line: None)
+        run([program], output=lines)
     killer.join()
     assert raised.value.code == 128 + signal.SIGTERM
+    assert lines.of("a") == ["agn-optax: killed by SIGTERM"]  # and not by its alarm
 
 
 def test_who_ignores_the_interrupt_is_killed_and_an_ignored_one_is_not_sent(witness):
