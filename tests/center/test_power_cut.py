@@ -15,6 +15,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sessions
 
 from agn_optax import rules
 from agn_optax.center import Journal, LocalCenter, Snapshots
@@ -202,7 +203,8 @@ def run(durability, root, patch):
         center = LocalCenter(RULE, jnp.zeros(2), durability=durability)
         tape.tell((center.life, center.version))
         for version in range(center.version + 1, center.version + 8):
-            center.exchange(jnp.ones(2), anchor_version=0, worker=f"w{version % 3}")
+            worker = f"w{version % 3}"
+            sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
             tape.tell((center.life, version))
         tape.tell((center.life, center.version, "closing"))
         center.close()
