@@ -32,7 +32,7 @@ from report import Report, Row, parse
 from side_by_side import Form
 
 from agn_optax import center, rules, service
-from agn_optax.center.durability import _journal
+from agn_optax.center.durability import _writer
 from agn_optax.center.durability._directory import Directory
 
 RULE = rules.downpour()
@@ -127,13 +127,13 @@ class Journal:
         self._written = threading.Semaphore(0)
         self._error: Exception | None = None
         self._directory = Directory(directory)
-        self._journal = _journal.Journal(
+        self._writer = _writer.Writer(
             self._directory, 0, lambda _: self._written.release(), self._fail
         )
 
     def run(self) -> None:
         """One record."""
-        self._journal.append({}, self._messages)
+        self._writer.append({}, self._messages)
         self._written.acquire()
         if self._error is not None:
             raise self._error
@@ -144,7 +144,7 @@ class Journal:
 
     def close(self) -> None:
         """Ends its thread."""
-        self._journal.close()
+        self._writer.close()
         self._directory.close()
 
 

@@ -53,7 +53,8 @@ def serve(address, rule, *arguments, then=None, **connection):
             raised.append(error)
         finally:
             if not returned.is_set():
-                os.kill(os.getpid(), signal.SIGTERM)
+                # To this thread: the system may choose any that has not blocked it.
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     returned = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # should serve not take it

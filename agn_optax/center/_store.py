@@ -232,7 +232,8 @@ def _square(part: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _on_device(staleness: int) -> jax.Array:
-    return jax.device_put(np.int32(staleness))
+    """For the center optimizer: of a staleness beyond int32, the largest int32."""
+    return jax.device_put(np.int32(min(staleness, np.iinfo(np.int32).max)))
 
 
 class _Programs(NamedTuple):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
+from typing import NamedTuple
 
 import jax
 import typer
 
-from agn_optax import errors, service
+from agn_optax import errors, launch, service
 from agn_optax._internal import in_background
 from agn_optax.cli import _center_options, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
+
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
@@ -59,12 +61,15 @@ def serve(
             if server.direct_address is not None:
                 typer.echo(f"direct connections at {server.direct_address}")
 
-        def closed() -> None:
-            server.center.core.wait_until_closed()
-            signals.put(0)
+        closed = os.dup(signals.waker)  # which outlives the pipe that it is for
 
-        in_background(closed, "agn-optax closed", lasting=True)
-        if signum := signals.get():
+        def tell() -> None:
+            server.center.core.wait_until_closed()
+            with contextlib.suppress(OSError), os.fdopen(closed, "wb", 0) as pipe:
+                pipe.write(b"\0")
+
+        in_background(tell, "agn-optax closed", lasting=True)
+        if signum := signals.wait():
             typer.echo(
                 f"draining after {signal.Signals(signum).name}; again to end at once",
                 err=True,
@@ -73,21 +78,31 @@ def serve(
         raise errors.DurabilityError(server.center.core.failure)
 
 
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Signals that end a service, the first of each kind; the next one kills."""
-    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-    before: dict[signal.Signals, Any] = {}
+class _Signals(NamedTuple):
+    """A pipe with the signals that end a service."""
 
-    def handle(signum: int, frame: Any) -> None:
-        del frame
-        signals.put(signum)  # a SimpleQueue's put may interrupt its get
+    reader: int
+    waker: int
+
+    def wait(self) -> int:
+        """The next signal; 0 once the center is closed for another reason."""
+        while (said := os.read(self.reader, 1)[0]) not in (0, *_ENDS):
+            pass  # a signal of somebody else's
+        return said
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Signals]:
+    """Signals that end a service, the first of each kind; the next one kills."""
+
+    def next_one_kills(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
 
-    for each in (signal.SIGINT, signal.SIGTERM):
-        before[each] = signal.signal(each, handle)
+    signals = _Signals(*os.pipe())
+    os.set_blocking(signals.waker, False)
     try:
-        yield signals
+        with launch.signals_to(signals.waker, _ENDS, next_one_kills):
+            yield signals
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for end in signals:
+            os.close(end)

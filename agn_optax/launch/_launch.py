@@ -6,18 +6,14 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 
 from agn_optax import errors
 from agn_optax.launch._program import Ended, Program
-from agn_optax.launch._supervisor import Supervisor
+from agn_optax.launch._signals import signals_to
+from agn_optax.launch._supervisor import FORWARDED, Supervisor
 
 __all__ = ["Ended", "Program", "run"]
-
-# What a terminal, a shell or a scheduler ends the launcher with. The programs, in
-# sessions of their own, see nothing of it unless it is forwarded.
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(
@@ -84,8 +80,10 @@ def run(
             )
     supervisor = Supervisor(programs, output, grace, restart_delay)
     try:
-        # Closed after the handlers are restored, as they use it.
-        with contextlib.closing(supervisor), _handled(supervisor.on_signal):
+        # It is closed after the handlers are restored, and has heard all signals then.
+        with contextlib.closing(supervisor), contextlib.ExitStack() as heard:
+            if threading.current_thread() is threading.main_thread():
+                heard.enter_context(signals_to(supervisor.waker, FORWARDED))
             return supervisor.run()
     finally:
         # Also when something else was raised: whoever reads the lines may have been
@@ -95,19 +93,3 @@ def run(
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + signum)
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in _FORWARDED:
-            # nohup and background jobs ignore some. None is a handler not of Python's,
-            # which could not be restored.
-            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
-                previous[signum] = signal.signal(signum, handler)
-    try:
-        yield
-    finally:
-        for signum, before in previous.items():
-            signal.signal(signum, before)

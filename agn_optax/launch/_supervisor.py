@@ -10,12 +10,16 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from agn_optax import errors
 from agn_optax.launch._guard import Guard
 from agn_optax.launch._process import Process
 from agn_optax.launch._program import Ended, Program
+
+# What a terminal, a shell or a scheduler ends the launcher with. The programs, in
+# sessions of their own, see nothing of it unless it is forwarded.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_AWAKE = b"\0"  # no signal, but something has happened
 
 
 @dataclasses.dataclass
@@ -52,6 +56,7 @@ class Supervisor:
 
     Attributes:
       signals: those that came, in order.
+      waker: the end of a pipe to which signals are written, each as one byte.
     """
 
     def __init__(
@@ -69,16 +74,10 @@ class Supervisor:
         self._restart_delay = restart_delay
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = os.pipe()
-        for end in (self._woken, self._waker):
+        self._woken, self.waker = os.pipe()
+        for end in (self._woken, self.waker):
             os.set_blocking(end, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-
-    def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """The handler: only takes note, as it runs between any two instructions."""
-        del frame
-        self.signals.append(signum)
-        self._wake()
 
     def run(self) -> list[Ended]:
         """Runs all programs to their end, whatever is raised meanwhile."""
@@ -93,9 +92,10 @@ class Supervisor:
 
     def close(self) -> None:
         """To be called when no signal comes any more."""
+        self._listen()
         self._selector.close()
         os.close(self._woken)
-        os.close(self._waker)
+        os.close(self.waker)
 
     def _run_guarded(self) -> None:
         try:
@@ -135,7 +135,7 @@ class Supervisor:
         left = None if moment == math.inf else max(0.0, moment - time.monotonic())
         for key, _ in self._selector.select(left):
             if key.data is None:
-                os.read(self._woken, 4096)
+                self._listen()
             else:
                 self._read(key.data, key.data.process)
 
@@ -249,7 +249,13 @@ class Supervisor:
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is awake
-            os.write(self._waker, b"\0")
+            os.write(self.waker, _AWAKE)
+
+    def _listen(self) -> None:
+        """Takes note of the signals that have come."""
+        with contextlib.suppress(BlockingIOError):
+            said = os.read(self._woken, 1 << 16)
+            self.signals += [each for each in said if each in FORWARDED]
 
 
 def _describe(returncode: int) -> str:

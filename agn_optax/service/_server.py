@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 import uuid
@@ -52,8 +53,16 @@ class Server:
         atexit.register(self.stop, grace=5.0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the server has stopped; False if it has not in time."""
-        return self._stopped.wait(timeout)
+        """Waits until the server has stopped; False if it has not in time.
+
+        Handlers of signals run meanwhile, and may call `stop`.
+        """
+        # Asleep and not at a lock: a signal that comes while the main thread is about
+        # to wait for one would be handled when that wait is over.
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._stopped.is_set() and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK))
+        return self._stopped.is_set()
 
     def stop(self, grace: float = 30.0) -> None:
         """Drains the service and ends it.

@@ -4,10 +4,14 @@ A process that is killed leaves its files as they are, so a copy of them is what
 next one finds.
 """
 
+import collections
+import contextlib
 import errno
+import functools
 import itertools
 import os
 import pathlib
+import resource
 import shutil
 import threading
 
@@ -28,16 +32,24 @@ from agn_optax.center import (
     Snapshots,
     Synchronous,
 )
-from agn_optax.center.durability import _journal, _records
+from agn_optax.center._ledger import Ledger
+from agn_optax.center.durability import (
+    Keeper,
+    _directory,
+    _keeper,
+    _records,
+    _writer,
+)
 
 DOWNPOUR = rules.downpour()
 LIMIT = 60  # seconds that nothing here takes
+FIRST = "journal-000000000000"
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
     """Which are quickly copied."""
-    monkeypatch.setattr(_journal, "_RESERVED", 1 << 16)
+    monkeypatch.setattr(_directory, "_RESERVED", 1 << 16)
 
 
 @pytest.fixture
@@ -88,7 +100,7 @@ def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
     again = kept(Journal(killed(tmp_path / "a")), rule)
     assert again.life == center.life
     assert_identical(again.save(), center.save())
-    assert again._ledger.memory() == center._ledger.memory()
+    assert again.core.ledger.memory() == center.core.ledger.memory()
     for each in (again, center):
         send(each, 0.3, "w1", 6)
     assert_identical(again.save(), center.save())
@@ -102,39 +114,30 @@ def test_rounds_are_replayed(late, tmp_path, killed):
     mode = Synchronous(quorum=2, grace=0.0, late=late)
     settings = {"mode": mode, "rule": rules.average()}
     center = kept(Journal(tmp_path / "a"), **settings, params=jnp.ones(3))
-    for worker in "abc":
-        center.enter(worker, "life")
+    a, b, c = (center.core.join(worker) for worker in "abc")
     for sequence in (1, 2, 3):
-        for i, worker in enumerate("abc"):
-            center.submit(
-                jnp.full(3, 0.3 * i + sequence),
-                anchor_version=0,
-                worker=worker,
-                incarnation="life",
-                sequence=sequence,
-            )
-    assert center.collect("a", "life", 3, timeout=LIMIT) is not None
-    center.exit("b", "life")
-    center._keeper.close()  # waits for the journal
-    again = kept(Journal(killed(tmp_path / "a")), **settings)
+        for i, session in enumerate((a, b, c)):
+            session.submit(sequence, jnp.full(3, 0.3 * i + sequence), anchor_version=0)
+    assert a.answer(3, timeout=LIMIT) is not None
+    b.leave()
+    with center.core.reading(kept=True):
+        again = kept(Journal(killed(tmp_path / "a")), **settings)
     assert_identical(again.save(), center.save())
-    assert again._ledger.memory() == center._ledger.memory()
-    assert set(again.members()[1]) == {"a", "c"}
+    assert again.core.ledger.memory() == center.core.ledger.memory()
+    assert set(again.core.members()[1]) == {"a", "c"}
     again.close()
+    center.close()
 
 
 def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    life = {"worker": "w", "incarnation": "life"}
-    center.enter(*life.values())
-    exchange = {"anchor_version": 0, "sequence": 1, **life}
-    center.submit(jnp.ones(2), **exchange)
-    answer = center.collect(*life.values(), 1, timeout=LIMIT)
-    center.wait_until_kept(answer)
+    session = center.core.join("w", "life")
+    session.submit(1, jnp.ones(2), anchor_version=0)
+    session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
-    again.enter(*life.values())
-    again.submit(jnp.ones(2), **exchange)
-    answer = again.collect(*life.values(), 1, timeout=LIMIT)
+    session = again.core.join("w", "life", back=True)
+    session.submit(1, jnp.ones(2), anchor_version=0)
+    answer = session.answer(1, timeout=LIMIT)
     assert answer.applied
     np.testing.assert_array_equal(answer.version.params, -1)
     assert again.version == 1
@@ -145,11 +148,11 @@ def test_what_is_sent_again_is_answered_and_not_applied_again(tmp_path, killed):
 def test_a_dropped_message_stays_dropped(tmp_path, killed):
     mode = BoundedStaleness(versions=0)
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), mode=mode)
-    center.join("slow")
+    sessions.join(center, "slow")
     send(center)
     assert not send(center, worker="slow").applied
     again = kept(Journal(killed(tmp_path / "a")), mode=mode)
-    member = again.members()[1]["slow"]
+    member = again.core.members()[1]["slow"]
     assert (member.sequence, member.dropped, member.applied) == (1, 1, False)
     again.close()
     center.close()
@@ -157,19 +160,21 @@ def test_a_dropped_message_stays_dropped(tmp_path, killed):
 
 def test_who_was_replaced_or_left_is_known(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2), lease=LIMIT, barrier=2)
-    center.enter("w", "old")
-    center.enter("v", "life")
-    assert center.wait_for_barrier(0.0)
-    center.enter("w", "new", replace=True)
-    center.exit("v", "life")
-    center._keeper.close()
-    for directory in (killed(tmp_path / "a"), tmp_path / "a"):
+    center.core.join("w", "old")
+    session = center.core.join("v", "life")
+    assert center.core.wait_for_barrier(0.0)
+    center.core.join("w", "new", replace=True)
+    session.leave()
+    with center.core.reading(kept=True):
+        copy = killed(tmp_path / "a")
+    center.close()
+    for directory in (copy, tmp_path / "a"):
         again = kept(Journal(directory), lease=LIMIT, barrier=2)
-        assert set(again.members()[1]) == {"w"}
-        assert not again.members()[1]["w"].connected
+        assert set(again.core.members()[1]) == {"w"}
+        assert not again.core.members()[1]["w"].connected
         with pytest.raises(errors.WorkerStateError, match="replaced"):
-            again.enter("w", "old")
-        assert again.wait_for_barrier(0.0)
+            again.core.join("w", "old", back=True)
+        assert again.core.wait_for_barrier(0.0)
         again.close()
 
 
@@ -177,11 +182,17 @@ def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)
     before = center.save()
-    size = center._keeper._journal._end
-    send(center)
+    size = center.core._keeper._writer._end
     copy = killed(tmp_path / "a")
-    os.truncate(copy / "journal-000000000000", size + 5000)
+    send(center)
+    with (tmp_path / "a" / FIRST).open("rb") as whole:
+        whole.seek(size)
+        part = whole.read(5000)
+    with (copy / FIRST).open("r+b") as file:
+        file.seek(size)
+        file.write(part)
     again = kept(Journal(copy))
+    assert again.life == center.life
     assert_identical(again.save(), before)
     assert "a write that was cut off" in caplog.text
     assert send(again, anchor_version=1).version == 2
@@ -192,12 +203,14 @@ def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
 
 def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
-    for _ in range(3):
+    send(center)
+    begin = center.core._keeper._writer._end
+    for _ in range(2):
         send(center)
     copy = killed(tmp_path / "a")
     center.close()
     for name, position, message in (
-        ("journal-000000000000", 4096 + 70, "record 1 at byte 4096 is damaged"),
+        (FIRST, begin + 70, f"record 2 at byte {begin} is damaged"),
         ("snapshot-000000000000", 70, "snapshot-000000000000: it is damaged"),
     ):
         broken = killed(copy)
@@ -209,8 +222,121 @@ def test_damage_is_named_and_nothing_is_touched(tmp_path, killed):
             kept(Journal(broken))
         assert files(broken) == before
     (copy / "snapshot-000000000000").unlink()
-    with pytest.raises(errors.DurabilityError, match="has no snapshot to begin with"):
+    with pytest.raises(errors.DurabilityError, match="has no snapshot of it any more"):
         kept(Journal(copy))
+
+
+def removed(path, rng):
+    path.unlink()
+
+
+def cut_off(path, rng):
+    os.truncate(path, rng.integers(path.stat().st_size))
+
+
+def zeroed(path, rng):
+    data = bytearray(path.read_bytes())
+    begin = rng.integers(len(data.rstrip(b"\0")))
+    end = begin + rng.integers(1, len(data) - begin + 1)
+    data[begin:end] = bytes(end - begin)
+    path.write_bytes(data)
+
+
+def changed(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data.rstrip(b"\0")))] ^= 1 << rng.integers(8)
+    path.write_bytes(data)
+
+
+def has_saved(center):
+    return center.core._keeper._saved[0] > 0
+
+
+@pytest.fixture(scope="module")
+def worn(tmp_path_factory):
+    """Directories of centers that went on and on, and what these were at the end."""
+    params, made = jnp.zeros(1000), []
+    folder = tmp_path_factory.mktemp("worn")
+
+    def add(durability, center):
+        saved = int(center.save().version), center.life
+        copy = folder / f"{len(made)}"
+        made.append((copy, type(durability), saved))
+        shutil.copytree(durability.directory, copy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_directory, "_RESERVED", 1 << 14)
+        for i, kind in enumerate(
+            (
+                Journal(folder / "a"),
+                Journal(folder / "b", size=3 * params.nbytes),
+                Snapshots(folder / "c", seconds=None, exchanges=2, keep=3),
+            )
+        ):
+            center = kept(kind, params=params)
+            for number in range(1, 8):
+                send(center, worker=f"w{number % 3}")
+                if i and number % 3 == 0:
+                    wait_for(center, functools.partial(has_saved, center))
+            if isinstance(kind, Journal):  # a process that is killed
+                add(kind, center)
+            center.close()
+            add(kind, center)
+    return made
+
+
+@pytest.mark.parametrize("damage", [removed, cut_off, zeroed, changed])
+def test_an_older_center_is_never_the_same(damage, worn, tmp_path):
+    """Whatever happens to its files: it is as it was, or another life, or refused."""
+    rng = np.random.default_rng(0)
+    seen = collections.Counter()
+    for directory, kind, (version, life) in worn:
+        for name in sorted(files(directory)):
+            for _ in range(1 if damage is removed else 12):
+                copy = tmp_path / "copy"
+                shutil.copytree(directory, copy)
+                damage(copy / name, rng)
+                keeper = Keeper(kind(copy), threading.Condition(), "another life")
+                try:
+                    store = keeper.restore(DOWNPOUR, Ledger(), None, None, None, False)
+                except errors.DurabilityError:
+                    seen["refused"] += 1
+                else:
+                    if keeper.life == life:
+                        assert store.current.number == version, name
+                        np.testing.assert_array_equal(store.current.params, -version)
+                    seen["same" if keeper.life == life else "another"] += 1
+                finally:
+                    keeper.close()
+                shutil.rmtree(copy)
+    assert seen["refused"]
+    assert seen["another"]
+
+
+@pytest.mark.parametrize("what", ["gone", "shorter"])
+def test_a_journal_that_is_known_to_be_gone_or_cut_off(what, tmp_path, killed, caplog):
+    """Also if the lock, after a power failure, does not say how much there was."""
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    before = (tmp_path / "a" / "lock").read_bytes()
+    send(center)
+    end = center.core._keeper._writer._end
+    send(center)
+    copy = killed(tmp_path / "a")
+    (copy / "lock").write_bytes(before)
+    same = kept(Journal(killed(copy)))
+    assert (same.version, same.life) == (2, center.life)
+    same.close()
+    if what == "gone":
+        (copy / FIRST).unlink()
+    else:
+        os.truncate(copy / FIRST, end)
+    again = kept(Journal(copy))
+    assert again.version == (0 if what == "gone" else 1)
+    assert again.life != center.life
+    assert not again.core.members()[1]
+    assert "goes on as another one, at version" in caplog.text
+    center.close()
+    again.close()
 
 
 def test_a_missing_journal_is_named(tmp_path, killed):
@@ -218,7 +344,7 @@ def test_a_missing_journal_is_named(tmp_path, killed):
     send(center)
     copy = killed(tmp_path / "a")
     center.close()
-    (copy / "journal-000000000000").rename(copy / "journal-000000000001")
+    (copy / FIRST).rename(copy / "journal-000000000001")
     with pytest.raises(errors.DurabilityError, match="record 0 is missing before it"):
         kept(Journal(copy))
 
@@ -297,14 +423,14 @@ def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
     center = kept(every, params=jnp.zeros(2))
     for _ in range(3):
         send(center)
-    wait_for(center, lambda: center._keeper._saved[0] >= 2)
-    saved = center._keeper._saved[0]
+    wait_for(center, lambda: center.core._keeper._saved[0] >= 2)
+    saved = center.core._keeper._saved[0]
     copy = killed(tmp_path / "a")
     again = kept(Snapshots(copy))
     assert 2 <= again.version <= saved
     np.testing.assert_array_equal(again.pull().params, -again.version)
     assert again.life != center.life
-    assert not again.members()[1]
+    assert not again.core.members()[1]
     # Once it has been closed, everything is there, and it is the same center.
     again.close()
     for kind in (Snapshots, Journal, Snapshots):
@@ -314,24 +440,29 @@ def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
     center.close()
     again = kept(every)
     assert (again.version, again.life) == (3, center.life)
-    assert set(again.members()[1]) == {"w"}
+    assert set(again.core.members()[1]) == {"w"}
     again.close()
+
+
+def wait_until_saved(center):
+    """Until everything that has happened is in a snapshot."""
+    keeper = center.core._keeper
+    wait_for(center, lambda: keeper._saved[0] == keeper._number)
 
 
 def wait_for(center, condition):
     """On what another thread of the center does, which need not say so."""
     for _ in range(int(LIMIT / 0.01)):
-        if center.wait_for(condition, 0.01):
+        if center.core.wait_for(condition, 0.01):
             return
     pytest.fail("it does not come")
 
 
 def test_snapshots_by_time(tmp_path, killed):
     center = kept(Snapshots(tmp_path / "a", seconds=0.05), params=jnp.zeros(2))
-    send(center)
-    wait_for(center, lambda: center._keeper._saved[0] == 1)
-    send(center)
-    wait_for(center, lambda: center._keeper._saved[0] == 2)
+    for _ in range(2):
+        send(center)
+        wait_until_saved(center)
     wait_for(center, lambda: found(Snapshots(killed(tmp_path / "a"))).version == 2)
     center.close()
 
@@ -339,12 +470,12 @@ def test_snapshots_by_time(tmp_path, killed):
 def test_the_last_snapshots_stay(tmp_path):
     every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
     center = kept(every, params=jnp.zeros(2))
-    for number in range(1, 7):
+    for _ in range(6):
         send(center)
-        wait_for(center, lambda n=number: center._keeper._saved[0] == n)
+        wait_until_saved(center)
     center.close()
-    names = sorted(files(tmp_path / "a"))
-    assert names == ["lock", *(f"snapshot-{n:012}" for n in (4, 5, 6))]
+    names = sorted(files(tmp_path / "a"))  # the first record is that of its joining
+    assert names == ["lock", *(f"snapshot-{n:012}" for n in (5, 6, 7))]
 
 
 def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
@@ -353,11 +484,126 @@ def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
     for number in range(1, 11):
         send(center)
         if number % 3 == 0:
-            wait_for(center, lambda n=number: center._keeper._saved[0] == n)
+            wait_until_saved(center)
     again = kept(Journal(killed(tmp_path / "a")))
     assert_identical(again.save(), center.save())
-    names = {f"{kind}-{9:012}" for kind in ("snapshot", "journal")}
+    names = {f"{kind}-{10:012}" for kind in ("snapshot", "journal")}
     wait_for(center, lambda: set(files(tmp_path / "a")) == {"lock", *names})
+    again.close()
+    center.close()
+
+
+def test_what_is_counted_is_what_is_on_disk(tmp_path):
+    """Small exchanges, and joins and leaves, which have no arrays at all."""
+    size = 20_000
+    center = kept(Journal(tmp_path / "a", size=size), params=jnp.zeros(2))
+    for _ in range(100):
+        send(center)
+    assert center.version == 100
+    wait_for(center, lambda: center.core._keeper._saved[0] >= size / 1000)
+    saved = center.core._keeper._saved[0]
+    for i in range(100):
+        center.core.join(f"w{i % 3}", f"life {i}", replace=True)
+    wait_for(center, lambda: center.core._keeper._saved[0] >= saved + size / 1000)
+    written = (
+        center.core._keeper._writer._end
+    )  # of which each took less than 1000 bytes
+    assert written <= size + 1000
+    center.close()
+
+
+def test_a_snapshot_comes_after_many_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    for _ in range(4):  # and it joins
+        send(center)
+    wait_until_saved(center)
+    center.close()
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """The system refuses to open any."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_file_descriptors_the_journal_goes_on(tmp_path, killed, caplog):
+    params = jnp.zeros(1000)
+    center = kept(Journal(tmp_path / "a", size=2 * params.nbytes), params=params)
+    send(center)
+    send(center)  # now JAX has read all that it reads from files
+    before = {"lock", *(f"{kind}-{3:012}" for kind in ("journal", "snapshot"))}
+    wait_for(center, lambda: set(files(tmp_path / "a")) == before)
+    said = "the journal goes on in its old file", "no snapshot could be written"
+    with no_more_files():
+        for times in (1, 2):
+            send(center)
+            send(center)
+            wait_for(
+                center,
+                lambda n=times: [caplog.text.count(each) for each in said] == [n, n],
+            )
+    assert set(files(tmp_path / "a")) == before
+    copy = killed(tmp_path / "a")
+    send(center)
+    send(center)
+    wait_until_saved(center)
+    assert f"journal-{9:012}" in files(tmp_path / "a")
+    assert not center.core.failure
+    again = kept(Journal(copy))
+    assert (again.version, again.life) == (6, center.life)
+    again.close()
+    center.close()
+
+
+def test_a_snapshot_in_the_middle_of_a_journal(tmp_path, killed):
+    """One whose own journal could not be begun: it is the newest, and goes on in it."""
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    send(center)
+    keeper = center.core._keeper
+    keeper._save(keeper._number, center.core._image())
+    for _ in range(2):
+        send(center)
+    again = kept(Journal(killed(tmp_path / "a")))
+    assert_identical(again.save(), center.save())
+    assert (again.life, again.core.members()[1]["w"].exchanges) == (center.life, 3)
+    again.close()
+    center.close()
+
+
+def test_parameters_whose_journal_cannot_be_begun_are_none(tmp_path, monkeypatch):
+    center = kept(Journal(tmp_path / "a"))
+
+    def full(*args):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(center.core._keeper._directory, "begin_journal", full)
+        with pytest.raises(errors.DurabilityError, match="Too many open files"):
+            center.initialize(jnp.zeros(2), worker="chief")
+    center.initialize(jnp.ones(2), worker="other")
+    center.close()
+    np.testing.assert_array_equal(found(Journal(tmp_path / "a")).params, 1)
+
+
+def test_versions_and_staleness_beyond_int32(tmp_path, killed):
+    rule, version = rules.dynsgd(), 2**31 + 5
+    saved = LocalCenter(rule, jnp.zeros(2)).save()._replace(version=version)
+    center = LocalCenter.restore(rule, saved, durability=Journal(tmp_path / "a"))
+    for anchor in (version, 0):  # in the second one nothing is left of the message
+        answer = send(center, anchor_version=anchor)
+        assert answer.staleness == answer.version - 1 - anchor
+    np.testing.assert_allclose(center.pull().params, -1, rtol=1e-6)
+    again = kept(Journal(killed(tmp_path / "a")), rule)
+    assert again.version == version + 2
+    assert_identical(again.save(), center.save())
     again.close()
     center.close()
 
@@ -373,7 +619,7 @@ def test_without_room_for_a_snapshot_the_journal_goes_on(
         tried.release()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(center._keeper._directory, "save", full)
+    monkeypatch.setattr(center.core._keeper._directory, "save", full)
     for number in range(1, 6):
         send(center)
         if number % 2 == 0:
@@ -384,12 +630,12 @@ def test_without_room_for_a_snapshot_the_journal_goes_on(
     assert_identical(again.save(), center.save())
     assert "no snapshot could be written" in caplog.text
     damaged = killed(tmp_path / "a")
-    os.truncate(damaged / f"journal-{2:012}", 5000)
+    os.truncate(damaged / f"journal-{3:012}", 5000)
     with pytest.raises(errors.DurabilityError, match="its end is damaged"):
         kept(Journal(damaged))
     again.close()
     center.close()
-    assert "No space left" in center.failure  # in everything but the last snapshot
+    assert "No space left" in center.core.failure  # in everything but the last snapshot
     assert_identical(found(Journal(killed(tmp_path / "a"))), center.save())
 
 
@@ -401,8 +647,8 @@ class Disk:
         self.ready = threading.Event()
         self.ready.set()
         self.error = None
-        self._sync = _journal._sync
-        monkeypatch.setattr(_journal, "_sync", self)
+        self._sync = _writer._sync
+        monkeypatch.setattr(_writer, "_sync", self)
 
     def __call__(self, file):
         self.syncs += 1
@@ -429,7 +675,7 @@ def test_nobody_is_answered_before_the_disk_has_it(tmp_path, disk):
         each.start()
     wait_for(center, lambda: center.version == 5)
     assert all(each.is_alive() for each in workers)
-    read = threading.Thread(target=lambda: center.reading(kept=True).__enter__())
+    read = threading.Thread(target=lambda: center.core.reading(kept=True).__enter__())
     read.start()
     read.join(0.05)
     assert read.is_alive()
@@ -452,19 +698,21 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     assert center.version == 2  # in memory, which nobody is told
     with (
         pytest.raises(errors.CenterClosedError, match="No space left"),
-        center.reading(kept=True),
+        center.core.reading(kept=True),
     ):
         pytest.fail("it is not kept")
     with pytest.raises(errors.CenterClosedError):
         send(center, worker="other")
-    center.wait_until_closed()
+    center.core.wait_until_closed()
     center.close()
     disk.error = None
-    # It may have reached the disk, as the write went well; then it is not torn.
+    # It may have reached the disk, as the write went well; here it has not.
     copy = killed(tmp_path / "a")
-    os.truncate(copy / "journal-000000000000", 4096)
+    with (copy / FIRST).open("r+b") as file:
+        file.seek(center.core._keeper._writer._end)
+        file.write(bytes(4096))
     again = kept(Journal(copy))
-    assert again.version == 1
+    assert (again.version, again.life) == (1, center.life)
     assert send(again, anchor_version=1).version == 2
     again.close()
 
@@ -479,7 +727,7 @@ def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch)
     monkeypatch.setattr(_records, "write", full)
     with pytest.raises(errors.DurabilityError, match="No space left on device"):
         center.initialize(jnp.zeros(2), worker="chief")
-    assert not center.is_initialized
+    assert not center.core.is_initialized
     assert set(files(tmp_path / "a")) == {"lock"}
     monkeypatch.setattr(_records, "write", write)
     center.initialize(jnp.zeros(2), worker="other")
@@ -496,7 +744,7 @@ def test_nobody_sees_the_directory_of_a_center_without_parameters(tmp_path):
     kept(Journal(tmp_path / "a")).close()
     assert set(files(tmp_path / "a")) == {"lock"}
     center = kept(Journal(tmp_path / "a"))
-    assert not center.is_initialized
+    assert not center.core.is_initialized
     center.close()
 
 

@@ -499,6 +499,24 @@ def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
         assert process.returncode == status
 
 
+def test_a_signal_that_another_thread_gets_is_heard(witness):
+    """The system may choose any thread; this one waits for the programs meanwhile."""
+
+    def kill():
+        witness.meet("a")
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    killer = threading.Thread(target=kill)
+    program = living(witness, "a", f"signal.alarm({PATIENCE:.0f}); signal.pause()")
+    killer.start()
+    lines = Lines({})
+    with pytest.raises(SystemExit) as raised:
+        run([program], output=lines)
+    killer.join()
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert lines.of("a") == ["agn-optax: killed by SIGTERM"]  # and not by its alarm
+
+
 def test_who_ignores_the_interrupt_is_killed_and_an_ignored_one_is_not_sent(witness):
     stubborn = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint('up')\n"
     pause = "signal.signal(1, lambda *_: print('hung up'))\nwhile 1: signal.pause()"

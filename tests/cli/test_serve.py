@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import certificates
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from commands import PATIENCE, command, fails, python, serve
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Snapshots, Synchronous
-from agn_optax.center.durability import _journal
-from agn_optax.cli import _center_options, _rules
+from agn_optax.center.durability import _writer
+from agn_optax.cli import _center_options, _rules, _serve
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.service import _fingerprint
@@ -194,7 +195,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
     def exchange(center):
         center.initialize(jnp.zeros(2), worker="w")
         center.join("w")
-        monkeypatch.setattr(_journal, "_sync", full)
+        monkeypatch.setattr(_writer, "_sync", full)
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")
 
@@ -330,6 +331,42 @@ def test_a_process_drains_when_it_is_told_to():
                 assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
+
+
+def test_a_signal_that_another_thread_gets_is_heard():
+    def kill():
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    with _serve._stop_signals() as signals:
+        later = threading.Timer(PATIENCE, os.write, (signals.waker, b"\0"))
+        later.start()
+        killer = threading.Timer(0.1, kill)  # while this one waits, most likely
+        killer.start()
+        assert signals.wait() == signal.SIGTERM
+        later.cancel()
+        later.join()
+        killer.join()
+
+
+def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
+    """Also if the system gives the signal to another thread than the one that waits."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: server.stop())
+    try:
+        with service.serve(rules.downpour()) as server:
+            waits = threading.Event()
+
+            def kill():
+                assert waits.wait(PATIENCE)
+                signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            assert not server.wait(0.0)
+            waits.set()
+            assert server.wait(PATIENCE)
+            killer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_mutual_tls(tmp_path):

@@ -19,7 +19,7 @@ from commands import python
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Journal, Snapshots
-from agn_optax.center.durability import _journal
+from agn_optax.center.durability import _writer
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = rules.downpour()
@@ -191,7 +191,7 @@ def test_with_snapshots_a_worker_is_told(killed):
 
 def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
     """Neither an answer nor a pull."""
-    sync, may, asked = _journal._sync, threading.Event(), threading.Event()
+    sync, may, asked = _writer._sync, threading.Event(), threading.Event()
 
     def slow(file):
         asked.set()
@@ -205,7 +205,7 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         service.connect(server.address, RULE) as center,
     ):
         center.join("w")
-        monkeypatch.setattr(_journal, "_sync", slow)
+        monkeypatch.setattr(_writer, "_sync", slow)
         said = {}
 
         def exchange():

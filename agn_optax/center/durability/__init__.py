@@ -1,6 +1,6 @@
 """What of a center outlives its process: snapshots, and a journal of exchanges.
 
-`_keeper` is told what happens and decides what is written, `_journal` is the thread
+`_keeper` is told what happens and decides what is written, `_writer` is the thread
 that writes, `_directory` the files, and `_records` what is in them.
 """
 

@@ -1,11 +1,11 @@
 """The files in which a center outlives its process.
 
-    lock            held by the process that keeps its center here
+    lock            held by the process that keeps its center here; what it promised
     snapshot-N      the center after its first N records: one record, written whole
-    journal-N       records N, N + 1, ...: what happened after snapshot-N
+    journal-N       records N, N + 1, ...: what happened next
 
-A journal begins with each snapshot, and ends where the next one begins. A snapshot that
-could not be written is a gap that journals close: journal-N goes on in the next one.
+What a center is after a restart: the newest snapshot, and the records from there on. A
+journal may begin before that snapshot, where no new file could be had at the time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import pathlib
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,7 +30,13 @@ if sys.platform != "win32":
     import fcntl
 
 _log = logging.getLogger("agn_optax")
-_RISKED = b"changes since the last snapshot are in memory only\n"
+_RESERVED = 64 << 20  # bytes of a journal that are reserved at a time
+_ADVICE = "Put back a copy of the whole directory, or begin with an empty one"
+
+# What is promised of the records that are made: "whole" that there will be no more of
+# them, "journal" that each is on disk before it is answered, and "memory" nothing.
+Promise = Literal["whole", "journal", "memory"]
+_PROMISES: tuple[Promise, ...] = get_args(Promise)
 
 
 class Directory:
@@ -46,50 +53,67 @@ class Directory:
         self.path = pathlib.Path(path)
         if sys.platform == "win32":
             raise errors.DurabilityError("a center on disk needs a POSIX system")
-        with explained(f"cannot keep a center in {self.path}"):
-            if not self.path.is_dir():
-                self.path.mkdir(parents=True)
-                _sync_directory(self.path.parent)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise errors.DurabilityError(
-                f"another process keeps its center in {self.path}; give each center a "
-                "directory of its own"
-            ) from None
-        for each in self.path.glob("*.tmp"):  # of a process that was killed
-            each.unlink()
+        with contextlib.ExitStack() as opened:
+            with explained(f"cannot keep a center in {self.path}"):
+                _make(self.path)
+                self._folder = os.open(self.path, os.O_RDONLY)
+                opened.callback(os.close, self._folder)
+                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+                opened.callback(os.close, self._lock)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise errors.DurabilityError(
+                    f"another process keeps its center in {self.path}; give each "
+                    "center a directory of its own"
+                ) from None
+            for each in self.path.glob("*.tmp"):  # of a process that was killed
+                each.unlink()
+            self._promise, self._kept = _read_promise(self._lock)
+            self._missing = ""  # what was noticed to be missing
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Lets another process have it."""
-        os.close(self._lock)
+        self._opened.close()
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the process that ended may have taken something along."""
-        return os.pread(self._lock, len(_RISKED), 0) == _RISKED
+    def promise(self, promise: Promise, number: int) -> None:
+        """What the next process may rely on; it is on disk when this returns.
 
-    def set_risked(self, risked: bool) -> None:
-        """Whether, from now on, a process that is killed takes something along."""
-        os.ftruncate(self._lock, 0)
-        if risked:
-            os.pwrite(self._lock, _RISKED, 0)
-        os.fsync(self._lock)
-
-    def load(self) -> Record | None:
-        """The newest snapshot; None if there is none.
+        Args:
+          promise: of the records that follow.
+          number: of records that are on disk.
 
         Raises:
-          DurabilityError: it cannot be read, or there are journals without it.
+          OSError: it could not be written.
+        """
+        self._promise = promise
+        self.note(number)
+        os.fsync(self._lock)
+
+    def note(self, number: int) -> None:
+        """So many records are on disk.
+
+        That is not synced, for it would cost as much as the records themselves. A
+        process that is killed leaves it behind nevertheless, and after a power failure
+        it is what was true some seconds before: never too much.
+        """
+        text = f"{self._promise} {number}"
+        line = f"{text} {_checksum(text)}"
+        os.pwrite(self._lock, f"{line:<63}\n".encode(), 0)
+
+    def load(self) -> Record | None:
+        """The newest snapshot; None if no center was ever kept here.
+
+        Raises:
+          DurabilityError: it cannot be read, or there is none any more.
         """
         found = self._numbers("snapshot")
         if not found:
-            if journals := self._numbers("journal"):
+            if self._promise is not None or self._numbers("journal"):
                 raise errors.DurabilityError(
-                    f"{self._file('journal', journals[0])} has no snapshot to begin "
-                    "with"
+                    f"{self.path} has kept a center, but has no snapshot of it any "
+                    f"more. {_ADVICE}"
                 )
             return None
         path = self._file("snapshot", found[-1])
@@ -103,29 +127,37 @@ class Directory:
         """What happened after snapshot ``number``, in order.
 
         Raises:
-          DurabilityError: something that was on disk is not any more.
+          DurabilityError: something is missing before what is there.
         """
-        names = [each for each in self._numbers("journal") if each >= number]
-        for begin in names:
+        begins = self._numbers("journal")
+        earlier = [begin for begin in begins if begin <= number]
+        begins = earlier[-1:] + [begin for begin in begins if begin > number]
+        if self._promise == "journal" and not earlier:
+            self._missing = f"{self._file('journal', number)} is gone"
+        for begin in begins:
             path = self._file("journal", begin)
-            is_last = begin == names[-1]
-
-            def cut_off(size: int, path: Any = path, is_last: bool = is_last) -> None:
-                if not is_last:  # it was on disk before the next one was begun
-                    raise _records.DamagedError("its end is damaged")
-                _log.warning(
-                    "%s ends with %d bytes of a write that was cut off. Nobody was "
-                    "told that it had been applied, and it is left out",
-                    path,
-                    size,
-                )
-
+            is_last = begin == begins[-1]
             with self._reading(path) as file:
-                if begin != number:
+                if begin > number:
                     raise _records.DamagedError(f"record {number} is missing before it")
-                for record in _records.read_all(file, number, cut_off):
-                    number = record.number + 1
-                    yield record
+                for record in self._records(file, begin, path, is_last):
+                    if record.number == number:
+                        number += 1
+                        yield record
+
+    def lost(self, number: int) -> str:
+        """Why what was found is not all that there was; "" if it is.
+
+        Args:
+          number: of records that were found by `replay`.
+        """
+        if self._promise is None:
+            return f"{self.path / 'lock'} does not say how much there was"
+        if self._promise == "memory":
+            return "it was not closed, and changes were in memory only"
+        if number < self._kept:
+            return f"records {number} to {self._kept - 1} were on disk and are not"
+        return self._missing
 
     def save(
         self, number: int, about: dict[str, Any], arrays: Sequence[np.ndarray]
@@ -149,23 +181,59 @@ class Directory:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_directory(self.path)
+        os.fsync(self._folder)
         return size
 
-    def begin_journal(self, number: int) -> int:
-        """An open journal, empty; it is on disk that there is one."""
+    def begin_journal(self, number: int) -> tuple[int, int]:
+        """A new journal, open and on disk, and its size: all of it is reserved.
+
+        Raises:
+          OSError: there can be none.
+        """
         path = self._file("journal", number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        _sync_directory(self.path)
-        return file
+        try:
+            size = reserve(file, 0, 0)
+            os.fsync(file)
+            os.fsync(self._folder)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        return file, size
 
-    def forget(self, number: int, keep: int) -> None:
-        """Removes what snapshot ``number`` replaces, but for the last snapshots."""
+    def forget(self, journals: int, keep: int) -> None:
+        """Removes what nobody needs any more.
+
+        Args:
+          journals: those that begin before this record are removed.
+          keep: snapshots that stay, the last ones.
+        """
         for each in self._numbers("journal"):
-            if each < number:
+            if each < journals:
                 self._file("journal", each).unlink()
         for each in self._numbers("snapshot")[:-keep]:
             self._file("snapshot", each).unlink()
+
+    def _records(
+        self, file: int, begin: int, path: pathlib.Path, is_last: bool
+    ) -> Iterator[Record]:
+        """The records of a journal that begins with record ``begin``."""
+
+        def cut_off(size: int) -> None:
+            if not is_last:  # it was on disk before the next one was begun
+                raise _records.DamagedError("its end is damaged")
+            _log.warning(
+                "%s ends with %d bytes of a write that was cut off, which are left out",
+                path,
+                size,
+            )
+
+        size = os.fstat(file).st_size
+        for record in _records.read_all(file, begin, cut_off):
+            if record.file_size > size:
+                self._missing = f"{path} is shorter than it was"
+            yield record
 
     def _file(self, kind: str, number: int) -> pathlib.Path:
         return self.path / f"{kind}-{number:012}"
@@ -182,10 +250,7 @@ class Directory:
             try:
                 yield file
             except _records.DamagedError as error:
-                raise errors.DurabilityError(
-                    f"{path}: {error}. Put back a copy of the whole directory, or "
-                    "begin with an empty one"
-                ) from None
+                raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
             finally:
                 os.close(file)
 
@@ -201,16 +266,41 @@ def explained(what: str) -> Iterator[None]:
         raise errors.DurabilityError(f"{what}: {error}") from error
 
 
-def allocate(file: int, begin: int, size: int) -> None:
-    """Reserves a part of a file, where that can be had: it makes writes quicker."""
-    if hasattr(os, "posix_fallocate"):
-        with contextlib.suppress(OSError):
-            os.posix_fallocate(file, begin, size)
+def reserve(file: int, size: int, needed: int) -> int:
+    """Makes a file larger than ``needed`` bytes, and gives its new size.
 
-
-def _sync_directory(path: pathlib.Path) -> None:
-    file = os.open(path, os.O_RDONLY)
+    Writes are quicker where that has been done, and a file that was cut off is known
+    by its size.
+    """
+    more = max(_RESERVED, needed - size)
     try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+        os.posix_fallocate(file, size, more)
+    except (AttributeError, OSError):  # no such call here, or not for these files
+        os.ftruncate(file, size + more)
+    return size + more
+
+
+def _make(path: pathlib.Path) -> None:
+    """A directory that is there after a power failure, with all that it lies in."""
+    if not path.is_dir():
+        _make(path.parent)
+        path.mkdir(exist_ok=True)
+        parent = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+
+
+def _read_promise(lock: int) -> tuple[Promise | None, int]:
+    """What an earlier process has promised, and of how many records."""
+    words = os.pread(lock, 64, 0).decode("ascii", "replace").split()
+    text = " ".join(words[:2])
+    for promise in _PROMISES:
+        if words[:1] == [promise] and words[2:] == [_checksum(text)]:
+            return promise, int(words[1])
+    return None, 0
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"

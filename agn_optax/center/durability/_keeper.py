@@ -25,15 +25,16 @@ from agn_optax import errors
 from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
-from agn_optax.center.durability import _journal
 from agn_optax.center.durability._directory import Directory, explained
 from agn_optax.center.durability._records import Record
+from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes
 _SNAPSHOTS = 4  # ... or so many snapshots, so that these are a small part of all writes
+_RECORDS = 100_000  # ... but never more records, so that a replay takes seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,9 @@ class Journal:
 
     Args:
       directory: of this center alone; made if need be.
-      size: bytes of the journal after which a snapshot takes its place. None for 1 GiB,
-        or four snapshots if they are larger.
+      size: bytes of the journal on disk after which a snapshot takes its place. None
+        for 1 GiB, or four snapshots if they are larger. A snapshot is also written
+        after 100,000 exchanges, joins and leaves, so that a start takes seconds.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -178,7 +180,7 @@ class Keeper:
         self._changed = changed
         self._image: Callable[[], Image]
         self._rule: Rule
-        self._journal: _journal.Journal | None = None
+        self._writer: Writer | None = None
         self._begun = self._closed = False
         self._number = 0  # records so far
         self._on_disk = 0  # ... of which so many are in the journal for good
@@ -225,7 +227,9 @@ class Keeper:
                 "and settings, or another directory"
             )
         state = _state(snapshot, rule, params, dtype, where)
-        store = Store.restore(rule, jax.device_put(state, device), packs=packs)
+        # The version stays a Python int, which no number of exchanges is too large for.
+        placed = jax.device_put(state._replace(version=None), device)
+        store = Store.restore(rule, placed._replace(version=state.version), packs=packs)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -234,7 +238,15 @@ class Keeper:
             _repeat(record, store)
             memories.append(record.about["ledger"])
         ledger.version = store.current.number
-        if not self._directory.is_behind:  # else its workers know more than it does
+        if lost := self._directory.lost(self._number):
+            # Its workers may know more than it does, and are told to start again.
+            _log.warning(
+                "%s goes on as another one, at version %d: %s",
+                where,
+                store.current.number,
+                lost,
+            )
+        else:
             for memory in memories:
                 ledger.recall(memory, now)
             self.life, self.chief = snapshot.about["life"], snapshot.about["chief"]
@@ -250,15 +262,14 @@ class Keeper:
           DurabilityError: it cannot be written.
         """
         self._rule, self._image = rule, image
-        with explained(f"cannot write to {self._directory.path}"):
-            if self._saved != (self._number, self.life):
-                self._save(self._number, image())
-            self._directory.set_risked(isinstance(self._durability, Snapshots))
-            if isinstance(self._durability, Journal):
-                self._on_disk = self._number
-                self._journal = _journal.Journal(
-                    self._directory, self._number, self._is_on_disk, self._fail
-                )
+        try:
+            with explained(f"cannot write to {self._directory.path}"):
+                self._begin(image)
+        except BaseException:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = self._saved = None  # the next parameters may be others
+            raise
         self._begun = True
         self._saved_at, self._seen = time.monotonic(), self._number
         self._saver.start()
@@ -285,15 +296,15 @@ class Keeper:
             return self.recorded
         self._number += 1
         self._exchanges += bool(contributions)
-        if self._journal is not None:
+        if self._writer is not None:
             about = {"ledger": ledger, "weights": weights, "staleness": staleness}
-            self._journal.append(about, contributions)
+            self._writer.append(about, contributions)
         return self.recorded
 
     @property
     def recorded(self) -> int:
         """Everything so far, to wait for; see `is_kept`."""
-        return 0 if self._journal is None else self._number
+        return 0 if self._writer is None else self._number
 
     def is_kept(self, recorded: int) -> bool:
         """Whether that is on disk, or nobody has promised it.
@@ -316,18 +327,36 @@ class Keeper:
             self._changed.notify_all()
         if self._begun:
             self._saver.join()
-            if self._journal is not None:
-                self._journal.close()
+            if self._writer is not None:
+                self._writer.close()
             try:
                 with self._changed:
                     number, image = self._number, self._image()
                 if not self.failure:
                     if self._saved != (number, self.life):
                         self._save(number, image)
-                    self._directory.set_risked(False)
+                    self._directory.promise("whole", number)
+                    self._forget(number + 1)
             except OSError as error:
                 self._fail(error)
         self._directory.close()
+
+    def _begin(self, image: Callable[[], Image]) -> None:
+        """Everything that has to be on disk before the first exchange.
+
+        In this order, a process that is killed in between leaves what the promise that
+        is on disk says.
+        """
+        number = self._number
+        if self._saved != (number, self.life):
+            self._save(number, image())
+        if isinstance(self._durability, Snapshots):
+            self._directory.promise("memory", number)
+        else:
+            self._on_disk = number
+            self._writer = Writer(self._directory, number, self._is_on_disk, self._fail)
+            self._directory.promise("journal", number)
+        self._forget(number)
 
     def _is_on_disk(self, number: int) -> None:
         with self._changed:
@@ -344,20 +373,10 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._is_due() or self._closed or self.failure):
-                    self._changed.wait(self._time_left())
-                if self._closed or self.failure:
-                    return
-                number, image = self._number, self._image()
-                self._exchanges, self._saved_at = 0, time.monotonic()
-                self._seen = number
-                if self._journal is not None:
-                    self._journal.begin_file()
+        while self._wait_until_due():
             try:
-                self._save(number, image)
-            except OSError as error:
+                self._replace_journal()
+            except Exception as error:  # whatever it is, the next one may go well
                 _log.error(
                     "no snapshot could be written to %s; the next one will be tried "
                     "in due time: %s",
@@ -365,13 +384,35 @@ class Keeper:
                     error,
                 )
 
+    def _wait_until_due(self) -> bool:
+        """Whether a snapshot is to be written; False if there will be none any more."""
+        with self._changed:
+            while not (self._is_due() or self._closed or self.failure):
+                self._changed.wait(self._time_left())
+            self._exchanges, self._saved_at = 0, time.monotonic()
+            return not (self._closed or self.failure)
+
+    def _replace_journal(self) -> None:
+        """Writes a snapshot, after which nobody needs the records before it."""
+        with self._changed:
+            self._seen = begin = number = self._number
+            if writer := self._writer:
+                writer.begin_file()
+            image = self._image()
+            if writer:
+                self._changed.wait_for(lambda: not writer.is_turning or self.failure)
+                begin = writer.begin
+        self._save(number, image)
+        self._forget(begin)
+
     def _is_due(self) -> bool:
         """Whether it is time for a snapshot."""
         kept = self._durability
         if isinstance(kept, Journal):
-            assert self._journal is not None
+            assert self._writer is not None
             size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
-            return self._journal.size >= size
+            records = self._number - self._seen
+            return self._writer.size >= size or records >= _RECORDS
         enough = kept.exchanges is not None and self._exchanges >= kept.exchanges
         return enough or self._time_left() == 0.0
 
@@ -398,8 +439,12 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
+
+    def _forget(self, journals: int) -> None:
+        """Removes journals that begin before a record, and old snapshots."""
         kept = self._durability
-        self._directory.forget(number, kept.keep if isinstance(kept, Snapshots) else 1)
+        keep = kept.keep if isinstance(kept, Snapshots) else 1
+        self._directory.forget(journals, keep)
 
 
 def _repeat(record: Record, store: Store) -> None:

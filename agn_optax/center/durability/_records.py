@@ -1,12 +1,12 @@
-"""Records on disk: numbered, and known as whole or damaged by themselves.
+"""Records on disk: numbered, and each known as whole or damaged by itself.
 
-A file is a sequence of records, each at a multiple of 4096 bytes; `Head` is what each
-begins with. JSON follows, which says what the record is about, and then arrays, each at
-a multiple of 64 bytes. A snapshot is a file of one record, a journal one of many.
+A file is a sequence of records, each at a multiple of 64 bytes. A record is a `Head`,
+then JSON that says what the record is about, then arrays, each at a multiple of 64
+bytes. A snapshot is a file of one record, a journal a file of many.
 
-A record that cannot be read is either the end of the file, where a write was cut off,
-or damage to what had been on disk. Every record says up to where its file was on disk
-when it was written, so those that follow tell the one from the other.
+A record that cannot be read is either a write that was cut off, which nobody was told
+of, or damage to what had been on disk. Every record says how much of its file was on
+disk when it was written, so a later record tells the one from the other.
 
 Knows numpy, and neither JAX nor what the records mean.
 """
@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MAGIC = b"agnoptax"
-_FORMAT = 1
-_BLOCK = 4096  # bytes; where records begin
-_ALIGNMENT = 64  # bytes; where arrays do
-_ZEROS = memoryview(bytes(_BLOCK))
+_FORMAT = 2
+_ALIGNMENT = 64  # bytes; where records and arrays begin
+_PAGE = 4096  # bytes that are added up together in a digest
+_SMALL = 1 << 16  # bytes of a record that is written in one piece
 _SEARCHED = 1 << 20  # bytes that are looked at together
+_ZEROS = memoryview(bytes(_ALIGNMENT))
 
 
 class Head(NamedTuple):
@@ -39,11 +40,12 @@ class Head(NamedTuple):
     about: int  # bytes of JSON
     size: int  # bytes of the record
     number: int
-    on_disk: int  # bytes of the file that were on disk when this one was written
+    on_disk: int  # bytes of records that were on disk when this one was written
+    file_size: int  # bytes of the file then, with what is reserved for more records
     digest: bytes  # of all of the record but itself
 
 
-_HEAD = struct.Struct("<8sIIQQQ16s8x")
+_HEAD = struct.Struct("<8sIIQQQQ16s")
 
 
 class Record(NamedTuple):
@@ -53,7 +55,7 @@ class Record(NamedTuple):
     about: dict[str, Any]
     arrays: list[np.ndarray]
     size: int  # bytes in its file
-    on_disk: int
+    file_size: int
 
 
 class DamagedError(Exception):
@@ -61,25 +63,30 @@ class DamagedError(Exception):
 
 
 def encode(
-    number: int, about: dict[str, Any], arrays: Sequence[np.ndarray], on_disk: int = 0
+    number: int,
+    about: dict[str, Any],
+    arrays: Sequence[np.ndarray],
+    on_disk: int = 0,
+    file_size: int = 0,
 ) -> tuple[list[memoryview], int]:
     """A record as pieces to be written one after the other, and their size.
 
-    The pieces lie in the arrays' own memory.
+    The pieces of a large record lie in the arrays' own memory.
     """
     leaves = [[array.dtype.name, array.shape] for array in arrays]
-    text = json.dumps([about, leaves]).encode()
+    text = json.dumps([about, leaves], separators=(",", ":")).encode()
     bulk = [_flat(array) for array in arrays]
     pieces = [memoryview(text)]
-    end = _HEAD.size + len(text)
+    end = _pad(pieces, _HEAD.size + len(text))
     for each in bulk:
-        end = _pad(pieces, end, _ALIGNMENT)
         pieces.append(each.data)
-        end += each.nbytes
-    end = _pad(pieces, end, _BLOCK)
-    head = Head(_MAGIC, _FORMAT, len(text), end, number, on_disk, b"")
+        end = _pad(pieces, end + each.nbytes)
+    head = Head(_MAGIC, _FORMAT, len(text), end, number, on_disk, file_size, b"")
     head = head._replace(digest=_digest(head, text, bulk))
-    return [memoryview(_HEAD.pack(*head)), *pieces], end
+    pieces.insert(0, memoryview(_HEAD.pack(*head)))
+    if end <= _SMALL:
+        pieces = [memoryview(b"".join(pieces))]
+    return pieces, end
 
 
 def read(file: int, position: int, end: int) -> Record | None:
@@ -112,7 +119,7 @@ def read(file: int, position: int, end: int) -> Record | None:
     expected = _digest(head, text, [_flat(array) for array in arrays])
     if head.digest != expected:
         return None
-    return Record(head.number, about, arrays, head.size, head.on_disk)
+    return Record(head.number, about, arrays, head.size, head.file_size)
 
 
 def read_all(
@@ -126,7 +133,7 @@ def read_all(
       cut_off: told how many bytes there are of a last write that is not whole.
 
     Raises:
-      DamagedError: something was on disk, and is not any more.
+      DamagedError: a record that was on disk cannot be read, and later ones can.
     """
     end, position = os.fstat(file).st_size, 0
     while (record := read(file, position, end)) is not None:
@@ -141,14 +148,15 @@ def read_all(
     left = 0
     for start in range(position, end, _SEARCHED):
         block = os.pread(file, _SEARCHED, start)
-        if block.count(0) == len(block):  # allocated, and never written
+        if block.count(0) == len(block):  # reserved, and never written
             continue
         left = start + len(block) - position
-        for at in range(0, len(block), _BLOCK):
-            if not block.startswith(_MAGIC, at):
+        for at in _places(block):
+            head = _head(block[at : at + _HEAD.size])
+            if head is None or not position < head.on_disk <= start + at:
                 continue
             later = read(file, start + at, end)
-            if later is not None and later.on_disk > position:
+            if later is not None:
                 raise DamagedError(
                     f"record {number} at byte {position} is damaged, and record "
                     f"{later.number} after it is whole"
@@ -175,6 +183,15 @@ def _head(raw: bytes) -> Head | None:
     return Head(*_HEAD.unpack(raw))
 
 
+def _places(block: bytes) -> Iterator[int]:
+    """Where records may begin in a block of a file."""
+    at = block.find(_MAGIC)
+    while at >= 0:
+        if at % _ALIGNMENT == 0:
+            yield at
+        at = block.find(_MAGIC, at + 1)
+
+
 def _fill(file: int, buffer: memoryview, position: int) -> bool:
     while len(buffer):
         read = os.preadv(file, [buffer], position)
@@ -184,8 +201,8 @@ def _fill(file: int, buffer: memoryview, position: int) -> bool:
     return True
 
 
-def _pad(pieces: list[memoryview], end: int, multiple: int) -> int:
-    gap = -end % multiple
+def _pad(pieces: list[memoryview], end: int) -> int:
+    gap = -end % _ALIGNMENT
     if gap:
         pieces.append(_ZEROS[:gap])
     return end + gap
@@ -206,9 +223,9 @@ def _digest(head: Head, text: bytes, bulk: Sequence[np.ndarray]) -> bytes:
     digest.update(_HEAD.pack(*head._replace(digest=b"")))
     digest.update(text)
     for each in bulk:
-        whole = len(each) // _BLOCK * _BLOCK
+        whole = len(each) // _PAGE * _PAGE
         if whole:
-            pages = each[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
+            pages = each[:whole].view(np.uint64).reshape(-1, _PAGE // 8)
             digest.update(pages.sum(axis=1).data)
             digest.update(pages.sum(axis=0).data)
         digest.update(each[whole:].data)

@@ -1,7 +1,8 @@
-"""What happens to a center, on disk in the order in which it happened."""
+"""The thread that writes a journal, in the order in which things happened."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,16 +12,16 @@ import jax
 import numpy as np
 
 from agn_optax.center.durability import _records
-from agn_optax.center.durability._directory import Directory, allocate
+from agn_optax.center.durability._directory import Directory, reserve
 
 PyTree = Any
 
-_RESERVED = 64 << 20  # bytes of a file that are reserved at a time
+_log = logging.getLogger("agn_optax")
 _sync = getattr(os, "fdatasync", os.fsync)
 
 
-class Journal:
-    """Appends records to a file, on a thread of its own.
+class Writer:
+    """Appends records to a journal, on a thread of its own.
 
     Whatever has come by the time that the disk is ready for more is written together,
     and is on disk together: many workers share one sync. Nothing is written before
@@ -29,9 +30,23 @@ class Journal:
     Args:
       directory: where the files are.
       number: of the first record.
-      written: told the number of records that are on disk, each time that it grows.
+      written: told the number of records that are on disk, each time that it grows,
+        and when a file has been begun.
       failed: told what went wrong; nothing is written after that.
+
+    Attributes:
+      begin: number of the first record of the file.
+      is_turning: whether another file is to be begun, and has not been yet.
+
+    Raises:
+      OSError: there can be no file.
     """
+
+    begin: int
+    _file: int
+    _size: int  # bytes of the file
+    _end: int  # ... of which so many are records, and on disk
+    _counted: int  # ... of which so many do not count for `size`
 
     def __init__(
         self,
@@ -44,30 +59,32 @@ class Journal:
         self._number = number
         self._written = written
         self._failed = failed
-        self._file = directory.begin_journal(number)
-        self._end = 0  # bytes of the file that have been written
-        self._reserved = 0
         self._changed = threading.Condition()
         # A record's contents, or None where another file begins.
         self._waiting: list[tuple[dict[str, Any], Sequence[PyTree]] | None] = []
         self._closed = False
-        self.size = 0  # bytes of arrays since the file began, written or waiting
+        self.is_turning = False
+        self._begin_file()
         self._thread = threading.Thread(
             target=self._run, name="agn-optax journal", daemon=True
         )
         self._thread.start()
 
+    @property
+    def size(self) -> int:
+        """Bytes on disk since another file was last asked for."""
+        return 0 if self.is_turning else self._end - self._counted
+
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
         """Takes the next record, and does not wait for it to be written."""
         with self._changed:
-            self.size += sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
             self._waiting.append((about, trees))
             self._changed.notify()
 
     def begin_file(self) -> None:
-        """The next record goes into a file of its own."""
+        """The next record goes into another file, if one can be had."""
         with self._changed:
-            self.size = 0
+            self.is_turning = True
             self._waiting.append(None)
             self._changed.notify()
 
@@ -88,7 +105,7 @@ class Journal:
             os.close(self._file)
 
     def _write_next(self) -> bool:
-        """Whether there was anything to write; nobody holds it afterwards."""
+        """Whether there was anything to write; while it waits it holds no arrays."""
         batch = self._take()
         if batch:
             self._write(batch)
@@ -107,13 +124,14 @@ class Journal:
         for each in batch:
             if each is None:
                 self._put(pieces, end)
-                os.close(self._file)
-                self._file = self._directory.begin_journal(self._number)
-                pieces, end, self._end, self._reserved = [], 0, 0, 0
+                self._turn()
+                pieces, end = [], self._end
                 continue
             about, trees = each
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
-            more, size = _records.encode(self._number, about, arrays, self._end)
+            more, size = _records.encode(
+                self._number, about, arrays, self._end, self._size
+            )
             pieces += more
             end += size
             self._number += 1
@@ -122,11 +140,29 @@ class Journal:
     def _put(self, pieces: Sequence[memoryview], end: int) -> None:
         if not pieces:
             return
-        if end > self._reserved:  # or the sync would also write the file's new size
-            more = max(_RESERVED, end - self._reserved)
-            allocate(self._file, self._reserved, more)
-            self._reserved += more
+        size = self._size
+        if end > size:  # or the sync would also write the file's new size
+            size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
         _sync(self._file)
-        self._end = end
+        self._end, self._size = end, size
+        self._directory.note(self._number)
         self._written(self._number)
+
+    def _turn(self) -> None:
+        """Goes on in another file, or in this one until one can be had."""
+        before = self._file
+        try:
+            self._begin_file()
+        except OSError as error:
+            _log.error("the journal goes on in its old file: %s", error)
+            self._counted = self._end
+        else:
+            os.close(before)
+        self.is_turning = False
+        self._written(self._number)
+
+    def _begin_file(self) -> None:
+        self._file, self._size = self._directory.begin_journal(self._number)
+        self.begin = self._number
+        self._end = self._counted = 0

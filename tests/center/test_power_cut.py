@@ -1,0 +1,278 @@
+"""After a power failure at any moment, all that was answered is there.
+
+The calls by which a center writes are recorded while it runs. Then, for a cut after
+each of them, a directory is made of what must be on the disk (what was synced) and of
+what happens to be there (any part of the rest), and opened.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import pathlib
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sessions
+
+from agn_optax import rules
+from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center._ledger import Ledger
+from agn_optax.center.durability import Keeper, _directory, _writer
+
+RULE = rules.downpour()
+SECTOR = 512  # bytes that a disk writes as a whole
+
+
+class Tape:
+    """What is done to files and directories, in order."""
+
+    def __init__(self):
+        self.events = []
+        self._lock = threading.RLock()
+        self._files = {}  # open ones: their paths
+
+    def recorded(self, name, note):
+        """The function of ``os`` with that name; ``note`` says what it has done."""
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            with self._lock:
+                result = real(*args, **kwargs)
+                self.events += note(result, *args)
+            return result
+
+        return call
+
+    def patch(self, patch):
+        at = self._files.get
+        for name, note in {
+            "open": self._opened,
+            "close": lambda _, file: self._files.pop(file, None) and [],
+            "pwrite": lambda n, f, data, to: [("write", at(f), to, bytes(data[:n]))],
+            "pwritev": lambda n, f, data, to: [
+                ("write", at(f), to, b"".join(data)[:n])
+            ],
+            "posix_fallocate": lambda _, f, to, n: [("extend", at(f), to + n)],
+            "ftruncate": lambda _, f, n: [("extend", at(f), n)],
+            "fsync": lambda _, f: [("sync", at(f))],
+            "fdatasync": lambda _, f: [("sync", at(f))],
+            "rename": lambda _, old, new: [("rename", str(old), str(new))],
+            "unlink": lambda _, path: [("unlink", str(path))],
+            "mkdir": lambda _, path, mode=0: [("make", str(path), True)],
+        }.items():
+            patch.setattr(os, name, self.recorded(name, note))
+        patch.setattr(_writer, "_sync", os.fdatasync)
+
+    def _opened(self, file, path, flags, *mode):
+        self._files[file] = str(path)
+        made = [("make", str(path), False)] if flags & os.O_CREAT else []
+        return made + ([("empty", str(path))] if flags & os.O_TRUNC else [])
+
+    def tell(self, what):
+        """Somebody knows this from now on."""
+        with self._lock:
+            self.events.append(("told", what))
+
+
+class Disk:
+    """Files as a disk has them; ``root`` and what is in it are there from the start."""
+
+    def __init__(self, root):
+        self.root = str(root)
+        self._names = {}  # as the system shows them: path to number
+        self._kept = {}  # as they are on the disk
+        self._changes = []  # of names, which may be lost: path and number (None: gone)
+        self._files = []  # by number: bytes on the disk; None for a directory
+        self._writes = []  # ... what may be lost
+        for path in sorted(pathlib.Path(root).rglob("*")):
+            self._kept[str(path)] = self._names[str(path)] = len(self._files)
+            data = None if path.is_dir() else bytearray(path.read_bytes())
+            self._files.append(data)
+            self._writes.append([])
+
+    def do(self, kind, path, *what):
+        if path is None or not path.startswith(self.root):
+            pass  # other files of this process
+        elif kind == "make" and path not in self._names:
+            self._name(path, len(self._files))
+            self._files.append(None if what[0] else bytearray())
+            self._writes.append([])
+        elif kind == "rename":
+            self._name(what[0], self._names[path])
+            self._name(path, None)
+        elif kind == "unlink":
+            self._name(path, None)
+        elif kind == "sync" and self._is_directory(path):
+            inside = [
+                str(pathlib.Path(name).parent) == path for name, _ in self._changes
+            ]
+            self._kept.update(itertools.compress(self._changes, inside))
+            outside = [not each for each in inside]
+            self._changes = list(itertools.compress(self._changes, outside))
+        elif kind == "sync":
+            number = self._names[path]
+            self._files[number] = self._contents(number, lambda: True)
+            self._writes[number] = []
+        elif kind in ("write", "extend", "empty"):
+            self._writes[self._names[path]].append((kind, *what))
+
+    def _is_directory(self, path):
+        return path == self.root or self._files[self._names[path]] is None
+
+    def _name(self, path, number):
+        self._changes.append((path, number))
+        if number is None:
+            self._names.pop(path, None)
+        else:
+            self._names[path] = number
+
+    def after_a_cut(self, written):
+        """Paths and bytes of all files; ``written()``: whether a change is there."""
+        names = dict(self._kept)
+        for path, number in self._changes:
+            if written():
+                names[path] = number
+        return {
+            path: self._contents(number, written)
+            for path, number in names.items()
+            if number is not None
+            and self._files[number] is not None
+            and all(
+                names.get(str(each)) is not None
+                for each in pathlib.Path(path).parents
+                if str(each).startswith(self.root + os.sep)
+            )
+        }
+
+    def _contents(self, number, written):
+        data = bytearray(self._files[number])
+        for kind, *what in self._writes[number]:
+            if kind == "empty" and written():
+                data = bytearray()
+            elif kind == "extend" and written():
+                data.extend(bytes(max(0, what[0] - len(data))))
+            elif kind == "write":
+                begin, new = what
+                while new:
+                    size = SECTOR - begin % SECTOR
+                    part, new = new[:size], new[size:]
+                    if written():
+                        data.extend(bytes(max(0, begin + len(part) - len(data))))
+                        data[begin : begin + len(part)] = part
+                    begin += len(part)
+        return data
+
+
+def cuts(tape, disk, told=None):
+    """What has been told, and the files, after a cut at every place."""
+    seen = set()
+    for i, (kind, *what) in enumerate(tape.events):
+        if kind == "told":
+            (told,) = what
+        else:
+            disk.do(kind, *what)
+        dice = np.random.default_rng(i)
+        for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+            files = disk.after_a_cut(functools.partial(_is_written, dice, share))
+            state = (told, *((k, bytes(v)) for k, v in sorted(files.items())))
+            if state not in seen:
+                seen.add(state)
+                yield told, files
+
+
+def _is_written(dice, share):
+    return dice.random() < share
+
+
+def put(files, root, copy):
+    """Files that were below ``root``, below ``copy``."""
+    for path, data in files.items():
+        to = copy / pathlib.Path(path).relative_to(root)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(data)
+
+
+def run(durability, root, patch):
+    """A center's life and end, recorded. What is told is its life and version."""
+    tape, disk = Tape(), Disk(root)
+    with patch.context() as patched:
+        tape.patch(patched)
+        center = LocalCenter(RULE, jnp.zeros(2), durability=durability)
+        tape.tell((center.life, center.version))
+        for version in range(center.version + 1, center.version + 8):
+            worker = f"w{version % 3}"
+            sessions.exchange(center, jnp.ones(2), anchor_version=0, worker=worker)
+            tape.tell((center.life, version))
+        tape.tell((center.life, center.version, "closing"))
+        center.close()
+        tape.tell((center.life, center.version, "closed"))
+    return tape, disk
+
+
+@pytest.fixture
+def lives(tmp_path, monkeypatch):
+    """Cuts in a center's first life, and in the next one: after an end, or a kill."""
+    monkeypatch.setattr(_directory, "_RESERVED", 1 << 13)
+
+    def lives(make):
+        count = itertools.count()
+
+        def life(name, told=None, files=None):
+            root = tmp_path / name
+            root.mkdir()
+            put(files or {}, tmp_path / "first", root)
+            tape, disk = run(make(root / "deep" / "kept"), root, monkeypatch)
+            for now, there in cuts(tape, disk, told):
+                copy = tmp_path / f"{next(count)}"
+                put(there, root, copy)
+                yield now, there, make(copy / "deep" / "kept")
+
+        ends = {}
+        for told, files, durability in life("first"):
+            yield told, durability
+            if told is not None:
+                ends[told[2:]] = told[:2], files  # of several, one with all written
+        for name, end in (("after an end", ("closed",)), ("after a kill", ())):
+            for told, _, durability in life(name, *ends[end]):
+                yield told, durability
+
+    return lives
+
+
+@contextlib.contextmanager
+def found(durability):
+    """The center that the next process finds, and its keeper."""
+    keeper = Keeper(durability, threading.Condition(), "another life")
+    try:
+        yield keeper.restore(RULE, Ledger(), None, None, None, False), keeper
+    finally:
+        keeper.close()
+
+
+@pytest.mark.parametrize("size", [1500, 1 << 20])
+def test_a_journal_has_all_that_was_answered(lives, size):
+    for told, durability in lives(functools.partial(Journal, size=size)):
+        with found(durability) as (store, keeper):
+            if told is not None:
+                life, version, *_ = told
+                assert (keeper.life, store.current.number >= version) == (life, True)
+                number = store.current.number
+                np.testing.assert_array_equal(store.current.params, -number)
+
+
+def test_snapshots_have_it_or_say_that_they_have_not(lives):
+    make = functools.partial(Snapshots, seconds=None, exchanges=3)
+    same = set()
+    for told, durability in lives(make):
+        with found(durability) as (store, keeper):
+            if told is not None:
+                life, version, *state = told
+                same.add(keeper.life == life)
+                assert keeper.life == life or state != ["closed"]
+                assert keeper.life != life or store.current.number >= version
+                number = store.current.number
+                np.testing.assert_array_equal(store.current.params, -number)
+    assert same == {True, False}
