@@ -156,9 +156,9 @@ def slow(x):
 def held():
     """A function that keeps the first device busy with an array until the block ends.
 
-    Its program loops until it finds a number in memory that it shares with the host, so no
-    test has to guess how long a computation takes. Who waits for it all the same waits a
-    minute.
+    Its program loops until it finds a number in memory that it shares with the host, so
+    no test has to guess how long a computation takes. Who waits for it all the same
+    waits a minute.
     """
     memory = np.zeros(32, np.int32)
     aligned = -memory.ctypes.data // 4 % 16  # what is not aligned to 64 bytes is copied
