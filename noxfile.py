@@ -1,8 +1,8 @@
 """The tests on the oldest and the newest versions that are supported: `make nox`.
 
-They run on the wheel, in a folder of its own from which the checkout's agn_optax cannot
-be imported; and with XLA's programs as users have them, where `make test` leaves out what
-takes long to compile. Options after `--` are pytest's:
+They run on the wheel, in a folder where the checkout's agn_optax cannot be imported,
+and with programs compiled as users have them: `make test` leaves out what takes long.
+Options after `--` are pytest's:
 
     nox --session oldest -- tests/laws
 """
@@ -56,7 +56,7 @@ def oldest(session: nox.Session) -> None:
         "jax==0.10.0",
         "jaxlib==0.10.0",
         "optax==0.2.8",
-        "flax==0.12.0",
+        "flax==0.12.1",
         "grpcio==1.76.0",
         "protobuf==6.31.*",
     )
