@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test lint types format bench proto lock clean venv
+.PHONY: help demo towers test nox mutants lint types format bench proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -11,7 +11,13 @@ demo: venv ## train on real data: two worker processes, a center, gRPC, one kill
 	@$(python) -B examples/digits.py $(ARGS)
 
 test: venv ## run the tests, in random order, on two processes
-	@$(python) -B -m pytest -n 2 $(ARGS)
+	@$(python) -B -m pytest -n 2 --dist worksteal $(ARGS)
+
+nox: venv ## run them on the oldest and newest versions, on the wheel (needs Python 3.11 and 3.13)
+	@$(python) -m nox $(ARGS)
+
+mutants: venv ## put faults into the package, one at a time: which do the tests miss?
+	@$(python) -B tools/mutants.py $(ARGS)
 
 lint: venv ## check style
 	@$(python) -m ruff check .
@@ -39,7 +45,7 @@ lock: ## pin the newest versions of everything, with hashes (needs uv)
 		--upgrade --quiet --no-header pyproject.toml --output-file requirements-dev.txt
 
 clean: ## remove what the targets above made
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-output bench-output site
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-output bench-output site .nox mutants-output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,14 @@ INNERS = {
     "adam": lambda: optax.adam(0.05),
     "adamw": lambda: optax.adamw(0.05, weight_decay=0.01),
 }
+
+
+def each_inner(names=tuple(INNERS)):
+    """Several inner optimizers at once: each trains the subtree of its name."""
+    return optax.partition(
+        {name: INNERS[name]() for name in names}, {name: name for name in names}
+    )
+
 
 # Rule records, with an inner optimizer for those that want a center optimizer.
 RULES = {
@@ -63,6 +72,12 @@ def tree(dtype="float32", seed=0):
     }
 
 
+def each_tree(names=tuple(INNERS), dtype="float32"):
+    """What `each_inner` trains: a leaf for each."""
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=(3, 2)), dtype) for name in names}
+
+
 def feeds(like, steps, seed=1, workers=()):
     """``steps`` targets for every leaf, numpy [steps, *workers, ...]."""
     rng = np.random.default_rng(seed)
@@ -96,25 +111,36 @@ def run(tx, params, all_feeds, state=None):
     return trajectory, params, state
 
 
+@functools.lru_cache(maxsize=4)
+def split_programs(split):
+    """A step and an exchange, compiled once for all runs of the same optimizer."""
+    return jax.jit(functools.partial(step, split)), jax.jit(split.exchange)
+
+
 def run_split(split, params, all_feeds, period, state=None):
-    """The split form's loop; also says after which steps it exchanged, exactly."""
-    local = jax.jit(functools.partial(step, split))
-    exchange = jax.jit(split.exchange)
+    """The split form's loop, with one period or the periods of all rounds."""
+    local, exchange = split_programs(split)
     state = split.init(params) if state is None else state
     steps = jax.tree.leaves(all_feeds)[0].shape[0]
+    periods = [period] * (steps // period) if isinstance(period, int) else period
+    ends = set(np.cumsum(periods).tolist())
     for i in range(steps):
-        params, state = local(params, state, jax.tree.map(lambda f: f[i], all_feeds))  # noqa: B023
-        if (i + 1) % period == 0:
+        params, state = local(params, state, at(all_feeds, i))
+        if i + 1 in ends:
             params, state = exchange(params, state)
     return params, state
+
+
+def at(all_feeds, i):
+    """Those of one step."""
+    return jax.tree.map(lambda f: f[i], all_feeds)
 
 
 def run_worker(worker, params, state, all_feeds):
     """A worker's loop with a center outside the program."""
     local = jax.jit(functools.partial(step, worker.tx))
     for i in range(jax.tree.leaves(all_feeds)[0].shape[0]):
-        params, state = local(params, state, jax.tree.map(lambda f: f[i], all_feeds))  # noqa: B023
-        params, state = worker.exchange(params, state)
+        params, state = worker.exchange(*local(params, state, at(all_feeds, i)))
     return params, state
 
 
@@ -124,6 +150,49 @@ def slow(x):
     square = jnp.eye(400) + 0 * x.sum()
     product = jax.lax.fori_loop(0, 500, lambda _, m: m @ square, square)
     return x + 0 * product[0, 0]
+
+
+@contextlib.contextmanager
+def held():
+    """A function that keeps the first device busy with an array until the block ends.
+
+    Its program loops until it finds a number in memory that it shares with the host, so
+    no test has to guess how long a computation takes. Who waits for it all the same
+    waits a minute.
+    """
+    memory = np.zeros(32, np.int32)
+    aligned = -memory.ctypes.data // 4 % 16  # what is not aligned to 64 bytes is copied
+    ended = memory[aligned : aligned + 16]
+    shared = jax.device_put(ended, jax.devices()[0], may_alias=True)
+    assert shared.unsafe_buffer_pointer() == ended.ctypes.data
+
+    def end():
+        ended[:] = 1
+
+    def hold(x):
+        first, *others = [shard.data for shard in x.addressable_shards]
+        shards = [_until(shared, first), *others]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+    watchdog = threading.Timer(60, end)
+    watchdog.start()
+    try:
+        yield hold
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        end()
+
+
+@jax.jit
+def _until(ended, x):
+    """``x``, once ``ended`` says so."""
+    _, product = jax.lax.while_loop(
+        lambda carry: ended[carry[0] % ended.size] == 0,
+        lambda carry: (carry[0] + 1, carry[1] @ carry[1]),
+        (0, jnp.eye(64)),
+    )
+    return x + (0 * product[0, 0]).astype(x.dtype)
 
 
 @contextlib.contextmanager
@@ -143,19 +212,20 @@ def nothing_compiles():
     assert not compiled
 
 
-def assert_close(actual, expected, dtype="float32", tolerance=None):
+def assert_close(actual, expected, dtype=None, tolerance=None):
+    """To ``tolerance``, or as near as ``dtype`` comes, which is that of each leaf."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual),
         jax.tree.leaves(expected),
         strict=True,
     ):
+        near = tolerance or TOLERANCE.get(dtype or str(jnp.result_type(b)), 0)
         np.testing.assert_allclose(
             np.asarray(a, np.float64),
             np.asarray(b, np.float64),
-            rtol=tolerance,
-            atol=tolerance,
+            rtol=near,
+            atol=near,
             err_msg=jax.tree_util.keystr(path),
         )
 

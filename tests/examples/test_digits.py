@@ -32,16 +32,13 @@ def check_exchanges(run, wanted, lives=2):
 
 
 def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
-    names = ["DOWNPOUR", "AGN, one killed", "one worker"]
+    names = ["AGN, one killed", "one worker"]
     runs, accuracy = run_demo("--steps", 300, "--output", tmp_path, "--methods", *names)
     assert list(runs) == names
-    assert accuracy["DOWNPOUR"] > 0.5  # 96 % and more in the large
-    assert accuracy["AGN, one killed"] > 0.9
+    assert accuracy["AGN, one killed"] > 0.9  # 96 % and more in the large
     assert accuracy["one worker"] > 0.9
     assert runs["one worker"].samples[-1] == 2 * 300 * 32
 
-    check_exchanges(runs["DOWNPOUR"], wanted=60)
-    assert runs["DOWNPOUR"].death_and_return is None
     killed = runs["AGN, one killed"]
     check_exchanges(killed, wanted=60, lives=3)
     died, back = killed.death_and_return
@@ -62,7 +59,7 @@ def test_trains_on_the_digits_and_survives_a_death(tmp_path, capsys):
         assert f"│ {name} " in output  # in the table
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
     saved = {folder.name for folder in (tmp_path / "checkpoints").iterdir()}
-    assert saved == {"downpour", "agn-one-killed", "one-worker"}
+    assert saved == {"agn-one-killed", "one-worker"}
 
 
 def test_trains_on_idx_files(tmp_path, write_mnist, capsys):
@@ -83,6 +80,7 @@ def test_trains_on_idx_files(tmp_path, write_mnist, capsys):
         "--mnist", folder, "--steps", 60, "--methods", "EASGD", "--output", output
     )
     check_exchanges(runs["EASGD"], wanted=12)
+    assert runs["EASGD"].death_and_return is None
     assert accuracy["EASGD"] > 0.5
     assert f"{folder.name}: 2 workers" in capsys.readouterr().out
     assert (output / "digits.png").exists()

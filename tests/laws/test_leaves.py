@@ -1,5 +1,7 @@
 """Law 10: masked, frozen, None, empty and scalar leaves, and dtypes, pass unharmed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +27,19 @@ TREES = {
     "only None": {"a": None},
     "scalar": jnp.float32(2.0),
     "python float": 2.0,
-    "numpy": {"w": np.ones((2, 2), np.float32)},
-    "empty leaf": {"w": jnp.ones((0, 3)), "v": jnp.ones(2)},
-    "nested": tree(),
-    "tuple": (jnp.ones(2), [jnp.zeros(3), None]),
+    "all": (
+        {"numpy": np.ones((2, 2), np.float32)},
+        {"w": jnp.ones((0, 3)), "v": jnp.ones(2)},
+        [jnp.zeros(3), None, ()],
+        tree(),
+    ),
 }
+
+
+def descend(tx, params, state):
+    """A step to the minimum at zero."""
+    updates, state = tx.update(params, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 @pytest.mark.parametrize("name", DROP_INS)
@@ -39,9 +49,9 @@ def test_drop_in(name, kind):
     tx = DROP_INS[name](optax.sgd(0.1), 2)
     state = tx.init(params)
     assert jax.tree.structure(state.center) == jax.tree.structure(params)
+    local = jax.jit(functools.partial(descend, tx))
     for _ in range(3):
-        updates, state = tx.update(params, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = local(params, state)
     assert int(state.exchanges) == 1
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
 
@@ -52,9 +62,9 @@ def test_worker(rule, kind):
     center = agn_optax.LocalCenter(RULES[rule](), TREES[kind])
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
     params, state = worker.start()
+    local = jax.jit(functools.partial(descend, worker.tx))
     for _ in range(3):
-        updates, state = worker.tx.update(params, state, params)
-        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+        params, state = worker.exchange(*local(params, state))
     assert center.version == 1
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, TREES[kind])
 
@@ -85,14 +95,14 @@ def test_frozen_subtrees_do_not_move(name):
 def test_bfloat16_stays_bfloat16(rule):
     params = tree("bfloat16")
     split = agn_optax.phases(optax.sgd(0.1), RULES[rule]())
-    state = split.init(params)
-    updates, state = split.update(gradient(params, tree("bfloat16", 1)), state, params)
-    moved, state = split.exchange(optax.apply_updates(params, updates), state)
-    dtypes = {
-        x.dtype
-        for x in jax.tree.leaves((updates, moved, state))
-        if x.dtype != jnp.int32
-    }
+
+    def one_round(params):
+        grads = gradient(params, tree("bfloat16", 1))
+        updates, state = split.update(grads, split.init(params), params)
+        return updates, split.exchange(optax.apply_updates(params, updates), state)
+
+    leaves = jax.tree.leaves(jax.jit(one_round)(params))
+    dtypes = {x.dtype for x in leaves if x.dtype != jnp.int32}
     assert dtypes == {jnp.dtype("bfloat16")}
 
 

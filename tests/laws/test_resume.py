@@ -1,11 +1,22 @@
 """Law 9: stop, save, restore, go on = never stopped, bit for bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from orbax.checkpoint import v1 as ocp
-from support import DROP_INS, RULES, assert_identical, feeds, run, run_worker, tree
+from support import (
+    DROP_INS,
+    RULES,
+    assert_identical,
+    at,
+    feeds,
+    run_worker,
+    step,
+    tree,
+)
 
 import agn_optax
 
@@ -34,21 +45,28 @@ def through_orbax(path, saved):
 
 
 @pytest.mark.parametrize("name", DROP_INS)
-@pytest.mark.parametrize("stop", STOPS)
-def test_drop_in(name, stop, tmp_path):
-    params = tree()
-    targets = feeds(params, 8)
-    make = lambda: DROP_INS[name](optax.adam(0.05), 3)  # noqa: E731
-    _, expected, expected_state = run(make(), params, targets)
-    _, params, state = run(make(), params, part(targets, 0, stop))
-    params, state = through_orbax(tmp_path / "checkpoint", (params, state))
-    _, params, state = run(make(), params, part(targets, stop, 8), state)
-    assert_identical((params, state), (expected, expected_state))
+def test_drop_in(name, tmp_path):
+    first = tree()
+    targets = feeds(first, 8)
+    local = jax.jit(functools.partial(step, DROP_INS[name](optax.adam(0.05), 3)))
+
+    def go_on(loop, steps, save_at=()):
+        saved = {}
+        for i in steps:
+            loop = local(*loop, at(targets, i))
+            if i + 1 in save_at:
+                saved[i + 1] = through_orbax(tmp_path / f"after {i + 1}", loop)
+        return loop, saved
+
+    begin = (first, DROP_INS[name](optax.adam(0.05), 3).init(first))
+    expected, _ = go_on(begin, range(8))
+    _, saved = go_on(begin, range(max(STOPS)), STOPS)
+    for stop, loop in saved.items():
+        assert_identical(go_on(loop, range(stop, 8))[0], expected)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stop", STOPS)
-def test_worker_and_center(rule, stop, tmp_path):
+def test_worker_and_center(rule, tmp_path):
     first = tree()
     targets = feeds(first, 8)
 
@@ -61,14 +79,17 @@ def test_worker_and_center(rule, stop, tmp_path):
     expected_center = center.save()
 
     center, worker = begin()
-    loop = run_worker(worker, *worker.start(), part(targets, 0, stop))
-    saved = {"center": center.save(), "worker": worker.save(*loop)}
-    saved = through_orbax(tmp_path / "checkpoint", saved)
+    loop, saved = worker.start(), {}
+    for start, stop in zip([0, *STOPS], STOPS, strict=False):
+        loop = run_worker(worker, *loop, part(targets, start, stop))
+        both = {"center": center.save(), "worker": worker.save(*loop)}
+        saved[stop] = through_orbax(tmp_path / f"after {stop}", both)
 
-    center = agn_optax.LocalCenter.restore(RULES[rule](), saved["center"])
-    worker = agn_optax.Worker(center, optax.adam(0.05), period=3)
-    loop = worker.restore(saved["worker"])
-    assert worker.exchanges == stop // 3
-    loop = run_worker(worker, *loop, part(targets, stop, 8))
-    assert_identical(loop, expected)
-    assert_identical(center.save(), expected_center)
+    for stop, both in saved.items():
+        center = agn_optax.LocalCenter.restore(RULES[rule](), both["center"])
+        worker = agn_optax.Worker(center, optax.adam(0.05), period=3)
+        loop = worker.restore(both["worker"])
+        assert worker.exchanges == stop // 3
+        loop = run_worker(worker, *loop, part(targets, stop, 8))
+        assert_identical(loop, expected)
+        assert_identical(center.save(), expected_center)
