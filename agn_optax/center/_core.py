@@ -34,8 +34,6 @@ from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
 
-_LOOKS = 1.0  # seconds after which whoever waits looks who is still there
-
 
 @dataclasses.dataclass
 class Answer:
@@ -395,9 +393,7 @@ class Core:
                 if now >= end:
                     return None
                 deadline = self.ledger.deadline()
-                until = end
-                if deadline is not None:
-                    until = min(end, deadline, now + _LOOKS)
+                until = end if deadline is None else min(end, deadline)
                 self._changed.wait(None if until == math.inf else max(0.0, until - now))
                 self._settle()
 
