@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import pathlib
 import shutil
 import tempfile
@@ -43,6 +44,7 @@ MODES = [
     Synchronous(quorum=1, late="drop"),
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl"])
+HOW = st.sampled_from(["collect", "answer", "replace"])
 LIMIT = 60  # seconds that nothing here takes
 
 
@@ -138,14 +140,15 @@ class Exchanges(RuleBasedStateMachine):
         assert set(there) == {life.name for life in self.lives.values() if life.there}
         return there
 
-    def some_life(self, data):
-        """Also one that was replaced; those after a restart have no sessions."""
-        lives = [*self.lives.values(), *self.replaced]
-        return lives[data.draw(st.integers(0, len(lives) - 1), label="life")]
-
-    def send(self, life):
-        contribution = jnp.array([float(life.sent[-1]), 1.0])
-        life.session.submit(len(life.sent), contribution, anchor_version=life.anchor)
+    def life(self, name):
+        """The last of a name, which is there and has a session."""
+        self.look()
+        life = self.lives.get(name)
+        if life is None:
+            self.join(name)
+        elif not life.there or life.session is None:
+            self.join_again(name)
+        return self.lives[name]
 
     # Commands.
 
@@ -164,48 +167,52 @@ class Exchanges(RuleBasedStateMachine):
         self.look()
 
     @precondition(lambda self: self.lives)
-    @rule(data=st.data())
-    def join_again(self, data):
-        """The same life, over another connection; or one that was replaced."""
-        life = self.some_life(data)
-        if life in self.replaced:
-            with pytest.raises(errors.WorkerStateError, match="was replaced"):
-                self.core.join(life.name, life.incarnation, back=True)
-            return
-        self.look()
-        life.session = self.core.join(life.name, life.incarnation, back=True)
-        life.there, life.until = True, math.inf
+    @rule(name=NAMES)
+    def join_again(self, name):
+        """The same life, over another connection."""
+        life = self.lives.get(name)
+        if life is not None:
+            self.look()
+            life.session = self.core.join(name, life.incarnation, back=True)
+            life.there, life.until = True, math.inf
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data(), repeats=st.booleans())
-    def submit(self, data, repeats):
-        """The next number, once the last was answered; else the same again."""
-        life = self.some_life(data)
-        if life.session is None:
-            return
+    @precondition(lambda self: self.replaced)
+    @rule(number=st.integers(0, 9))
+    def say_something_in_a_life_that_was_replaced(self, number):
+        life = self.replaced[number % len(self.replaced)]
+        with pytest.raises(errors.WorkerStateError, match="was replaced"):
+            self.core.join(life.name, life.incarnation, back=True)
+        if life.session is not None:
+            self.is_refused(life)
+            life.session.acknowledge(1)
+            life.session.disconnect()
+            life.session.leave()
         self.look()
-        if not life.there:
+
+    def is_refused(self, life):
+        with pytest.raises(errors.WorkerStateError, match=life.name):
+            life.session.submit(1, jnp.ones(2), anchor_version=0)
+        for sequence in (1, len(life.sent)):
             with pytest.raises(errors.WorkerStateError, match=life.name):
-                life.session.submit(1, jnp.ones(2), anchor_version=0)
-            return
+                life.session.collect(sequence, 0.0)
+
+    @rule(name=NAMES, repeats=st.booleans())
+    def submit(self, name, repeats):
+        """The next number, once the last was answered; else the same again."""
+        life = self.life(name)
         if life.got and not (life.sent and repeats):
             life.sent.append(next(self.numbers))
             life.got, life.is_kept, life.answer = False, True, None
             life.anchor_sent = life.anchor
-        self.send(life)
+        contribution = jnp.array([float(life.sent[-1]), 1.0])
+        life.session.submit(len(life.sent), contribution, anchor_version=life.anchor)
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data(), how=st.sampled_from(["collect", "answer", "replace"]))
-    def collect(self, data, how):
-        life = self.some_life(data)
-        if life.session is None or not life.sent:
+    @rule(name=NAMES, how=HOW)
+    def collect(self, name, how):
+        life = self.life(name)
+        if not life.sent:
             return
-        self.look()
         sequence, number = len(life.sent), life.sent[-1]
-        if not life.there:
-            with pytest.raises(errors.WorkerStateError, match=life.name):
-                life.session.collect(sequence, 0.0)
-            return
         try:
             answer = self.read(life.session, sequence, how)
         except errors.WorkerStateError as error:
@@ -233,6 +240,14 @@ class Exchanges(RuleBasedStateMachine):
         life.got, life.anchor = True, version
         self.promised = max(self.promised, version)
 
+    @rule(name=NAMES, how=HOW, acknowledges=st.booleans())
+    def exchange(self, name, how, acknowledges):
+        """As far as it goes without waiting."""
+        self.submit(name, repeats=False)
+        self.collect(name, how)
+        if acknowledges:
+            self.acknowledge(name)
+
     def read(self, session, sequence, how):
         """Version, staleness, whether it was applied, norm and parameters; or None."""
         if how == "collect":
@@ -254,33 +269,28 @@ class Exchanges(RuleBasedStateMachine):
         norm = None if answer.norm is None else float(answer.norm)
         return number, answer.staleness, answer.applied, norm, np.asarray(params)
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data())
-    def acknowledge(self, data):
-        life = self.some_life(data)
-        if life.session and life.sent and life.got:
+    @rule(name=NAMES)
+    def acknowledge(self, name):
+        life = self.life(name)
+        if life.sent and life.got:
             life.session.acknowledge(len(life.sent))
             life.is_kept, life.answer = False, None
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data())
-    def disconnect(self, data):
-        life = self.some_life(data)
-        self.look()
-        if life.session:
-            life.session.disconnect()
-        if life.session and life.there:
-            life.until = self.clock.now + self.lease
+    @rule(name=NAMES)
+    def disconnect(self, name):
+        life = self.life(name)
+        life.session.disconnect()
+        life.until = self.clock.now + self.lease
         self.look()
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data())
-    def leave(self, data):
-        life = self.some_life(data)
-        if life.session:
+    @rule(name=NAMES)
+    def leave(self, name):
+        life = self.life(name)
+        for _ in range(2):
             life.session.leave()
-            life.goes()
+        life.goes()
         self.look()
+        self.is_refused(life)
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def time_passes(self, seconds):
@@ -348,7 +358,9 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
     monkeypatch.setattr(_journal, "_RESERVED", 1 << 14)  # bytes, quickly copied
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs none
+    monkeypatch.setattr(_journal, "_sync", lambda file: None)
     run_state_machine_as_test(
         lambda: Exchanges(mode, clock, journals),
-        settings=settings(max_examples=8 if journals else 20, stateful_step_count=40),
+        settings=settings(max_examples=10 if journals else 30, stateful_step_count=40),
     )
