@@ -1,5 +1,6 @@
 """The core: every exchange is applied once, whatever happens to who sent it."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,7 +11,6 @@ import tempfile
 import threading
 import uuid
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 )
 
 from agn_optax import errors, rules
+from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
@@ -45,7 +46,7 @@ MODES = [
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl"])
 HOW = st.sampled_from(["collect", "answer", "replace"])
-LIMIT = 60  # seconds that nothing here takes
+LIMIT = 30  # seconds that nothing here takes
 
 
 class Clock:
@@ -364,3 +365,269 @@ def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
         lambda: Exchanges(mode, clock, journals),
         settings=settings(max_examples=10 if journals else 30, stateful_step_count=40),
     )
+
+
+# What one life of a worker is told, and when. Integers again.
+
+
+def core_of(mode=None, **settings):
+    return Core(DOWNPOUR, jnp.zeros(2), mode=mode, **settings)
+
+
+def submit(session, sequence=1, anchor_version=0):
+    session.submit(sequence, jnp.ones(2), anchor_version=anchor_version)
+
+
+def exchange(session, sequence=1, anchor_version=0):
+    return session.exchange(sequence, jnp.ones(2), anchor_version=anchor_version)
+
+
+@contextlib.contextmanager
+def collecting(session, monkeypatch, sequence=1):
+    """Somebody waits for an answer meanwhile; yields what comes of it, as a future."""
+    condition, waiting = session._core.atomically(), threading.Event()
+    wait = condition.wait
+
+    def waits(timeout=None):
+        waiting.set()
+        return wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(condition, "wait", waits)
+        got = in_background(lambda: session.collect(sequence, LIMIT), "collects")
+        assert waiting.wait(LIMIT)
+    # It has the lock until it waits, and so nothing can happen before.
+    yield got
+
+
+@pytest.mark.parametrize("goes", ["leave", "disconnect", "replace"])
+def test_who_waits_is_woken_when_another_goes(goes, monkeypatch):
+    core = core_of(Synchronous(), lease=0.0)
+    anna, bert = core.join("anna"), core.join("bert")
+    submit(anna)
+    with collecting(anna, monkeypatch) as got:
+        if goes == "replace":
+            core.join("bert", replace=True).leave()
+        else:
+            getattr(bert, goes)()
+    assert got.result(LIMIT).version == 1
+
+
+def test_who_waits_is_woken_when_the_others_have_sent(monkeypatch):
+    core = core_of(Synchronous())
+    anna, bert = core.join("anna"), core.join("bert")
+    submit(anna)
+    with collecting(anna, monkeypatch) as got:
+        assert exchange(bert).version == 1
+    assert got.result(LIMIT).version == 1
+    np.testing.assert_array_equal(core.snapshot().params, -2)
+
+
+def test_who_waits_is_woken_when_a_lease_is_over(monkeypatch):
+    core = core_of(Synchronous(), lease=0.2)
+    anna, bert = core.join("anna"), core.join("bert")
+    submit(anna)
+    with collecting(anna, monkeypatch) as got:
+        bert.disconnect()
+    assert got.result(LIMIT).applied
+
+
+def test_who_waits_is_told_that_it_was_replaced(monkeypatch):
+    core = core_of(Synchronous())
+    anna, _ = core.join("anna"), core.join("bert")
+    submit(anna)
+    with collecting(anna, monkeypatch) as got:
+        core.join("anna", replace=True)
+    with pytest.raises(errors.WorkerStateError, match="'anna' was replaced"):
+        got.result(LIMIT)
+
+
+def test_who_waits_is_told_that_the_center_is_closed(monkeypatch):
+    core = core_of(Synchronous())
+    anna, _ = core.join("anna"), core.join("bert")
+    submit(anna)
+    with collecting(anna, monkeypatch) as got:
+        core.close("it is late")
+    with pytest.raises(errors.CenterClosedError, match="it is late"):
+        got.result(LIMIT)
+    assert core.snapshot().version == 0
+
+
+@pytest.mark.parametrize(
+    "mode", [BoundedStaleness(rounds=1), Synchronous()], ids=["bounded", "rounds"]
+)
+def test_a_worker_that_hangs_does_not_hold_the_others_up(mode):
+    """It is connected all the time, but gives no sign of life any more."""
+    core = core_of(mode)
+    core.join("hangs", silence=0.4)
+    works = core.join("works")
+    for sequence in range(1, 6):
+        assert exchange(works, sequence, sequence - 1).version == sequence
+    assert set(core.members()[1]) == {"works"}
+    assert not core.hear("hangs", "whatever")
+
+
+def test_a_connection_is_cut_when_its_life_is_over_or_over_another_one():
+    core = core_of(lease=0.0)
+    cut = []
+
+    def join(name, *args, **kwargs):
+        number = len(cut) + len(core._cuts)
+        return core.join(name, *args, cut=lambda: cut.append(number), **kwargs)
+
+    first = join("anna")
+    assert not cut
+    again = join("anna", first.incarnation, back=True)
+    assert cut == [0]
+    first.disconnect()  # its connection is not the last one
+    assert set(core.members()[1]) == {"anna"}
+    join("anna", replace=True)
+    assert cut == [0, 1]
+    again.leave()
+    assert cut == [0, 1]
+    core.join("bert", silence=0.0)
+    core.leave("anna", core.members()[1]["anna"].incarnation)
+    assert cut == [0, 1, 2]
+    core.close()
+    assert cut == [0, 1, 2]
+
+
+def test_what_the_rule_cannot_apply_is_refused_and_may_be_sent_again(monkeypatch):
+    core = core_of()
+    anna, bert = core.join("anna"), core.join("bert")
+
+    def fails(*args):
+        raise FloatingPointError("no memory for this")
+
+    monkeypatch.setattr(core.store, "apply", fails)
+    submit(anna)
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="no memory"):
+            anna.collect(1)
+    monkeypatch.undo()
+    assert exchange(bert).version == 1
+    assert exchange(anna).version == 2
+    np.testing.assert_array_equal(core.snapshot().params, -2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_new_life_is_not_told_what_became_of_the_last(again, monkeypatch):
+    core = core_of()
+    anna = core.join("anna")
+
+    def fails(*args):
+        raise FloatingPointError("no memory for this")
+
+    monkeypatch.setattr(core.store, "apply", fails)
+    submit(anna)
+    monkeypatch.undo()
+    if again:
+        anna.leave()
+        anna = core.join("anna", anna.incarnation, back=True)
+    else:
+        anna = core.join("anna", replace=True)
+    with pytest.raises(errors.WorkerStateError, match="asks for the answer"):
+        anna.collect(1)
+
+
+def test_a_new_life_neither_sends_nor_gets_what_was_the_last_one_s():
+    core = core_of(Synchronous())
+    first, bert = core.join("anna"), core.join("bert")
+    first.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    second = core.join("anna", replace=True)
+    submit(bert)
+    submit(second)
+    assert second.collect(1, 0.0).version == bert.collect(1, 0.0).version == 1
+    np.testing.assert_array_equal(core.snapshot().params, -2)
+    third = core.join("anna", replace=True)
+    third.submit(1, jnp.full(2, 100.0), anchor_version=1)
+    assert third.collect(1, 0.0) is None  # waits for bert
+    exchange(bert, 2, 1)
+    assert third.collect(1, 0.0).version == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_exchange_that_is_interrupted_is_applied_once(when, monkeypatch):
+    """By Ctrl-C in the middle of a notebook's cell, say."""
+    core = core_of()
+    anna = core.join("anna")
+    apply = core.store.apply
+
+    def interrupted(*args):
+        if when == "after":
+            apply(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(core.store, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        submit(anna)
+    monkeypatch.undo()
+    submit(anna)
+    assert anna.collect(1, LIMIT).version == 1
+    np.testing.assert_array_equal(core.snapshot().params, -1)
+    assert exchange(anna, 2, 1).version == 2
+
+
+def test_a_late_answer_stays_what_it_is():
+    """Nobody says when it has been read, and so it is not written over."""
+    core = core_of()
+    anna, bert = core.join("anna"), core.join("bert")
+    exchange(anna)
+    late = anna.answer(1)
+    assert (late.norm, late.version.number) == (None, 1)
+    assert exchange(bert).version == 2
+    np.testing.assert_array_equal(late.version.params, -1)
+
+
+def test_an_answer_stays_what_it_is_until_it_is_acknowledged():
+    core = core_of()
+    anna, bert = core.join("anna"), core.join("bert")
+    submit(anna)
+    answer = anna.answer(1)
+    exchange(bert)
+    np.testing.assert_array_equal(answer.version.params, -1)
+    anna.acknowledge(1)
+    assert answer.version.readers == 0
+
+
+def test_a_version_is_written_over_once_nobody_reads_it():
+    core = core_of()
+    anna = core.join("anna")
+    first = None
+    for sequence in range(1, 5):
+        submit(anna, sequence, sequence - 1)
+        answer = anna.answer(sequence)
+        anna.acknowledge(sequence)
+        assert first is None or first.params.is_deleted()
+        first = answer.version
+
+
+def test_a_copy_takes_the_place_of_a_version():
+    """Which then is written over, and the copy is what is answered."""
+    core = core_of()
+    anna, bert = core.join("anna"), core.join("bert")
+    submit(anna)
+    answer = anna.answer(1)
+    copied = anna.replace(answer, np.array([-1.0, -1.0], np.float32))
+    assert anna.answer(1) is copied
+    submit(bert)
+    assert answer.version.params.is_deleted()
+    np.testing.assert_array_equal(anna.collect(1).params, -1)
+    anna.acknowledge(1)
+    assert copied.version.readers == 0
+    # Of an answer that is not kept any more, nothing is kept.
+    late = anna.answer(1)
+    assert anna.replace(late, np.zeros(2, np.float32)) is not late
+    assert not core._answers.keys() - {"bert"}
+
+
+def test_what_is_kept_does_not_grow_with_names_that_have_gone():
+    core = core_of()
+    for number in range(3000):
+        session = core.join(f"worker-{number}", cut=lambda: None)
+        if number % 100 == 0:
+            submit(session)
+        session.leave()
+    kept = core._messages, core._answers, core._refusals, core._cuts
+    assert not any(kept)
+    assert len(core.ledger.memory()["members"]) < 1100
