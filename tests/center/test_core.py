@@ -217,7 +217,8 @@ class Exchanges(RuleBasedStateMachine):
         try:
             answer = self.read(life.session, sequence, how)
         except errors.WorkerStateError as error:
-            assert "asks for the answer" in str(error)
+            if "asks for the answer" not in str(error):
+                raise
             answer = None
             assert not life.is_kept  # its message left with it, or was never sent
         if answer is None:

@@ -872,12 +872,60 @@ def test_a_life_that_was_forgotten_starts_again(monkeypatch):
     for worker in "abc":
         made.leave(worker, "1")
     assert made.find("a") is None
-    with pytest.raises(errors.WorkerStateError, match="forgotten; start.. again"):
+    with pytest.raises(errors.WorkerStateError, match="it is forgotten"):
         made.join("a", "1", 0.0, back=True)
     made.join("b", "1", 0.0, back=True)
     made.join("a", "2", 0.0)
     assert made.submit("a", "2", 1, 1, 0.0)
     assert take(made) == "a"
+
+
+class Counted(dict):
+    """A dict that counts what is iterated over."""
+
+    seen = 0
+
+    def _count(self, items):
+        for item in items:
+            Counted.seen += 1
+            yield item
+
+    def __iter__(self):
+        return self._count(super().__iter__())
+
+    def items(self):
+        return self._count(super().items())
+
+    def values(self):
+        return self._count(super().values())
+
+
+@pytest.mark.parametrize(
+    "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
+)
+def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
+    made, work = ledger(mode), []
+    made._present, made._gone = Counted(), Counted()
+    for many in (10, 20_000):
+        for number in range(many):
+            made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
+            made.leave(f"{many}-{number}", "1")
+        for worker in "ab":
+            made.join(worker, "1", 0.0)
+        Counted.seen = 0
+        for worker in "ab":
+            sequence = made.find(worker).sequence + 1
+            made.submit(worker, "1", sequence, made.version, 0.0)
+            while (batch := made.take(0.0)) is not None:
+                made.settle(batch)
+            made.deadline()
+            made.memory([worker])
+            made.acknowledge(worker, "1", sequence)
+        work.append(Counted.seen)
+    assert work[0] == work[1]
+    assert len(made._gone) <= _ledger._MOST_GONE
+    assert len(made.departed()) == 20_010  # which its owner asks for, and is told once
+    assert not made.departed()
 
 
 def test_a_connection_that_breaks_late_is_not_the_one_that_came_after():

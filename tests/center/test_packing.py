@@ -216,7 +216,7 @@ def test_a_worker_in_the_process_of_the_center():
         center = agn_optax.LocalCenter(rules.easgd(0.3), packs=packs)
         worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
         loop = worker.start(arrays(0), chief=True)
-        assert center.is_packed == packs
+        assert center.core.store.is_packed == packs
         loop = run_worker(worker, *loop, feeds(loop[0], 6))
         ends.append((loop, center.pull().params))
     assert_identical(*ends)
@@ -226,7 +226,7 @@ def test_a_worker_in_the_process_of_the_center():
 def test_law_7_where_the_server_packs(name):
     ends = []
     with service.serve(RULES[name](), jax.tree.map(jnp.asarray, arrays(0))) as server:
-        assert server.center.is_packed
+        assert server.center.core.store.is_packed
         with service.connect(server.address, RULES[name]()) as remote:
             for center in (remote, agn_optax.LocalCenter(RULES[name](), arrays(0))):
                 worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="a")
