@@ -303,6 +303,8 @@ class Core:
                 back=back,
                 silence=silence,
             )
+            if connection == 1:  # what became of another life is not its to hear
+                self._refusals.pop(worker, None)
             self._cut(worker)
             if cut is not None:
                 self._cuts[worker] = cut
@@ -449,47 +451,50 @@ class Core:
         self._changed.notify_all()
 
     def _apply(self, batch: Batch) -> None:
-        store = self.store
+        store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
-        adopted = store.current
+        # The center optimizer gets the staleness of a single message; those of a round
+        # are weighed one by one.
+        staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
+        contributions = [message.contribution for message in messages]
+        try:
+            if batch.applies:
+                store.apply(contributions, batch.weights, staleness)
+        except Exception as error:  # whoever called, it is these workers' to hear
+            for entry in batch.entries:
+                self._refusals[entry.worker] = entry.sequence, error
+        finally:  # by Ctrl-C, too
+            if batch.applies and store.current is before:
+                self.ledger.refuse(batch)
+            else:
+                self._answer(batch, messages, staleness, before)
+            for message in messages:
+                message.over.notify_all()
+
+    def _answer(
+        self, batch: Batch, messages: list[_Message], staleness: int, before: Version
+    ) -> None:
+        """Messages have been applied, or dropped."""
+        store = self.store
+        self.ledger.settle(batch)
         exchange: tuple[Any, ...] = ()
         seen: list[PyTree] = []
-        if batch.applies:
-            # The center optimizer gets the staleness of a single message; those of a
-            # round are weighed one by one.
-            staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
-            contributions = [message.contribution for message in messages]
-            try:
-                before, after = store.apply(contributions, batch.weights, staleness)
-            except Exception as error:  # whoever called, it is these workers' to hear
-                self.ledger.refuse(batch)
-                for entry, message in zip(batch.entries, messages, strict=True):
-                    self._refusals[entry.worker] = entry.sequence, error
-                    message.over.notify_all()
-                return
-            if self._observers or self._keeper is not None:
-                seen = [store.unplace(each) for each in contributions]
-                exchange = (seen, batch.weights, staleness)
-            adopted = before if self.rule.adopts == "before" else after
-        self.ledger.settle(batch)
+        if batch.applies and (self._observers or self._keeper is not None):
+            seen = [store.unplace(message.contribution) for message in messages]
+            exchange = (seen, batch.weights, staleness)
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         for observer in self._observers:
             for contribution in seen:
                 observer(contribution)
-        for entry, staleness, message in zip(
+        adopted = before if self.rule.adopts == "before" else store.current
+        for entry, behind, message in zip(
             batch.entries, batch.staleness, messages, strict=True
         ):
-            message.over.notify_all()
             self._forget(entry.worker)
             adopted.readers += 1
             self._answers[entry.worker] = Answer(
-                entry.sequence,
-                adopted,
-                staleness,
-                message.norm,
-                batch.applies,
-                recorded,
+                entry.sequence, adopted, behind, message.norm, batch.applies, recorded
             )
 
     def _prune(self, worker: str) -> None:

@@ -260,6 +260,7 @@ class Ledger:
         self._open = barrier == 0
         self._earliest = math.inf  # nobody expires before
         self._looked = -math.inf  # when `expire` was last asked
+        self._nap = math.inf  # if nobody asks for longer, the center was not running
 
     def present(self) -> Mapping[str, Member]:
         """The workers that are there, or may still come back within their leases."""
@@ -390,17 +391,19 @@ class Ledger:
     def expire(self, now: float) -> None:
         """Gives up the workers whose leases are over."""
         pause, self._looked = now - self._looked, now
-        if now < self._earliest:
+        if now < self._earliest and pause <= self._nap:
             return
+        self._earliest = self._nap = math.inf
         for worker, member in list(self._present.items()):
-            # If nobody asked for so long, this center itself was not running, and
-            # nobody's silence says anything.
-            if member.connected and member.silence and pause > member.silence / 2:
-                member.expires = max(member.expires, now + member.silence)
+            if member.connected and member.silence is not None:
+                # If nobody asked for so long, this center itself was not running, and
+                # nobody's silence says anything.
+                if pause > member.silence / 2:
+                    member.expires = max(member.expires, now + member.silence)
+                self._nap = min(self._nap, member.silence / 2)
             if member.expires <= now:
                 self._give_up(worker, member)
-        expiries = (member.expires for member in self._present.values())
-        self._earliest = min(expiries, default=math.inf)
+            self._earliest = min(self._earliest, member.expires)
 
     def submit(
         self,
@@ -520,7 +523,13 @@ class Ledger:
 
     def deadline(self) -> float | None:
         """When to ask `take` again if nothing happens before; None: need not."""
-        times = [m.expires for m in self._present.values() if m.expires < math.inf]
+        times = []
+        for member in self._present.values():
+            if member.expires < math.inf:
+                times.append(member.expires)
+            if member.connected and member.silence is not None:
+                # Often enough to see that the center runs.
+                times.append(self._looked + member.silence / 4)
         if isinstance(self.mode, Synchronous) and self._has_quorum():
             times.append(self._first_arrival() + self.mode.grace)
         return min(times, default=None)
@@ -580,6 +589,7 @@ class Ledger:
         member.seen = now
         member.expires = math.inf
         if member.silence is not None:
+            self._nap = min(self._nap, member.silence / 2)
             self._expect(member, now + member.silence)
 
     def _expect(self, member: Member, until: float) -> None:

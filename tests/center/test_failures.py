@@ -75,20 +75,20 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._contribute(state, params, {"a": jnp.ones(2)}),
+        worker._programs.contribute(state, params, {"a": jnp.ones(2)}),
         anchor_version=0,
         worker="w",
     )
-    adopt = worker._adopt
+    programs = worker._programs
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker, "_adopt", interrupted)
+    monkeypatch.setattr(worker, "_programs", programs._replace(adopt=interrupted))
     with pytest.raises(KeyboardInterrupt):
         worker.exchange(params, state)
     assert center.version == 1
-    monkeypatch.setattr(worker, "_adopt", adopt)
+    monkeypatch.setattr(worker, "_programs", programs)
     worker.exchange(params, state)
     assert center.version == worker.exchanges == 1
     assert_identical(center.pull().params, expected.pull().params)
@@ -182,18 +182,18 @@ def test_a_version_that_is_no_int(version):
     assert center.version == 0
 
 
-@pytest.mark.parametrize("after", ["submit", "collect"])
+@pytest.mark.parametrize("after", ["submit", "collect", "acknowledge"])
 def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     center = agn_optax.LocalCenter(rules.downpour(), {"a": jnp.ones(2)})
     worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
     params, state = worker.start()
-    real = getattr(center, f"_{after}")
+    real = getattr(worker._session, after)
 
-    def interrupted(*args):
-        real(*args)
+    def interrupted(*args, **kwargs):
+        real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(center, f"_{after}", interrupted)
+    monkeypatch.setattr(worker._session, after, interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.exchange({"a": params["a"] - 1}, state)
     monkeypatch.undo()
@@ -205,7 +205,7 @@ def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
     assert_identical(center.pull().params, {"a": -jnp.ones(2)})
 
 
-def test_an_interrupted_wait_takes_its_message_back(monkeypatch):
+def test_an_interrupted_wait_is_taken_up_again(monkeypatch):
     center = agn_optax.LocalCenter(
         rules.downpour(), {"a": jnp.ones(2)}, mode=agn_optax.center.Synchronous()
     )
@@ -219,11 +219,11 @@ def test_an_interrupted_wait_takes_its_message_back(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(center._changed, "wait", interrupted)
+    monkeypatch.setattr(center.core.atomically(), "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         anna.exchange(params, state)
     monkeypatch.undo()
     assert center.version == 0
-    bert.leave()
+    bert.leave()  # which ends the round
     anna.exchange(params, state)
     assert center.version == anna.exchanges == 1

@@ -1,9 +1,9 @@
 """The ledger: every command in every state, and each policy in words."""
 
 import dataclasses
+import json
 import math
 
-import jax.numpy as jnp
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,10 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import agn_optax
-from agn_optax import errors, rules
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.center._ledger import Ledger
+from agn_optax import errors
+from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous, _ledger
+from agn_optax.center._ledger import NEXT, Ledger, State
 
 MODES = [
     Asynchronous(),
@@ -34,6 +33,7 @@ MODES = [
 ]
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
 LIVES = st.integers(0, 2).map(str)
+REMEMBERED = 2  # lives that have gone
 
 
 @dataclasses.dataclass
@@ -43,14 +43,24 @@ class Known:
     life: str
     round_began: int
     clock: int
+    silence: float | None
+    connection: int = 1
     connected: bool = True
     until: float = math.inf
     gone: bool = False
     settled: int = 0
-    acknowledged: int = 0
+    owed: bool = False  # its answer, which it has not acknowledged
     exchanges: int = 0
     dropped: int = 0
-    message: tuple | None = None  # sequence, anchor and time of the one that waits
+    message: tuple | None = None  # sequence, anchor, time and versions behind
+
+    @property
+    def state(self):
+        if self.gone:
+            return State.GONE
+        if self.message:
+            return State.WAITING
+        return State.ANSWERED if self.owed else State.IDLE
 
 
 class Commands(RuleBasedStateMachine):
@@ -64,10 +74,11 @@ class Commands(RuleBasedStateMachine):
         super().__init__()
         self.mode = mode
         self.now = 100.0
+        self.looked = -math.inf
         self.version = 0
         self.last = {}  # life of every name
-        self.replaced = set()
-        self.settled = set()
+        self.went = []  # names of those that are gone, the last to go last
+        self.departed = []
 
     @initialize(
         lease=st.sampled_from([0.0, 0.1, 1.0]),
@@ -77,8 +88,15 @@ class Commands(RuleBasedStateMachine):
     def start(self, lease, room, barrier):
         self.lease, self.room, self.barrier = lease, room, barrier
         self.open = barrier == 0
-        self.ledger = Ledger(
-            self.mode, lease=lease, max_workers=room, barrier=barrier, version=0
+        self.ledger = self.new()
+
+    def new(self):
+        return Ledger(
+            self.mode,
+            lease=self.lease,
+            max_workers=self.room,
+            barrier=self.barrier,
+            version=self.version,
         )
 
     # What the model knows.
@@ -94,14 +112,29 @@ class Commands(RuleBasedStateMachine):
     def is_there(self, name, life):
         return name in self.there and self.last[name].life == life
 
-    def give_up(self, known):
+    def give_up(self, name):
+        known = self.last[name]
         known.gone, known.connected, known.until = True, False, math.inf
-        known.message = None
+        known.message, known.owed = None, False
+        self.departed.append(name)
+        self.went.append(name)
+        if len(self.went) > REMEMBERED:
+            del self.last[self.went.pop(0)]
 
-    def expire(self):
-        for known in self.there.values():
+    def look(self):
+        """Somebody looks who is still there."""
+        pause, self.looked = self.now - self.looked, self.now
+        for name, known in self.there.items():
+            silent = known.connected and known.silence is not None
+            if silent and pause > known.silence / 2:  # the ledger's own, then
+                known.until = max(known.until, self.now + known.silence)
             if known.until <= self.now:
-                self.give_up(known)
+                self.give_up(name)
+
+    def heard(self, known):
+        if known.connected:
+            given = known.silence is not None
+            known.until = self.now + known.silence if given else math.inf
 
     def slowest(self, default, but=None):
         clocks = [k.clock for name, k in self.there.items() if name != but]
@@ -152,62 +185,87 @@ class Commands(RuleBasedStateMachine):
 
     # Commands.
 
-    @rule(name=NAMES, life=LIVES, replace=st.booleans())
-    def join(self, name, life, replace):
-        self.expire()
+    @rule(
+        name=NAMES,
+        life=LIVES,
+        replace=st.booleans(),
+        back=st.booleans(),
+        silence=st.sampled_from([None, None, 0.5, 2.0]),
+    )
+    def join(self, name, life, replace, back, silence):
+        self.look()
         old = self.last.get(name)
         same = old is not None and old.life == life
+        needs_room = old is None or old.gone
         full = self.room is not None and len(self.there) >= self.room
         error = None
-        if (name, life) in self.replaced:
+        if back and not same:
             error = errors.WorkerStateError
-        elif old and not old.gone and old.connected and not same and not replace:
+        elif not (same or needs_room or replace) and old.connected:
             error = errors.NameTakenError
-        elif (old is None or old.gone) and full:
+        elif needs_room and full:
             error = errors.CenterFullError
+        arguments = {"replace": replace, "back": back, "silence": silence}
         if error:
             with pytest.raises(error, match=name):
-                self.ledger.join(name, life, self.now, replace=replace)
+                self.ledger.join(name, life, self.now, **arguments)
             return
-        self.ledger.join(name, life, self.now, replace=replace)
+        connection = self.ledger.join(name, life, self.now, **arguments)
+        if name in self.went:
+            self.went.remove(name)
+            self.last[name] = self.last.pop(name)  # the last that came
         if same:
             if old.gone:
                 old.clock = self.slowest(old.clock)
-            old.connected, old.until, old.gone = True, math.inf, False
+            old.connected, old.gone, old.silence = True, False, silence
+            old.connection += 1
         else:
-            if old is not None:
-                self.replaced.add((name, old.life))
             clock = self.slowest(0, but=name)
-            self.last[name] = Known(life, self.version, clock)
+            self.last[name] = Known(life, self.version, clock, silence)
+        self.heard(self.last[name])
+        assert connection == self.last[name].connection
         self.open = self.open or len(self.there) >= self.barrier
 
     @rule(name=NAMES, life=LIVES)
     def leave(self, name, life):
-        self.ledger.leave(name, life)
-        if self.is_there(name, life):
-            self.give_up(self.last[name])
+        is_there = self.is_there(name, life)
+        assert self.ledger.leave(name, life) == is_there
+        if is_there:
+            self.give_up(name)
 
-    @rule(name=NAMES, life=LIVES)
-    def disconnect(self, name, life):
-        self.ledger.disconnect(name, life, self.now)
-        if self.is_there(name, life):
-            known = self.last[name]
+    @rule(name=NAMES, life=LIVES, earlier=st.sampled_from([0, 0, 1]))
+    def disconnect(self, name, life, earlier):
+        known = self.last.get(name)
+        connection = (known.connection if known else 1) - earlier
+        self.ledger.disconnect(name, life, connection, self.now)
+        if self.is_there(name, life) and not earlier:
             known.connected, known.until = False, self.now + self.lease
 
-    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0]), expires=st.booleans())
-    def time_passes(self, seconds, expires):
-        self.now += seconds
-        if expires:
-            self.ledger.expire(self.now)
-            self.expire()
+    @rule(name=NAMES, life=LIVES)
+    def hear(self, name, life):
+        self.look()
+        is_there = self.is_there(name, life)
+        assert self.ledger.hear(name, life, self.now) == is_there
+        if is_there:
+            self.heard(self.last[name])
 
-    @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), back=st.integers(-1, 2))
-    def submit(self, name, life, ahead, back):
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0, 10.0]), looks=st.booleans())
+    def time_passes(self, seconds, looks):
+        """Without a look, the center itself may have been asleep."""
+        self.now += seconds
+        if looks:
+            self.ledger.expire(self.now)
+            self.look()
+
+    @rule(name=NAMES, life=LIVES, ahead=st.integers(-1, 2), old=st.integers(-1, 2))
+    def submit(self, name, life, ahead, old):
         """Mostly nonsense; `send` is what workers do."""
-        self.expire()
+        self.look()
         known = self.last.get(name)
         sequence = (known.settled if known else 0) + ahead
-        anchor = self.version - back
+        anchor = self.version - old
+        if self.is_there(name, life):
+            self.heard(known)
         error = None
         if not self.is_there(name, life):
             error = errors.WorkerStateError
@@ -220,9 +278,9 @@ class Commands(RuleBasedStateMachine):
                 self.ledger.submit(name, life, sequence, anchor, self.now)
             return
         waits = self.ledger.submit(name, life, sequence, anchor, self.now)
-        assert waits == ((name, life, sequence) not in self.settled)
+        assert waits == (ahead == 1)
         if waits:
-            known.acknowledged = known.settled
+            known.owed = False
         if waits and known.message is None:
             missed = self.version - max(known.round_began, anchor)
             known.message = (sequence, anchor, self.now, missed)
@@ -237,13 +295,13 @@ class Commands(RuleBasedStateMachine):
         anchor = data.draw(st.integers(oldest, self.version))
         self.submit(name, known.life, 1, self.version - anchor)
 
-    @rule(name=NAMES, life=LIVES, sequence=st.integers(0, 4))
-    def acknowledge(self, name, life, sequence):
-        self.ledger.acknowledge(name, life, sequence)
+    @rule(name=NAMES, life=LIVES, ahead=st.sampled_from([-1, 0, 0, 1]))
+    def acknowledge(self, name, life, ahead):
         known = self.last.get(name)
-        if known and known.life == life:
-            sequence = min(sequence, known.settled)
-            known.acknowledged = max(known.acknowledged, sequence)
+        sequence = (known.settled if known else 0) + ahead
+        self.ledger.acknowledge(name, life, sequence)
+        if self.is_there(name, life) and ahead == 0:
+            known.owed = False
 
     @rule(fails=st.booleans())
     def take(self, fails):
@@ -251,9 +309,9 @@ class Commands(RuleBasedStateMachine):
         self.took(fails)
 
     def took(self, fails=False):
-        """Whether there was a batch, which is settled."""
+        """Whether there was a batch, which is settled, or refused."""
         batch = self.ledger.take(self.now)
-        self.expire()
+        self.look()
         if batch is None:
             assert self.may_wait()
             deadline = self.ledger.deadline()
@@ -267,9 +325,8 @@ class Commands(RuleBasedStateMachine):
         else:
             assert all(map(self.may_drop, names))
         for i, name in enumerate(names):
-            known = self.last[name]
             entry = batch.entries[i]
-            sequence, anchor, arrived, _ = known.message
+            sequence, anchor, arrived, _ = self.last[name].message
             assert (entry.sequence, entry.anchor_version, entry.arrived) == (
                 sequence,
                 anchor,
@@ -284,24 +341,50 @@ class Commands(RuleBasedStateMachine):
             sequence, known.message = known.message[0], None
             if fails:
                 continue
-            assert (name, known.life, sequence) not in self.settled
-            self.settled.add((name, known.life, sequence))
-            known.settled = sequence
+            assert sequence == known.settled + 1  # no exchange is settled twice
+            known.settled, known.owed = sequence, True
             known.round_began = self.version + batch.applies
             known.clock += batch.applies
             known.exchanges += batch.applies
             known.dropped += not batch.applies
-        if not fails:
+        if fails:
+            self.ledger.refuse(batch)
+        else:
             self.ledger.settle(batch)
             self.version += batch.applies
         return True
+
+    @rule()
+    def shift(self):
+        """The center moves by itself, for which nobody is late."""
+        self.ledger.shift()
+        self.version += 1
+        for known in self.last.values():
+            known.round_began += 1
+
+    @rule()
+    def restart(self):
+        """The process ends, and what it remembers is written down and read."""
+        memory = json.loads(json.dumps(self.ledger.memory()))
+        self.ledger, self.looked = self.new(), -math.inf
+        self.ledger.recall(memory, self.now)
+        for known in self.there.values():
+            known.connected, known.connection, known.silence = False, 0, None
+            known.until = self.now + self.lease
+            known.message, known.owed = None, False
+        for known in self.last.values():
+            known.connection = 0
+        self.ledger.departed()  # of which the owner cannot have heard before
+        self.departed.clear()
 
     @precondition(lambda self: self.ledger.deadline() is not None)
     @rule()
     def wait_for_the_deadline(self):
         self.now = max(self.now, self.ledger.deadline())
         before = set(self.there)
-        assert self.took() or set(self.there) != before
+        silent = any(k.connected and k.silence for k in self.there.values())
+        # It may have been there only to show that the center is awake.
+        assert self.took() or set(self.there) != before or silent
 
     # What always holds.
 
@@ -313,23 +396,35 @@ class Commands(RuleBasedStateMachine):
         assert set(ledger.present()) == set(self.there)
         assert self.room is None or len(ledger.present()) <= self.room
         for name, known in self.last.items():
-            member = ledger.members[name]
-            assert (member.incarnation, member.gone) == (known.life, known.gone)
+            member = ledger.find(name)
+            assert (member.incarnation, member.state) == (known.life, known.state)
             assert (member.connected, member.turn, member.clock) == (
                 known.connected,
                 known.round_began,
                 known.clock,
             )
-            assert (member.expires or math.inf) == known.until
-            assert (member.sequence, member.acknowledged) == (
-                known.settled,
-                known.acknowledged,
+            assert (member.connection, member.expires) == (
+                known.connection,
+                known.until,
             )
-            assert (member.exchanges, member.dropped) == (
+            assert (member.sequence, member.exchanges, member.dropped) == (
+                known.settled,
                 known.exchanges,
                 known.dropped,
             )
             assert member.sequence == member.exchanges + member.dropped
+
+    @invariant()
+    def only_the_last_that_went_are_remembered(self):
+        names = set(ledger_names(self.ledger))
+        assert names == set(self.last)
+        assert len(names) - len(self.there) <= REMEMBERED
+
+    @rule()
+    def who_has_departed_is_told_once(self):
+        assert sorted(self.ledger.departed()) == sorted(self.departed)
+        assert self.ledger.departed() == []
+        self.departed.clear()
 
     @invariant()
     def only_those_wait_who_are_there(self):
@@ -343,23 +438,88 @@ class Commands(RuleBasedStateMachine):
         for name, known in self.there.items():
             if known.connected and not known.message:
                 self.submit(name, known.life, 1, 0)
-        for _ in range(20):
+        for _ in range(40):
             if self.took() or not self.waiting:
                 return
             self.now = self.ledger.deadline()
-        raise AssertionError("nothing happened at twenty deadlines")
+        raise AssertionError("nothing happened at forty deadlines")
+
+    @rule()
+    def whoever_is_silent_for_good_is_given_up(self):
+        """As long as somebody looks, who need not look more often than he is told."""
+        silent = {n: k for n, k in self.there.items() if k.connected and k.silence}
+        for _ in range(100):
+            if all(known.gone for known in silent.values()):
+                return
+            self.now = self.ledger.deadline()
+            self.took()
+        raise AssertionError("somebody is there for ever")
 
     def teardown(self):
         if hasattr(self, "ledger"):
             self.nobody_waits_for_good()
 
 
+def ledger_names(made):
+    return made.memory()["members"]
+
+
 @pytest.mark.parametrize("mode", MODES, ids=repr)
-def test_every_command_in_every_state(mode):
+def test_every_command_in_every_state(mode, monkeypatch):
+    monkeypatch.setattr(_ledger, "_MOST_GONE", REMEMBERED)
     run_state_machine_as_test(
         lambda: Commands(mode),
         settings=settings(max_examples=50, stateful_step_count=30),
     )
+
+
+@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("event", sorted({event for _, event in NEXT}))
+def test_the_table_says_what_becomes_of_a_life(state, event):
+    """What is not in it is refused, or has no effect."""
+    made = ledger(Synchronous(quorum=1), "a")
+    if state is not State.IDLE:
+        send(made, "a")
+    waiting = made.take(0.0) if state is State.ANSWERED else None
+    if state is State.ANSWERED:
+        made.settle(waiting)
+    elif state is State.GONE:
+        made.leave("a", "1")
+    member = made.find("a")
+    assert member.state is state
+    last = member.sequence
+    commands = {
+        "join": lambda: made.join("a", "1", 0.0),
+        "submit": lambda: made.submit("a", "1", last + 1, 0, 0.0),
+        "repeat": lambda: made.submit(
+            "a", "1", last + (state is State.WAITING), 0, 0.0
+        ),
+        "settle": lambda: made.settle(made.take(0.0)),
+        "refuse": lambda: made.refuse(made.take(0.0)),
+        "acknowledge": lambda: made.acknowledge("a", "1", last),
+        "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
+        "leave": lambda: made.leave("a", "1"),
+    }
+    if event in ("settle", "refuse") and state is not State.WAITING:
+        assert (state, event) not in NEXT
+        assert made.take(0.0) is None  # there is nothing that could be
+        return
+    if event == "repeat" and state is State.IDLE:
+        # An exchange that is over, and whose answer it has.
+        assert exchange(made, "a") == "a"
+        made.acknowledge("a", "1", 1)
+        last = 1
+    refused = state is State.GONE and event in ("submit", "repeat")
+    without_effect = state is State.GONE and event != "join" and not refused
+    # The next message while one waits is that message, again.
+    same = (state, event) == (State.WAITING, "submit")
+    if refused:
+        with pytest.raises(errors.WorkerStateError, match="join again"):
+            commands[event]()
+    else:
+        commands[event]()
+    assert ((state, event) in NEXT) != (refused or without_effect or same)
+    assert member.state is NEXT.get((state, event), state)
 
 
 # Each policy in words. A worker's only life is called "1".
@@ -373,7 +533,7 @@ def ledger(mode=None, workers="", **settings):
 
 
 def send(made, worker, anchor=None, now=0.0):
-    sequence = made.members[worker].sequence + 1
+    sequence = made.find(worker).sequence + 1
     anchor = made.version if anchor is None else anchor
     assert made.submit(worker, "1", sequence, anchor, now)
 
@@ -398,7 +558,7 @@ def test_asynchronous_waits_for_nobody():
         send(made, worker)
     assert [take(made) for _ in range(4)] == ["c", "a", "b", ""]
     assert made.version == 3
-    assert [made.members[w].staleness for w in "cab"] == [0, 1, 2]
+    assert [made.find(w).staleness for w in "cab"] == [0, 1, 2]
     assert made.deadline() is None
 
 
@@ -408,7 +568,7 @@ def test_bounded_versions_drop_what_is_older():
     assert exchange(made, "b", anchor=1) == "b"
     assert exchange(made, "c", anchor=1) == "c!"
     assert made.version == 3
-    member = made.members["c"]
+    member = made.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
     assert not made.submit("c", "1", 1, 1, 0.0)  # dropped is settled, too
@@ -448,7 +608,7 @@ def test_bounded_rounds_do_not_wait_for_whom_has_gone(how):
         made.leave("b", "1")
         assert take(made) == "a"
     elif how == "dies":
-        made.disconnect("b", "1", 1.0)
+        made.disconnect("b", "1", 1, 1.0)
         assert made.deadline() == 6.0
         assert take(made, 5.9) == ""
         assert take(made, 6.0) == "a"
@@ -474,14 +634,14 @@ def test_a_worker_that_comes_back_is_as_far_as_the_slowest(rounds):
     made = ledger(BoundedStaleness(rounds=0), "a", lease=1.0)
     for _ in range(rounds):
         assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 0.0)
+    made.disconnect("a", "1", 1, 0.0)
     made.join("b", "1", 2.0)
     for _ in range(3):
         assert exchange(made, "b", now=2.0) == "b"
     made.join("a", "1", 3.0)
     for worker in "abab":
         assert exchange(made, worker, now=3.0) == worker
-    assert made.members["a"].sequence == rounds + 2
+    assert made.find("a").sequence == rounds + 2
 
 
 def test_a_round_waits_for_everybody():
@@ -491,7 +651,7 @@ def test_a_round_waits_for_everybody():
     assert made.deadline() is None
     assert exchange(made, "b") == "abc"
     assert made.version == 1
-    assert [made.members[w].staleness for w in "abc"] == [0, 0, 0]
+    assert [made.find(w).staleness for w in "abc"] == [0, 0, 0]
 
 
 def test_a_quorum_is_enough_after_the_grace():
@@ -558,7 +718,7 @@ def test_an_anchor_before_the_own_message_is_not_late(late):
 def test_a_round_does_not_wait_for_the_dead():
     made = ledger(Synchronous(), "abc", lease=10.0)
     assert exchange(made, "a") == exchange(made, "b") == ""
-    made.disconnect("c", "1", 1.0)
+    made.disconnect("c", "1", 1, 1.0)
     assert made.deadline() == 11.0
     assert take(made, 10.9) == ""
     assert take(made, 11.0) == "ab"
@@ -567,7 +727,7 @@ def test_a_round_does_not_wait_for_the_dead():
 def test_a_round_waits_for_whom_is_back_in_time():
     made = ledger(Synchronous(), "ab", lease=10.0)
     assert exchange(made, "a") == ""
-    made.disconnect("b", "1", 1.0)
+    made.disconnect("b", "1", 1, 1.0)
     made.join("b", "1", 9.0)
     assert made.deadline() is None
     assert take(made, 99.0) == ""
@@ -577,9 +737,9 @@ def test_a_round_waits_for_whom_is_back_in_time():
 def test_the_message_of_a_dead_worker_is_not_used():
     made = ledger(Synchronous(), "ab", lease=10.0)
     assert exchange(made, "b") == ""
-    made.disconnect("b", "1", 1.0)
+    made.disconnect("b", "1", 1, 1.0)
     assert exchange(made, "a", now=11.0) == "a"
-    assert made.members["b"].sequence == 0
+    assert made.find("b").sequence == 0
 
 
 def test_a_newcomer_takes_part_in_the_round_it_came_to():
@@ -603,7 +763,7 @@ def test_a_newcomer_that_has_gone_again_blocks_nobody():
 def test_what_was_settled_is_not_taken_again(how):
     made = ledger(workers="a", lease=10.0)
     assert exchange(made, "a") == "a"
-    made.disconnect("a", "1", 0.0)
+    made.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
     made.expire(later)
     assert ("a" in made.present()) == (how == "back in time")
@@ -619,7 +779,7 @@ def test_a_message_may_be_repeated_while_it_waits():
     send(made, "a", now=2.0)
     assert made.pending["a"].arrived == 1.0
     assert exchange(made, "b") == "ab"
-    assert made.members["a"].exchanges == 1
+    assert made.find("a").exchanges == 1
 
 
 @pytest.mark.parametrize("sequence", [-1, 0, 2, 5])
@@ -642,15 +802,21 @@ def test_an_anchor_that_never_was(anchor):
         made.submit("a", "1", 2, anchor, 0.0)
 
 
-def test_acknowledged_is_what_was_settled():
+def test_only_the_last_exchange_is_acknowledged():
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
-    made.acknowledge("a", "1", 7)
-    assert made.members["a"].acknowledged == 1
-    made.acknowledge("a", "1", 0)
-    made.acknowledge("a", "2", 1)
-    made.acknowledge("nobody", "1", 1)
-    assert made.members["a"].acknowledged == 1
+    for worker, life, sequence in (
+        ("a", "1", 7),
+        ("a", "1", 0),
+        ("a", "2", 1),
+        ("nobody", "1", 1),
+    ):
+        made.acknowledge(worker, life, sequence)
+        assert made.find("a").state is State.ANSWERED
+    made.acknowledge("a", "1", 1)
+    assert made.find("a").state is State.IDLE
+    assert not made.submit("a", "1", 1, 0, 0.0)  # it was settled all the same
+    assert made.find("a").state is State.IDLE
 
 
 def test_a_name_that_is_taken():
@@ -660,7 +826,7 @@ def test_a_name_that_is_taken():
     ):
         made.join("a", "2", 7.0)
     made.submit("a", "1", 1, 0, 0.0)  # the first one goes on
-    made.disconnect("a", "1", 8.0)
+    made.disconnect("a", "1", 1, 8.0)
     made.join("a", "2", 9.0)  # a connection that broke holds no name
     assert not made.pending
 
@@ -674,25 +840,161 @@ def test_a_replaced_worker_is_told_so():
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
         made.submit("a", "1", 2, 1, 0.0)
     made.leave("a", "1")
-    made.disconnect("a", "1", 0.0)
+    made.disconnect("a", "1", 1, 0.0)
     assert made.member("a", "2").connected  # which the first one cannot change
 
 
 @pytest.mark.parametrize("second", ["there", "disconnected", "gone"])
-def test_a_replaced_life_does_not_come_back(second):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_replaced_life_does_not_come_back(second, restarts):
     """It could have its messages applied again: its sequence is not known any more."""
     made = ledger(workers="a")
     assert exchange(made, "a") == "a"
     made.join("a", "2", 0.0, replace=True)
     if second == "disconnected":
-        made.disconnect("a", "2", 0.0)
+        made.disconnect("a", "2", 1, 0.0)
     elif second == "gone":
         made.leave("a", "2")
+    if restarts:
+        memory, made = made.memory(), ledger(version=1)
+        made.recall(memory, 0.0)
     for replace in (False, True):
         with pytest.raises(
             errors.WorkerStateError, match="'a' was replaced by another"
         ):
-            made.join("a", "1", 1.0, replace=replace)
+            made.join("a", "1", 1.0, replace=replace, back=True)
+
+
+def test_a_life_that_was_forgotten_starts_again(monkeypatch):
+    monkeypatch.setattr(_ledger, "_MOST_GONE", 2)
+    made = ledger(workers="abc")
+    assert exchange(made, "a") == "a"
+    for worker in "abc":
+        made.leave(worker, "1")
+    assert made.find("a") is None
+    with pytest.raises(errors.WorkerStateError, match="it is forgotten"):
+        made.join("a", "1", 0.0, back=True)
+    made.join("b", "1", 0.0, back=True)
+    made.join("a", "2", 0.0)
+    assert made.submit("a", "2", 1, 1, 0.0)
+    assert take(made) == "a"
+
+
+class Counted(dict):
+    """A dict that counts what is iterated over."""
+
+    seen = 0
+
+    def _count(self, items):
+        for item in items:
+            Counted.seen += 1
+            yield item
+
+    def __iter__(self):
+        return self._count(super().__iter__())
+
+    def items(self):
+        return self._count(super().items())
+
+    def values(self):
+        return self._count(super().values())
+
+
+@pytest.mark.parametrize(
+    "mode", [Asynchronous(), BoundedStaleness(versions=3, rounds=3), Synchronous()]
+)
+def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
+    made, work = ledger(mode), []
+    made._present, made._gone = Counted(), Counted()
+    for many in (10, 20_000):
+        for number in range(many):
+            made.join(f"{many}-{number}", "1", 0.0, silence=100.0)
+            made.leave(f"{many}-{number}", "1")
+        for worker in "ab":
+            made.join(worker, "1", 0.0)
+        Counted.seen = 0
+        for worker in "ab":
+            sequence = made.find(worker).sequence + 1
+            made.submit(worker, "1", sequence, made.version, 0.0)
+            while (batch := made.take(0.0)) is not None:
+                made.settle(batch)
+            made.deadline()
+            made.memory([worker])
+            made.acknowledge(worker, "1", sequence)
+        work.append(Counted.seen)
+    assert work[0] == work[1]
+    assert len(made._gone) <= _ledger._MOST_GONE
+    assert len(made.departed()) == 20_010  # which its owner asks for, and is told once
+    assert not made.departed()
+
+
+def test_a_connection_that_breaks_late_is_not_the_one_that_came_after():
+    made = ledger(workers="a")
+    assert made.join("a", "1", 1.0) == 2
+    made.disconnect("a", "1", 1, 2.0)
+    assert made.find("a").connected
+    made.disconnect("a", "1", 2, 2.0)
+    assert not made.find("a").connected
+
+
+def test_who_is_silent_is_given_up_though_it_is_connected():
+    made = ledger(BoundedStaleness(rounds=0), "a")
+    made.join("b", "1", 0.0, silence=8.0)
+    assert exchange(made, "a") == "a"
+    assert exchange(made, "a") == ""
+    for now in range(1, 8):
+        assert take(made, now) == ""
+    assert made.hear("b", "1", 7.5)
+    assert made.hear("a", "1", 7.5)
+    for now in range(8, 16):
+        assert take(made, now) == ""
+    assert take(made, 15.5) == "a"
+    assert made.departed() == ["b"]
+    assert not made.hear("b", "1", 15.6)
+
+
+@pytest.mark.parametrize("woken_by", ["the silent one", "another"])
+@pytest.mark.parametrize("slept", [7.9, 8.0, 1000.0])
+def test_nobody_is_given_up_while_the_center_is_asleep(woken_by, slept):
+    """What a worker has said meanwhile is read a little later."""
+    made = ledger(workers="a")
+    made.join("b", "1", 0.0, silence=8.0)
+    if woken_by == "another":
+        assert made.hear("a", "1", slept)
+        made.expire(slept + 0.1)
+    assert made.hear("b", "1", slept + 0.2)
+    made.expire(slept + 4.0)
+    assert "b" in made.present()
+
+
+def test_a_worker_that_gives_no_signs_of_life_may_be_silent():
+    made = ledger(workers="a")
+    for now in range(100):
+        made.expire(float(now))
+    assert "a" in made.present()
+    assert made.deadline() is None
+
+
+def test_a_message_that_could_not_be_applied_never_came():
+    made = ledger(BoundedStaleness(rounds=0), "ab")
+    send(made, "a")
+    made.refuse(made.take(0.0))
+    assert made.find("a").state is State.IDLE
+    assert made.version == made.find("a").sequence == 0
+    assert take(made) == ""
+    assert exchange(made, "a") == "a"
+
+
+def test_who_shifts_the_center_makes_nobody_late():
+    made = ledger(Synchronous(late="drop"), "ab")
+    send(made, "a")
+    made.leave("b", "1")
+    made.shift()
+    made.join("b", "1", 0.0)
+    assert take(made) == ""
+    send(made, "b", anchor=0)
+    batch = made.take(0.0)
+    assert (batch.applies, batch.staleness) == (True, (1, 1))
 
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
@@ -701,7 +1003,7 @@ def test_a_worker_that_is_not_there(how):
     if how == "left":
         made.leave("a", "1")
     elif how == "given up":
-        made.disconnect("a", "1", 0.0)
+        made.disconnect("a", "1", 1, 0.0)
     with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
         made.submit("a", "1", 1, 0, 1.0)
 
@@ -712,7 +1014,7 @@ def test_a_full_center():
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 0.0)
     made.join("a", "2", 0.0, replace=True)  # takes nobody's place but its own
-    made.disconnect("b", "1", 0.0)
+    made.disconnect("b", "1", 1, 0.0)
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 9.9)  # b may still come back
     made.join("c", "1", 10.0)
@@ -769,20 +1071,3 @@ def test_bad_settings(make, message):
 def test_not_a_mode(mode):
     with pytest.raises(errors.InvalidTypeError, match="mode must be Asynchronous"):
         Ledger(mode)
-
-
-def test_a_new_life_does_not_get_the_answer_of_the_old_one():
-    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2), mode=Synchronous())
-
-    def send(worker, life):
-        who = {"worker": worker, "incarnation": life, "sequence": 1}
-        center.submit(jnp.ones(2), anchor_version=0, **who)
-        return center.collect(**who, timeout=0.0)
-
-    center.enter("a", "1")
-    assert send("a", "1").version.number == 1
-    center.enter("a", "2", replace=True)
-    center.enter("b", "1")
-    assert send("a", "2") is None  # waits for b
-    assert send("b", "1").version.number == 2
-    assert center.collect("a", "2", 1, timeout=0.0).version.number == 2

@@ -163,26 +163,26 @@ def test_the_loop_may_donate_everything(rule):
         jax.tree.map(np.asarray, snapshot.params)
 
 
-def test_a_refused_exchange_changes_nothing_and_may_be_tried_again():
-    class Flaky(agn_optax.LocalCenter):
-        refusals = 2
-
-        def exchange(self, contribution, **kwargs):
-            if self.refusals:
-                self.refusals -= 1
-                raise ConnectionError("not now")
-            return super().exchange(contribution, **kwargs)
-
-    center = Flaky(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
+def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
+    center = agn_optax.LocalCenter(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
     params, state = worker.start()
+    submit, refusals = worker._session.submit, [None, None]
+
+    def flaky(*args, **kwargs):
+        if refusals:
+            refusals.pop()
+            raise errors.MessageRefusedError("not now")
+        submit(*args, **kwargs)
+
+    monkeypatch.setattr(worker._session, "submit", flaky)
     refused = 0
     for _ in range(4):
         updates, state = worker.tx.update(jnp.ones(2), state, params)
         params = optax.apply_updates(params, updates)
         try:
             params, state = worker.exchange(params, state)
-        except ConnectionError:
+        except errors.MessageRefusedError:
             refused += 1
     assert refused == 2
     assert worker.exchanges == center.version == 1
@@ -286,10 +286,10 @@ def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
     sent = jax.tree.map(np.array, params)
     loop = worker.exchange(params, state)
     message = worker._message
-    assert message.done.wait(60)
+    answer = message.flight.result(60)
     assert (message.left.params is None) == (rule != "agn")
     params, state = local_step(*loop)
-    expected = _exchange.adopt_late(made, params, sent, message.answer.params)
+    expected = _exchange.adopt_late(made, params, sent, answer.params)
     params, state = worker.exchange(params, state)
     assert worker.exchanges == 2
     assert_close(params, expected, dtype)
