@@ -334,6 +334,7 @@ class Exchanges(RuleBasedStateMachine):
 
     def end(self):
         """What was answered can still be asked for; what waits never will be."""
+        self.look()
         waits = self.core.members()[2]
         self.core.close()
         for life in self.lives.values():

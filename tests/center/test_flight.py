@@ -1,0 +1,226 @@
+"""Exchanges on their way: lost, refused, late, and with local steps meanwhile."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_close, assert_identical, tree
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center import BoundedStaleness, Session
+
+LIMIT = 60  # seconds that nothing here takes
+
+
+class Watched(agn_optax.LocalCenter):
+    """A center behind a link that can be lost, and that shows what was sent."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.there = threading.Event()
+        self.there.set()
+        self.refuses = False
+        self.sent = []  # sequence, contribution and steps; of every attempt
+
+    def join(self, *args, **kwargs):
+        return Link(self, super().join(*args, **kwargs))
+
+
+class Link(Session):
+    def __init__(self, center, session):
+        self.worker, self.incarnation = session.worker, session.incarnation
+        self.center, self.session = center, session
+
+    def submit(self, sequence, contribution, *, anchor_version, steps=0):
+        seen = jax.tree.map(np.array, contribution)
+        self.center.sent.append((sequence, seen, int(steps)))
+        if self.center.refuses:
+            raise errors.MessageRefusedError("not this one")
+        if not self.center.there.is_set():
+            raise errors.CenterUnreachableError("nobody answers")
+        self.session.submit(
+            sequence, contribution, anchor_version=anchor_version, steps=steps
+        )
+
+    def collect(self, sequence, timeout=None):
+        return self.session.collect(sequence, timeout)
+
+    def acknowledge(self, sequence):
+        self.session.acknowledge(sequence)
+
+    def disconnect(self):
+        self.session.disconnect()
+
+    def leave(self):
+        self.session.leave()
+
+
+class Loop:
+    """Local steps with a gradient of 1, whose arrays are donated."""
+
+    def __init__(self, center, lr=1.0, **settings):
+        self.worker = agn_optax.Worker(center, optax.sgd(lr), name="anna", **settings)
+        self.params, self.state = self.worker.start()
+
+        def step(params, state):
+            ones = jax.tree.map(jnp.ones_like, params)
+            updates, state = self.worker.tx.update(ones, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self.local = jax.jit(step, donate_argnums=(0, 1))
+
+    def step(self, times=1):
+        for _ in range(times):
+            self.params, self.state = self.local(self.params, self.state)
+            self.exchange()
+
+    def exchange(self):
+        self.params, self.state = self.worker.exchange(self.params, self.state)
+
+    def flush(self):
+        self.params, self.state = self.worker.flush(self.params, self.state)
+
+    @property
+    def sent(self):
+        return self.worker.center.sent
+
+
+def of_one_round(name, steps):
+    """A contribution with gradients of 1; None where it depends on the center."""
+    if "easgd" in name:
+        return None
+    return 1.0 if "agn" in name else float(steps)
+
+
+@pytest.mark.parametrize("how", ["overlaps", "is lost"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_message_is_of_its_own_round_and_stays_what_it_is(name, how):
+    """However often it is sent, and whatever the loop does to its arrays meanwhile."""
+    center = Watched(RULES[name](), tree())
+    loop = Loop(center, period=2, overlap=how == "overlaps")
+    loop.step(4)
+    if how == "is lost":
+        center.there.clear()
+    loop.step(3)
+    center.there.set()
+    loop.step(2)
+    loop.flush()
+    assert loop.worker.exchanges == center.version == 5
+    first = {}
+    for sequence, contribution, steps in center.sent:
+        assert steps == (1 if sequence == 5 else 2)
+        assert_identical(contribution, first.setdefault(sequence, contribution))
+        expected = of_one_round(name, steps)
+        if expected is not None:
+            for leaf in jax.tree.leaves(contribution):
+                np.testing.assert_allclose(leaf, expected, rtol=1e-5)
+    assert sorted(first) == [1, 2, 3, 4, 5]
+    attempts = [sequence for sequence, *_ in center.sent]
+    assert (len(attempts) > 5) == (how == "is lost")
+    end = center.pull().params
+    if name in ("downpour", "dynsgd", "average"):
+        assert_close(end, jax.tree.map(lambda x: x - 9, tree()))
+    if name == "easgd":  # the worker and the center have moved by 9 together
+        total = jax.tree.map(jnp.add, end, loop.params)
+        assert_close(total, jax.tree.map(lambda x: 2 * x - 9, tree()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_penalty_pulls_to_the_center_that_was_adopted_last(overlap):
+    center = Watched(rules.easgd(0.3, rho=0.5), tree())
+    loop = Loop(center, lr=0.1, period=2, overlap=overlap)
+    for _ in range(3):
+        before = center.pull()
+        loop.step(2)
+        loop.flush()
+        assert loop.worker.version == before.version
+        assert_identical(loop.state.anchor, before.params)
+
+
+def test_a_refused_message_is_not_sent_again():
+    """Its steps are in the next one, which is made anew."""
+    center = Watched(rules.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=2)
+    loop.step(1)
+    center.refuses = True
+    for _ in range(2):
+        with pytest.raises(errors.MessageRefusedError, match="not this one"):
+            loop.step(1)
+    center.refuses = False
+    loop.step(1)
+    assert [(sequence, steps) for sequence, _, steps in center.sent] == [
+        (1, 2),
+        (1, 3),
+        (1, 4),
+    ]
+    np.testing.assert_array_equal(center.sent[-1][1], 4.0)
+    np.testing.assert_array_equal(center.pull().params, -4.0)
+    assert loop.worker.exchanges == 1
+    loop.step(2)
+    assert center.sent[-1][0] == center.version == 2
+
+
+def test_a_refused_message_that_was_on_its_way_is_lost_alone():
+    """Its round is over; those that come after are whole, in buffers of their own."""
+    center = Watched(rules.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=2, overlap=True)
+    loop.step(4)  # the second is on its way
+    loop.flush()
+    loop.step(1)
+    center.refuses = True
+    loop.step(1)
+    with pytest.raises(errors.MessageRefusedError, match="not this one"):
+        loop.flush()
+    center.refuses = False
+    loop.step(2)
+    loop.flush()
+    loop.step(2)
+    loop.flush()
+    sent = [(sequence, steps) for sequence, _, steps in center.sent]
+    assert sent == [(1, 2), (2, 2), (3, 2), (3, 2), (4, 2)]
+    for _, contribution, _ in center.sent[3:]:
+        assert np.isfinite(contribution).all()
+    assert loop.worker.exchanges == center.version == 4
+
+
+def test_what_is_on_its_way_is_not_written_over():
+    """Not even by a worker that has left, and started again, meanwhile."""
+    center = Watched(rules.average(), jnp.zeros(1000))
+    loop = Loop(center, period=1, overlap=True)
+    loop.step(3)
+    loop.flush()
+    loop.step(1)
+    loop.flush()
+    center.there.clear()
+    loop.step(1)
+    flying = loop.worker._message
+    sent = np.array(flying.contribution)
+    loop.params, loop.state = loop.worker.start()
+    center.there.set()
+    loop.step(4)
+    loop.flush()
+    np.testing.assert_array_equal(flying.contribution, sent)
+    with pytest.raises(errors.CenterError):
+        flying.flight.result(LIMIT)
+    np.testing.assert_array_equal(center.pull().params, -8.0)
+
+
+def test_dropped_messages_are_counted():
+    mode = BoundedStaleness(versions=0)
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2), mode=mode)
+    workers = [
+        agn_optax.Worker(center, optax.sgd(1.0), period=1, name=name) for name in "ab"
+    ]
+    loops = [worker.start() for worker in workers]
+    for turn in range(3):
+        for i, worker in enumerate(workers):
+            params, state = loops[i]
+            loops[i] = worker.exchange(params - 1, state)
+        counts = [(worker.exchanges, worker.dropped) for worker in workers]
+        assert counts == [(turn + 1, 0), (turn + 1, turn + 1)]
+    assert center.version == 3
+    assert_identical(loops[1][0], center.pull().params)

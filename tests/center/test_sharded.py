@@ -1,0 +1,127 @@
+"""A center in shards: one exchange, of which every shard has its part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_identical
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center import BoundedStaleness, ShardedCenter, Synchronous
+
+PARAMS = {"a": jnp.zeros((6, 2)), "b": jnp.zeros(5), "c": jnp.zeros(())}
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def shards(count=2, params=PARAMS, **settings):
+    rule = rules.downpour()
+    made = ShardedCenter(
+        [agn_optax.LocalCenter(rule, **settings) for _ in range(count)]
+    )
+    made.initialize(params, worker="")
+    return made
+
+
+def move(center, shard, times=1):
+    """Somebody exchanges with one of the shards alone."""
+    part = center.cut(ONES)[shard]
+    session = center.centers[shard].join("somebody")
+    for sequence in range(1, times + 1):
+        session.exchange(sequence, part, anchor_version=sequence - 1)
+    session.leave()
+
+
+def versions(center):
+    return [shard.version for shard in center.centers]
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_the_answer_is_that_of_all_shards(shard):
+    center = shards(3)
+    session = center.join("anna")
+    move(center, shard, times=2)
+    answer = session.exchange(1, ONES, anchor_version=(0, 0, 0))
+    assert answer.version == tuple(3 if i == shard else 1 for i in range(3))
+    assert answer.staleness == 2  # of the stalest part
+    assert answer.applied
+    assert_identical(answer.params, center.pull().params)
+    np.testing.assert_allclose(answer.norm, np.sqrt(6 * 2 + 5 + 1), rtol=1e-6)
+    answer = session.exchange(2, ONES, anchor_version=answer.version)
+    assert answer.staleness == 0
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_message_is_applied_if_all_its_parts_are(shard):
+    center = shards(mode=BoundedStaleness(versions=0))
+    session = center.join("anna")
+    assert session.exchange(1, ONES, anchor_version=(0, 0)).applied
+    move(center, shard)
+    answer = session.exchange(2, ONES, anchor_version=(1, 1))
+    assert not answer.applied
+    assert answer.version == (2, 2)
+    assert session.exchange(3, ONES, anchor_version=answer.version).applied
+
+
+@pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_message_that_reached_some_shards_only_is_made_whole(
+    shard, where, monkeypatch
+):
+    center = shards()
+    session = center.join("anna")
+
+    def lost(*args, **kwargs):
+        raise errors.CenterUnreachableError("nobody answers")
+
+    for attempts in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(session._sessions[shard], where, lost)
+            with pytest.raises(errors.CenterUnreachableError):
+                session.exchange(1, ONES, anchor_version=(0, 0))
+        assert versions(center)[1 - shard] == 1, attempts
+    answer = session.exchange(1, ONES, anchor_version=(0, 0))
+    assert answer.version == (1, 1)
+    for leaf in jax.tree.leaves(answer.params):
+        np.testing.assert_array_equal(leaf, -1)
+    assert session.exchange(2, ONES, anchor_version=(1, 1)).version == (2, 2)
+
+
+def test_an_answer_is_there_when_all_its_parts_are():
+    center = shards(mode=Synchronous())
+    session = center.join("anna")
+    other = center.centers[1].join("bert")
+    session.submit(1, ONES, anchor_version=(0, 0))
+    assert versions(center) == [1, 0]
+    assert session.collect(1, 0.0) is None
+    other.leave()
+    assert session.collect(1, 0.0).version == (1, 1)
+
+
+def test_what_one_shard_would_refuse_reaches_none():
+    center = shards()
+    session = center.join("anna")
+    bad = ONES | {"c": jnp.float32(np.nan)}
+    with pytest.raises(errors.MessageRefusedError, match="not finite"):
+        session.exchange(1, bad, anchor_version=(0, 0))
+    for wrong in (0, (0,), (0, 0, 0), [0, 0]):
+        with pytest.raises(errors.InvalidArgumentError, match="tuple of 2 versions"):
+            session.exchange(1, ONES, anchor_version=wrong)
+    assert versions(center) == [0, 0]
+
+
+def test_who_cannot_join_one_shard_joins_none():
+    center = shards(max_workers=1)
+    first = center.centers[1].join("bert")
+    with pytest.raises(errors.CenterFullError, match="'anna'"):
+        center.join("anna")
+    assert not center.centers[0].workers
+    first.leave()
+    center.join("anna").leave()
+    assert not any(shard.workers for shard in center.centers)
+
+
+def test_a_connection_breaks_to_all_shards():
+    center = shards(lease=0.0)
+    center.join("anna").disconnect()
+    assert not any(shard.workers for shard in center.centers)

@@ -1,0 +1,143 @@
+"""A center that is a worker of another one: what it sends, and what it adopts."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center import Core, Uplink
+
+LIMIT = 60  # seconds that nothing here takes
+
+
+class Parent(agn_optax.LocalCenter):
+    """A center that shows what it was sent."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.sent = []  # contribution, version of its anchor, and steps
+
+    def join(self, *args, **kwargs):
+        session = super().join(*args, **kwargs)
+        submit = session.submit
+
+        def seen(sequence, contribution, *, anchor_version, steps=0):
+            sent = jax.tree.map(np.array, contribution)
+            self.sent.append((sent, anchor_version, steps))
+            submit(sequence, contribution, anchor_version=anchor_version, steps=steps)
+
+        session.submit = seen
+        return session
+
+
+class Site:
+    """A center with one worker, under a parent that it meets after some exchanges."""
+
+    def __init__(self, rule, parent, *, period, params=None):
+        self.core = Core(rule, params)
+        self.uplink = Uplink(self.core, parent, period=period, name="site")
+        assert self.uplink.ready.wait(LIMIT)
+        self.worker = self.core.join("anna")
+        self.made = 0
+
+    def exchange(self, value, times=1):
+        for _ in range(times):
+            self.made += 1
+            with self.core.reading() as version:
+                message = jnp.full_like(version.params, value)
+                anchor = version.number
+            self.worker.exchange(self.made, message, anchor_version=anchor)
+
+    def meets(self, times):
+        """Waits until it has met its parent so often, and adopted what it is."""
+        version = self.made + self.shifts + times
+        assert self.core.wait_for(
+            lambda: self.core.store.current.number >= version, LIMIT
+        )
+        assert self.uplink.exchanges == times
+
+    shifts = 0  # at the beginning
+
+
+@contextlib.contextmanager
+def site(*args, **settings):
+    made = Site(*args, **settings)
+    try:
+        yield made
+    finally:
+        made.uplink.stop()
+    assert made.uplink.error is None
+
+
+def test_a_site_sends_the_displacement_since_it_adopted_last():
+    parent = Parent(rules.downpour(), jnp.zeros(3))
+    with site(rules.downpour(), parent, period=3) as made:
+        for meeting in (1, 2, 3):
+            made.exchange(float(meeting), times=3)
+            made.meets(meeting)
+            contribution, anchor, steps = parent.sent[-1]
+            np.testing.assert_array_equal(contribution, 3.0 * meeting)
+            assert (anchor, steps) == (meeting - 1, 3)
+        made.exchange(10.0)
+    assert [steps for *_, steps in parent.sent] == [3, 3, 3, 1]  # the last when it goes
+    np.testing.assert_array_equal(parent.pull().params, -3.0 * 6 - 10)
+    np.testing.assert_array_equal(made.core.snapshot().params, -3.0 * 6 - 10)
+    assert not parent.workers
+
+
+def test_a_site_sends_the_gradients_since_it_adopted_last():
+    """Its record is empty after each meeting; it is divided by the steps it tells."""
+    parent = Parent(rules.agn(optax.sgd(0.1)), jnp.zeros(3))
+    with site(rules.agn(optax.sgd(1.0)), parent, period=2) as made:
+        for meeting in (1, 2, 3):
+            made.exchange(float(meeting), times=2)
+            made.meets(meeting)
+            contribution, anchor, steps = parent.sent[-1]
+            np.testing.assert_allclose(contribution, float(meeting), rtol=1e-6)
+            assert (anchor, steps) == (meeting - 1, 2)
+    np.testing.assert_allclose(parent.pull().params, -0.6, rtol=1e-6)
+
+
+def test_a_site_adopts_what_others_have_sent_meanwhile():
+    parent = Parent(rules.downpour(), jnp.zeros(3))
+    with site(rules.downpour(), parent, period=2) as made:
+        other = parent.join("other")
+        other.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+        made.exchange(1.0, times=2)
+        made.meets(1)
+        np.testing.assert_array_equal(made.core.snapshot().params, -102.0)
+        made.exchange(1.0, times=2)
+        made.meets(2)
+        np.testing.assert_array_equal(parent.sent[-1][0], 2.0)
+    np.testing.assert_array_equal(parent.pull().params, -104.0)
+
+
+def test_a_site_begins_with_the_parameters_of_its_parent():
+    parent = Parent(rules.downpour(), jnp.full(3, 7.0))
+    for params in (None, jnp.zeros(3)):
+        with site(rules.downpour(), parent, period=2, params=params) as made:
+            np.testing.assert_array_equal(made.core.snapshot().params, 7.0)
+            assert made.core.store.current.number == (params is not None)
+    assert not parent.sent
+
+
+def test_a_parent_begins_with_the_parameters_of_a_site():
+    parent = Parent(rules.downpour())
+    with site(rules.downpour(), parent, period=2, params=jnp.full(3, 7.0)) as made:
+        np.testing.assert_array_equal(parent.pull().params, 7.0)
+        made.exchange(1.0, times=2)
+        made.meets(1)
+    np.testing.assert_array_equal(parent.pull().params, 5.0)
+
+
+def test_a_parent_of_gradients_needs_a_site_of_gradients():
+    core = Core(rules.easgd(0.3), jnp.zeros(3))
+    parent = Parent(rules.agn(optax.sgd(0.1)), jnp.zeros(3))
+    with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
+        Uplink(core, parent, period=2, name="site")
+    assert not parent.workers
