@@ -75,7 +75,7 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
     expected = agn_optax.LocalCenter(center.rule, {"a": jnp.ones(2)})
     sessions.exchange(
         expected,
-        worker._programs.contribute(state, params, {"a": jnp.ones(2)}),
+        worker._programs.contribute(state, params, {"a": jnp.ones(2)})[0],
         anchor_version=0,
         worker="w",
     )
