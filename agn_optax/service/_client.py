@@ -198,7 +198,7 @@ class RemoteCenter:
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
-        if self._remote.schema is not None:
+        if self._remote.travelling is not None:
             self._remote.check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         self._remote.initialize(params, worker)

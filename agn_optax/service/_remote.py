@@ -37,8 +37,7 @@ class Remote:
     Attributes:
       connection: to it.
       address: of it.
-      schema: of its tree; None until somebody has initialized it.
-      travelling: in which form that and messages travel, from then on.
+      travelling: see `travels`; None until somebody has initialized it.
       description: what it said of itself last.
       dialler: finds the way for exchanges.
     """
@@ -52,8 +51,7 @@ class Remote:
     ) -> None:
         self.connection = connection
         self.address = connection.address
-        self.schema: _schema.Schema | None = None
-        self.travelling: _trees.Travelling
+        self.travelling: _trees.Travelling | None = None
         self.description: pb.Description
         self._rule = rule
         self._wide_buffers = Buffers()
@@ -76,20 +74,20 @@ class Remote:
         self._learn(self.connection.retry(self._ask))
         return self.description
 
-    def require_schema(self) -> _schema.Schema:
-        """Of the center's tree.
+    def travels(self) -> _trees.Travelling:
+        """In which form the center's tree, messages and answers travel.
 
         Raises:
           NotInitializedError: nobody has initialized the center.
         """
-        if self.schema is None:
+        if self.travelling is None:
             self.describe()
-        if self.schema is None:
+        if self.travelling is None:
             raise errors.NotInitializedError(
                 f"the center at {self.address} has no parameters yet: start one worker "
                 "with start(params, chief=True)"
             )
-        return self.schema
+        return self.travelling
 
     def _ask(self) -> pb.Description:
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
@@ -107,15 +105,12 @@ class Remote:
         self.dialler.learn(said.offers)
         if said.HasField("schema"):
             schema = _trees.from_proto(said.schema)
-            if self.schema is None or schema.hash != self.schema.hash:
-                self.schema, self._known = schema, {}
-                like = [
-                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                    for leaf in schema.leaves
-                ]
-                self.travelling = _trees.travelling(
-                    self._rule, _trees.build(schema, like)
-                )
+            known = self.travelling
+            if known is None or schema.hash != known.center.hash:
+                leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
+                like = _trees.build(schema, leaves)
+                self._known = {}
+                self.travelling = _trees.travelling(self._rule, like)
 
     # What travels.
 
@@ -128,7 +123,7 @@ class Remote:
           TreeMismatchError: it does not belong to this center.
           NotInitializedError: the center has no tree yet.
         """
-        self.require_schema()
+        travelling = self.travels()
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
         if (dtype := self._known.get(kind)) is None:
@@ -138,9 +133,9 @@ class Remote:
             narrow = own.pop() if len(own) == 1 else ""
             if narrow not in ("bfloat16", "float16"):
                 narrow = ""
-            dtype = "" if narrow in self.travelling.message.dtypes else narrow
+            dtype = "" if narrow in travelling.message.dtypes else narrow
             self._known = {kind: dtype}
-        schema = self.travelling.message.cast(dtype)
+        schema = travelling.message.cast(dtype)
         return dtype, schema, _trees.host_arrays(contribution, schema)
 
     def check_model(self, params: PyTree, worker: str) -> None:
@@ -150,16 +145,16 @@ class Remote:
           TreeMismatchError: they do not.
         """
         check.float_leaves(params, "parameters")
-        if self.schema is None:
+        if self.travelling is None:
             self.describe()
-        if self.schema is not None:
+        if self.travelling is not None:
             dtype = "float32" if self.description.dtype else ""
             own = _trees.schema_of(params)
-            self._check_same(own, self.schema, dtype, worker, "parameters")
+            self._check_same(own, self.travelling.center, dtype, worker, "parameters")
 
     def _check_message(self, contribution: PyTree, worker: str) -> None:
         own = _trees.schema_of(contribution)
-        theirs = self.travelling.message
+        theirs = self.travels().message
         self._check_same(own, theirs, "float32", worker, "contribution")
 
     def _check_same(
@@ -186,7 +181,7 @@ class Remote:
         self, said: pb.Frame, link: Link
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """The center as a worker gets it back: what is said of it, and its arrays."""
-        return self._version_in(said, link, self.travelling.answer)
+        return self._version_in(said, link, self.travels().answer)
 
     def _version_in(
         self, said: pb.Frame, link: Link, schema: _schema.Schema
@@ -201,7 +196,7 @@ class Remote:
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """What travelled narrow, as wide as the center again, its values rounded."""
-        schema, _, answer = self.travelling
+        schema, _, answer = self.travels()
         if answer is schema or jax.default_backend() != "cpu":  # `as_tree` does it
             return arrays
         buffer = self._wide_buffers.take(schema.size)
@@ -210,7 +205,7 @@ class Remote:
 
     def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
         """What came, in the containers of ``like``."""
-        schema = self.travelling.center
+        schema = self.travels().center
         for dtype in schema.dtypes:
             if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
                 raise errors.TreeMismatchError(
@@ -237,8 +232,7 @@ class Remote:
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
-            self.require_schema()
-            return self._version_in(said, link, self.travelling.center)
+            return self._version_in(said, link, self.travels().center)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""

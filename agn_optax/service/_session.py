@@ -209,7 +209,7 @@ class RemoteSession(Session):
         if self._sent_over is not link:
             self.spoke = time.monotonic()
             with self._living(), self._remote.connection.watching(link):
-                link.expect(self._remote.travelling.answer)
+                link.expect(self._remote.travels().answer)
                 link.send(Parcel(pb.Frame(message=message), schema, arrays))
             self._sent_over = link
         return link
