@@ -1149,11 +1149,10 @@ def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
     """Of a tree that the center does not have, and that no socket takes at once."""
     with made("socket", params={"w": jnp.ones(5_000_000)}) as (_, center):
         center.join("anna")
-        center._remote.schema = _trees.schema_of({"w": jnp.ones(5_000_001)})
+        other = {"w": jnp.ones(5_000_001)}
+        center._remote.travelling = _trees.travelling(RULE, other)
         with pytest.raises(errors.TreeMismatchError, match="of another tree"):
-            sessions.exchange(
-                center, {"w": jnp.ones(5_000_001)}, anchor_version=0, worker="anna"
-            )
+            sessions.exchange(center, other, anchor_version=0, worker="anna")
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux only")
