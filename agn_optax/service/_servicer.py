@@ -302,11 +302,15 @@ class Servicer:
             yield from self._first(submit)
             self._compiled.add(schema.hash)
         elif self._packed and schema.size >= _LEAST_COPIED:
-            with self._turn:
+            while not self._turn.acquire(timeout=WAITING_INTERVAL):
+                yield _WAITING
+            try:
                 submit()
                 answer = session.answer(message.sequence, timeout=0.0)
                 if answer is not None and self._talking > 1:
                     return self._moved_out(session, answer, schema, buffer)
+            finally:
+                self._turn.release()
         else:
             submit()
         while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
