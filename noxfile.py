@@ -21,6 +21,7 @@ NEEDED = (
     "examples",
     "pyproject.toml",
     "tests",
+    "tools",
 )
 
 

@@ -144,14 +144,6 @@ def run_worker(worker, params, state, all_feeds):
     return params, state
 
 
-@jax.jit
-def slow(x):
-    """``x``, after a few hundred milliseconds of matrix products."""
-    square = jnp.eye(400) + 0 * x.sum()
-    product = jax.lax.fori_loop(0, 500, lambda _, m: m @ square, square)
-    return x + 0 * product[0, 0]
-
-
 @contextlib.contextmanager
 def held():
     """A function that keeps the first device busy with an array until the block ends.

@@ -206,7 +206,8 @@ def test_the_map_of_the_design_is_the_tree():
     named = set(re.findall(r"\b(_?\w+\.py)\b", tree.group(1)))
     package = {p.name for p in PACKAGE.rglob("*.py")} - {"__init__.py", "_version.py"}
     assert package <= named
-    others = {p.name for f in ("examples", "benchmarks") for p in (ROOT / f).iterdir()}
+    folders = ("examples", "benchmarks", "tools")
+    others = {path.name for folder in folders for path in (ROOT / folder).iterdir()}
     assert named - package <= others
 
 

@@ -16,8 +16,8 @@ from support import (
     assert_close,
     assert_identical,
     feeds,
+    held,
     run_worker,
-    slow,
     step,
     tree,
 )
@@ -130,15 +130,15 @@ def test_no_call_waits_for_the_device(rule, donate):
     params, state = worker.start()
     target = np.zeros(3, np.float32)
     for _ in range(4):  # everything compiled and warm
-        params, state = worker.exchange(*local(slow(params), state, target))
+        params, state = worker.exchange(*local(params, state, target))
     jax.block_until_ready((params, state))
 
-    late = slow(params)
-    params, state = worker.exchange(*local(late, state, target))  # no exchange yet
-    params, state = worker.exchange(*local(params, state, target))  # exchanges
-    assert not any(x.is_ready() for x in jax.tree.leaves(params))
-    assert center.version == 3
-    assert not center.pull().params.is_ready()
+    with held() as hold:
+        params, state = worker.exchange(*local(hold(params), state, target))
+        params, state = worker.exchange(*local(params, state, target))  # exchanges
+        assert not any(x.is_ready() for x in jax.tree.leaves(params))
+        assert center.version == 3
+        assert not center.pull().params.is_ready()
     jax.block_until_ready(params)
 
 

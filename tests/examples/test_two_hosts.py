@@ -18,7 +18,7 @@ import two_hosts
 from agn_optax import errors
 
 PROGRAM = two_hosts.__file__
-LIMIT = 120  # seconds
+LIMIT = 240  # seconds
 
 
 class Host:
