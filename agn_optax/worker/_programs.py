@@ -99,7 +99,8 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
         return contribution, left, state._replace(codec_state=codec_state)
 
     def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
-        left = Left(None if recovers else trees.copy(params), state.local_steps)
+        # Of parameters that go on, the program returns a copy, as of all its inputs.
+        left = Left(None if recovers else params, state.local_steps)
         return left, rounds.empty_record(rule, state, params, params)
 
     def land(

@@ -379,8 +379,6 @@ class Worker:
             except errors.CenterUnreachableError as error:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
-                # It may be made of the loop's arrays, which now go on.
-                message.contribution = trees.copy(message.contribution)
                 state = state._replace(codec_state=message.codec_state)
                 left, state = self._programs.stay(params, state)
                 self._take_off(message, left, length)

@@ -574,7 +574,8 @@ def test_a_late_answer_stays_what_it_is():
     """Nobody says when it has been read, and so it is not written over."""
     core = core_of()
     anna, bert = core.join("anna"), core.join("bert")
-    exchange(anna)
+    submit(anna)
+    anna.acknowledge(1)
     late = anna.answer(1)
     assert (late.norm, late.version.number) == (None, 1)
     assert exchange(bert).version == 2

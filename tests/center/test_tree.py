@@ -21,6 +21,7 @@ class Parent(agn_optax.LocalCenter):
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.sent = []  # contribution, version of its anchor, and steps
+        self.meanwhile = []  # to be called while one of them is on its way
 
     def join(self, *args, **kwargs):
         session = super().join(*args, **kwargs)
@@ -30,6 +31,8 @@ class Parent(agn_optax.LocalCenter):
             sent = jax.tree.map(np.array, contribution)
             self.sent.append((sent, anchor_version, steps))
             submit(sequence, contribution, anchor_version=anchor_version, steps=steps)
+            while self.meanwhile:
+                self.meanwhile.pop()()
 
         session.submit = seen
         return session
@@ -115,6 +118,25 @@ def test_a_site_adopts_what_others_have_sent_meanwhile():
         made.meets(2)
         np.testing.assert_array_equal(parent.sent[-1][0], 2.0)
     np.testing.assert_array_equal(parent.pull().params, -104.0)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_a_site_goes_on_while_its_message_is_on_its_way(record):
+    """What it does meanwhile stays in its center, and is in its next message."""
+    rule = rules.agn(optax.sgd(1.0)) if record else rules.downpour()
+    parent = Parent(rules.agn(optax.sgd(1.0)) if record else rule, jnp.zeros(3))
+    with site(rule, parent, period=2) as made:
+        parent.meanwhile.append(lambda: made.exchange(5.0))
+        made.exchange(1.0, times=2)
+        made.core.wait_for(lambda: made.made == 3, LIMIT)
+        made.meets(1)
+        first = -1.0 if record else -2.0  # of which the parent has heard
+        np.testing.assert_array_equal(made.core.snapshot().params, first - 5.0)
+        np.testing.assert_array_equal(parent.pull().params, first)
+        made.exchange(1.0)
+        made.meets(2)
+        np.testing.assert_array_equal(parent.sent[-1][0], 3.0 if record else 6.0)
+        assert [steps for *_, steps in parent.sent] == [2, 2]
 
 
 def test_a_site_begins_with_the_parameters_of_its_parent():
