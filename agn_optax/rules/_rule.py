@@ -441,11 +441,19 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
     # stay away.
     penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)
 
+    # Differences are taken in the wider of the dtypes of worker and center, so that
+    # neither is rounded to the other's.
+    def wide(x: jax.Array, c: jax.Array) -> jax.Array:
+        return x.astype(trees.wider(x.dtype, c.dtype))
+
+    def message(params: PyTree, center: PyTree) -> PyTree:
+        return jax.tree.map(lambda c, x: wide(c, x) - wide(x, c), center, params)
+
     def adopt(params: PyTree, center: PyTree) -> PyTree:
         # x - e, with e the gradient of the spring: a descent step of size 1.
         pull = elastic_pull(moving_rate)
-        zeros = jax.tree.map(jnp.zeros_like, center)
-        force, _ = pull.update(zeros, pull.init(params), params, center=center)
+        none = jax.tree.map(jnp.zeros_like, jax.tree.map(wide, params, center))
+        force, _ = pull.update(none, pull.init(params), params, center=center)
         return jax.tree.map(
             lambda x, e: (x.astype(e.dtype) - e).astype(x.dtype), params, force
         )
@@ -454,9 +462,7 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
         name="easgd",
         center=optax.sgd(moving_rate),
         contribution=_Parameters(),
-        message=lambda params, center: jax.tree.map(
-            lambda c, x: c - x.astype(c.dtype), center, params
-        ),
+        message=message,
         penalty=penalty,
         adopt=adopt,
         adopts="before",
