@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
-from agn_optax.rules import Rule, codecs
+from agn_optax.rules import Rule, codecs, discounted
 
 PyTree = Any
 
@@ -174,36 +173,42 @@ class Store:
     def apply(
         self,
         contributions: Sequence[PyTree],
-        weights: Sequence[float],
-        staleness: int,
+        staleness: Sequence[int],
+        weights: Sequence[float] | None = None,
     ) -> tuple[Version, Version]:
         """Makes the next version: ``(before, after)``.
 
         Args:
-          contributions: one, or those of a round, which become one message as the
+          contributions: one; or those of a round, whose messages become one, as the
             rule combines them.
-          weights: of each of their messages.
-          staleness: for the center optimizer.
+          staleness: of each of them.
+          weights: of each message of a round; None if this is none. A rule that
+            discounts messages by their staleness needs no others.
         """
         before = self.current
-        one, *more = contributions
-        alone = not more and weights[0] == 1.0
-        if not alone:
-            share = 1 / len(contributions) if self._rule.combine == "mean" else 1.0
-            scales = jax.device_put([np.float32(weight * share) for weight in weights])
-            one = self._programs.weigh(one, before.params, scales[0])
-            for contribution, scale in zip(more, scales[1:], strict=True):
-                one = self._programs.add(one, contribution, before.params, scale)
+        programs, (one, *more) = self._programs, contributions
+        about = _on_device(staleness[0])
+        if weights is not None:
+            if self._rule.discount is not None:
+                weights = [1.0] * len(contributions)
+            one, *more = (
+                (each, before.params, _on_device(stale), _on_device(weight))
+                for each, stale, weight in zip(
+                    contributions, staleness, weights, strict=True
+                )
+            )
+            one = programs.weigh(*one)
+            for each in more:
+                one = programs.add(one, *each)
+            parts = len(contributions) if self._rule.combine == "mean" else 1
+            about = _on_device(float(parts))
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
-        move = self._programs.move[alone, in_place]
+        move = (programs.move if weights is None else programs.move_round)[in_place]
         params, self._center_state = move(
-            contribution=one,
-            center=before.params,
-            center_state=self._center_state,
-            staleness=_on_device(staleness),
+            one, about, center=before.params, center_state=self._center_state
         )
         self.current = Version(params, before.number + 1)
         return before, self.current
@@ -230,18 +235,19 @@ def _square(part: np.ndarray) -> float:
         return sum(float(np.dot(block, block)) for block in blocks)
 
 
-@functools.lru_cache(maxsize=256)
-def _on_device(staleness: int) -> jax.Array:
-    """For the center optimizer: of a staleness beyond int32, the largest int32."""
-    return jax.device_put(np.int32(min(staleness, np.iinfo(np.int32).max)))
+@functools.lru_cache(maxsize=256, typed=True)
+def _on_device(number: float) -> jax.Array:
+    if isinstance(number, int):  # of a staleness beyond int32, the largest int32
+        return jax.device_put(np.int32(min(number, np.iinfo(np.int32).max)))
+    return jax.device_put(np.float64(number))
 
 
 class _Programs(NamedTuple):
-    # By whether it takes a contribution (or a message made of several), and in place.
-    move: dict[tuple[bool, bool], Any]
     norm: Any
-    weigh: Any
-    add: Any
+    weigh: Any  # a message of a round, as much as it counts
+    add: Any  # ... to others
+    move_round: dict[bool, Any]  # by such a sum; whether in place
+    move: dict[bool, Any]  # by a contribution
     answer: Any
 
 
@@ -254,27 +260,56 @@ def _programs(rule: Rule) -> _Programs:
         squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), message)
         return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
 
-    def weigh(contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
+    # Messages of a round are added up in float32 at least, and divided once.
+    def weigh(
+        contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    ) -> PyTree:
         message = rounds.message_of(rule, contribution, center)
-        message = optax.tree.cast_like(message, center)
-        return jax.tree.map(lambda m: m * scale.astype(m.dtype), message)
+        message = jax.tree.map(
+            lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
+        )
+        message = discounted(rule, message, staleness)
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
-    def add(total: PyTree, contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
-        return jax.tree.map(jnp.add, total, weigh(contribution, center, scale))
+    def add(total: PyTree, *message: Any) -> PyTree:
+        return jax.tree.map(jnp.add, total, weigh(*message))
+
+    def move(
+        contribution: PyTree, staleness: Any, center: PyTree, center_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        return rounds.move_center(
+            rule, contribution, center, center_state, staleness=staleness
+        )
+
+    made = dataclasses.replace(
+        rule, message=None, discount=None, codec=codecs.identity()
+    )
+
+    def move_round(
+        total: PyTree, parts: Any, center: PyTree, center_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
+        return rounds.move_center(made, message, center, center_state)
 
     def answer(center: PyTree) -> PyTree:
         return center if rule.codec.answers is None else rounded(center)
 
     rounded = jax.jit(functools.partial(rounds.answer_of, rule))
-    made = dataclasses.replace(rule, message=None, codec=codecs.identity())
-    move = {}
-    for alone, of in ((True, rule), (False, made)):
-        for in_place in (True, False):
-            # The center optimizer's state has no readers, so it is always updated in
-            # place. Versions may have.
-            donated = ("center", "center_state") if in_place else ("center_state",)
-            move[alone, in_place] = jax.jit(
-                functools.partial(rounds.move_center, of), donate_argnames=donated
-            )
-    added = jax.jit(add, donate_argnums=0)
-    return _Programs(move, jax.jit(norm), jax.jit(weigh), added, answer)
+
+    def compiled(program: Any) -> dict[bool, Any]:
+        # The center optimizer's state has no readers, so it is always updated in place.
+        # Versions may have.
+        donated = {True: ("center", "center_state"), False: ("center_state",)}
+        return {
+            in_place: jax.jit(program, donate_argnames=names)
+            for in_place, names in donated.items()
+        }
+
+    return _Programs(
+        jax.jit(norm),
+        jax.jit(weigh),
+        jax.jit(add, donate_argnums=0),
+        compiled(move_round),
+        compiled(move),
+        answer,
+    )

@@ -47,7 +47,8 @@ class Rule:
     Attributes:
       name: shown in messages.
       center: the center optimizer. ``update`` gets the message, its own state, the
-        center, and the extra argument ``staleness`` (int32 scalar).
+        center, and the extra argument ``staleness`` (int32 scalar): that of the
+        message, or 0 if it is the one of a whole round.
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and
@@ -57,6 +58,9 @@ class Rule:
       message: ``(contribution, center) -> message``, made where the center is, for
         rules that need the center as it is now; None if the contribution is the
         message.
+      discount: a stateless optax transformation of every message, before those of a
+        round become one; gets the message's own ``staleness`` (int32 scalar) as an
+        extra argument. None for none.
       record: an optax transformation that is fed the gradients of every local step and
         whose state is the record; a fresh ``init`` begins the next window.
       penalty: a stateless optax transformation of every local gradient, before the
@@ -101,6 +105,7 @@ class Rule:
     center: optax.GradientTransformation
     contribution: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
     message: Callable[[PyTree, PyTree], PyTree] | None = None
+    discount: optax.GradientTransformation | None = None
     record: optax.GradientTransformation = dataclasses.field(
         default_factory=optax.identity
     )
@@ -125,9 +130,9 @@ class Rule:
         check_codec(self.codec, f"codec of rule {self.name!r}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
-        for field in ("center", "record", "penalty"):
+        for field in ("center", "record", "penalty", "discount"):
             part = getattr(self, field)
-            if field != "penalty" or part is not None:
+            if part is not None or field in ("center", "record"):
                 wrapped = check.optimizer(part, f"{field} of rule {self.name!r}")
                 object.__setattr__(self, field, wrapped)
 
@@ -140,6 +145,14 @@ def check_rule(value: Any) -> None:
             f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
             f"got {check.show(value)}{hint}"
         )
+
+
+def discounted(rule: Rule, message: PyTree, staleness: jax.Array) -> PyTree:
+    """A message as much as it counts, being so stale."""
+    if rule.discount is None:
+        return message
+    stateless = rule.discount.init(message)
+    return rule.discount.update(message, stateless, staleness=staleness)[0]
 
 
 class _Displacement:
@@ -318,8 +331,8 @@ def dynsgd(*, codec: Codec | None = None) -> Rule:
 
     .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
 
-    where :math:`\tau` is the staleness, counted where the center is. On a mesh every
-    message is fresh, and dynsgd is downpour.
+    where :math:`\tau` is each message's staleness, counted where the center is. On a
+    mesh every message is fresh, and dynsgd is downpour.
 
     Args:
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
@@ -337,9 +350,7 @@ def dynsgd(*, codec: Codec | None = None) -> Rule:
       Parameter Servers*, 2017.
     """
     return dataclasses.replace(
-        downpour(codec=codec),
-        name="dynsgd",
-        center=optax.chain(scale_by_staleness(), optax.sgd(1.0)),
+        downpour(codec=codec), name="dynsgd", discount=scale_by_staleness()
     )
 
 

@@ -333,9 +333,12 @@ class Commands(RuleBasedStateMachine):
                 arrived,
             )
             assert batch.staleness[i] == self.version - anchor >= 0
-            weighted = getattr(self.mode, "late", None) == "weighted"
-            weight = 1 / (1 + self.missed(name)) if weighted else 1.0
-            assert batch.weights[i] == weight
+            if not isinstance(self.mode, Synchronous):
+                assert batch.weights is None
+            elif self.mode.late == "weighted":
+                assert batch.weights[i] == 1 / (1 + self.missed(name))
+            else:
+                assert batch.weights[i] == 1
         for name in names:
             known = self.last[name]
             sequence, known.message = known.message[0], None
