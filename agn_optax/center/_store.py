@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ PyTree = Any
 
 _SMALL = 64 << 20  # bytes
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
+_LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
 
 class CenterState(NamedTuple):
@@ -160,14 +162,20 @@ class Store:
         return self.layout.unpack(contribution)
 
     def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Global norm of the message that a contribution is to ``center``, float32."""
+        """Global norm of the message that a contribution is to ``center``, float32.
+
+        It is finite if, and only if, the message is: of a finite message whose norm is
+        beyond float32 it is float32's largest number.
+        """
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
             and all(_is_small(part) for part in contribution)
         ):
             # A program takes longer to call.
-            return np.sqrt(np.float32(sum(map(_square, contribution))))
+            norm = np.sqrt(np.float32(sum(map(_square, contribution))))
+            if _LEAST_NORM < norm < math.inf:
+                return norm
         return self._programs.norm(contribution, center)
 
     def apply(
@@ -256,9 +264,29 @@ def _programs(rule: Rule) -> _Programs:
     """What the stores of one rule compile, shared by them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        message = rounds.message_of(rule, contribution, center)
-        squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), message)
-        return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
+        def scaled(scale: Any) -> jax.Array:
+            message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
+            wide = trees.wider(jnp.float32, *(m.dtype for m in message))
+            scale = jnp.asarray(scale, wide)
+            squares = [jnp.sum((m.astype(wide) * scale) ** 2) for m in message]
+            return jnp.sqrt(sum(squares, jnp.zeros((), wide)))
+
+        plain = scaled(1.0)
+
+        def carefully() -> jax.Array:
+            """Where squares overflow, or vanish: of numbers closer to 1."""
+            digits = int(jnp.finfo(plain.dtype).maxexp)
+            scale = jnp.where(
+                plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits)
+            )
+            scale = scale.astype(plain.dtype)
+            found, most = scaled(scale), jnp.finfo(jnp.float32).max
+            finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
+            return jnp.where(jnp.isfinite(found), finite, found)
+
+        is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
+        made = jax.lax.cond(is_plain, lambda: plain, carefully)
+        return made.astype(jnp.float32)
 
     # Messages of a round are added up in float32 at least, and divided once.
     def weigh(
