@@ -456,7 +456,13 @@ class Core:
         contributions = [message.contribution for message in messages]
         try:
             if batch.applies:
-                store.apply(contributions, batch.staleness, batch.weights)
+                norms = [message.norm for message in messages]
+                store.apply(
+                    contributions,
+                    batch.staleness,
+                    batch.weights,
+                    norms if self._refuse_nonfinite else None,
+                )
         except Exception as error:  # whoever called, it is these workers' to hear
             for entry in batch.entries:
                 self._refusals[entry.worker] = entry.sequence, error

@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import _growth
 from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
 from agn_optax.rules import Rule, codecs, discounted
 
@@ -117,6 +118,7 @@ class Store:
         self.current = Version(state.params, state.version)
         self._center_state = state.center_state
         self._rule = rule
+        self._largest = math.inf  # of the center's numbers, at most
         self._programs = _programs(rule)
 
     def save(self) -> CenterState:
@@ -183,6 +185,7 @@ class Store:
         contributions: Sequence[PyTree],
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
+        norms: Sequence[Any] | None = None,
     ) -> tuple[Version, Version]:
         """Makes the next version: ``(before, after)``.
 
@@ -192,6 +195,10 @@ class Store:
           staleness: of each of them.
           weights: of each message of a round; None if this is none. A rule that
             discounts messages by their staleness needs no others.
+          norms: of their messages, if the next version is to be finite.
+
+        Raises:
+          MessageRefusedError: it would not be; nothing has changed.
         """
         before = self.current
         programs, (one, *more) = self._programs, contributions
@@ -210,22 +217,51 @@ class Store:
                 one = programs.add(one, *each)
             parts = len(contributions) if self._rule.combine == "mean" else 1
             about = _on_device(float(parts))
+        move = programs.move if weights is None else programs.move_round
+        if norms is not None and not self._is_bounded(sum(map(float, norms))):
+            finite = move.stays_finite(one, about, before.params, self._center_state)
+            if not finite:
+                raise errors.MessageRefusedError(
+                    "with this message, or with another one of its round, the center "
+                    "would not be finite any more; it stays as it was. Start again "
+                    "from the center, with a smaller learning rate or with clipping"
+                )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
-        move = (programs.move if weights is None else programs.move_round)[in_place]
-        params, self._center_state = move(
-            one, about, center=before.params, center_state=self._center_state
-        )
+        run = move.in_place if in_place else move.anew
+        params, self._center_state = run(one, about, before.params, self._center_state)
         self.current = Version(params, before.number + 1)
         return before, self.current
+
+    def _is_bounded(self, norm: float) -> bool:
+        """Whether a message of at most this norm cannot carry the center too far.
+
+        The largest number of the center is looked for only where the norms of all
+        messages since could have carried it there.
+        """
+        leaves, treedef = jax.tree.flatten(self.current.params)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        factor = _growth.factor(self._rule, treedef, shapes)
+        if factor is None or not norm < jnp.finfo(jnp.float32).max:
+            self._largest = math.inf
+            return False
+        for _ in range(2):
+            largest = self._largest + 1.01 * factor * norm  # with some for rounding
+            if largest < _growth.most(self.current.params):
+                self._largest = largest
+                return True
+            self._largest = float(self._programs.largest(self.current.params))
+        self._largest = math.inf
+        return False
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
         params = _with_progress(
             self.place(adopted), self.current.params, self.place(sent)
         )
+        self._largest = math.inf
         self.current = Version(params, self.current.number + 1)
 
 
@@ -250,12 +286,21 @@ def _on_device(number: float) -> jax.Array:
     return jax.device_put(np.float64(number))
 
 
+class _Move(NamedTuple):
+    """One program three times: ``(one, about, center, center_state)``."""
+
+    in_place: Any
+    anew: Any
+    stays_finite: Any  # whether what is finite would stay so; nothing moves
+
+
 class _Programs(NamedTuple):
     norm: Any
     weigh: Any  # a message of a round, as much as it counts
     add: Any  # ... to others
-    move_round: dict[bool, Any]  # by such a sum; whether in place
-    move: dict[bool, Any]  # by a contribution
+    move: _Move  # by a contribution
+    move_round: _Move  # by such a sum
+    largest: Any  # number of a center
     answer: Any
 
 
@@ -324,20 +369,38 @@ def _programs(rule: Rule) -> _Programs:
 
     rounded = jax.jit(functools.partial(rounds.answer_of, rule))
 
-    def compiled(program: Any) -> dict[bool, Any]:
+    def compiled(program: Any) -> _Move:
+        def stays_finite(
+            one: PyTree, about: Any, center: PyTree, center_state: PyTree
+        ) -> jax.Array:
+            old = jax.tree.leaves((center, center_state))
+            new = jax.tree.leaves(program(one, about, center, center_state))
+            stay = [
+                (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
+                for n, o in zip(new, old, strict=True)
+                if jnp.issubdtype(n.dtype, jnp.floating)
+            ]
+            return jnp.stack([*stay, jnp.array(True)]).all()
+
         # The center optimizer's state has no readers, so it is always updated in place.
         # Versions may have.
-        donated = {True: ("center", "center_state"), False: ("center_state",)}
-        return {
-            in_place: jax.jit(program, donate_argnames=names)
-            for in_place, names in donated.items()
-        }
+        return _Move(
+            in_place=jax.jit(program, donate_argnums=(2, 3)),
+            anew=jax.jit(program, donate_argnums=3),
+            stays_finite=jax.jit(stays_finite),
+        )
+
+    def largest(center: PyTree) -> jax.Array:
+        each = [jnp.abs(c).max(initial=0) for c in jax.tree.leaves(center)]
+        wide = trees.wider(jnp.float32, *(e.dtype for e in each))
+        return jnp.stack([e.astype(wide) for e in each]).max()
 
     return _Programs(
         jax.jit(norm),
         jax.jit(weigh),
         jax.jit(add, donate_argnums=0),
-        compiled(move_round),
         compiled(move),
+        compiled(move_round),
+        jax.jit(largest),
         answer,
     )

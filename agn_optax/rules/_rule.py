@@ -59,8 +59,8 @@ class Rule:
         rules that need the center as it is now; None if the contribution is the
         message.
       discount: a stateless optax transformation of every message, before those of a
-        round become one; gets the message's own ``staleness`` (int32 scalar) as an
-        extra argument. None for none.
+        round become one, which makes none of them larger; gets the message's own
+        ``staleness`` (int32 scalar) as an extra argument. None for none.
       record: an optax transformation that is fed the gradients of every local step and
         whose state is the record; a fresh ``init`` begins the next window.
       penalty: a stateless optax transformation of every local gradient, before the

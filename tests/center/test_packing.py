@@ -26,7 +26,10 @@ OPTIMIZERS = {
     "narrow": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     "rmsprop": lambda: optax.rmsprop(1e-2),
     "lion": lambda: optax.lion(1e-3),
-    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=0.01,
+        b2=0.98,  # which bfloat16 does not round to 1
+    ),
 }
 
 
