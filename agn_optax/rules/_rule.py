@@ -197,7 +197,12 @@ class _MeanDisplacement(_Displacement):
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """``a - steps k``."""
-        whole = jax.tree.map(lambda k: k * steps.astype(k.dtype), contribution)
+
+        def times(k: jax.Array) -> jax.Array:
+            wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
+            return (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
+
+        whole = jax.tree.map(times, contribution)
         return super().recover(whole, params, anchor, steps)
 
 

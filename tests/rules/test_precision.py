@@ -75,3 +75,22 @@ def test_the_spring_takes_what_it_gives_but_for_the_last_rounding(
     )
     drift = np.abs(np.float64(params) + np.float64(center) - total)
     assert (drift <= 0.6 * ulps).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("steps", [1, 257, 70_000])
+@pytest.mark.parametrize("name", ["downpour", "agn_window", "easgd"])
+def test_a_contribution_tells_the_parameters_it_was_made_of(name, steps, dtype):
+    """However many steps it is of: float16 has no 70,000, and bfloat16 no 257."""
+    rule = {"easgd": rules.easgd(0.5)}.get(name) or getattr(rules, name)()
+    anchor, params, steps = numbers(dtype), numbers(dtype, seed=1), jnp.int32(steps)
+    params = params.at[0].set(anchor[0])
+    with jax.debug_nans(True):
+        sent = jax.jit(rule.contribution)((), params, anchor, steps)
+        recover = jax.jit(rule.contribution.recover)
+        found = recover(sent, jnp.zeros_like(params), anchor, steps)
+    # As far as the contribution, rounded and perhaps subnormal, can tell.
+    rounding = 2 * float(jnp.finfo(dtype).eps) + float(steps) * float(
+        jnp.finfo(dtype).smallest_subnormal
+    )
+    np.testing.assert_allclose(np.float64(found), np.float64(params), atol=2 * rounding)
