@@ -1,5 +1,6 @@
 """A center in shards or on the host is the same center."""
 
+import dataclasses
 import itertools
 
 import flax.serialization
@@ -60,6 +61,21 @@ def test_a_drop_in_takes_a_placement(name):
     state = towers.create(tx.init, params)
     assert state.center.pieces["w"].shape == (2, 1, 6)  # a row for every tower
     support.assert_identical(towers.center_params(state), params)
+
+
+@pytest.mark.parametrize("axes", SHARDS)
+def test_a_penalty_reads_the_whole_anchor(axes):
+    """At every step, where a tower keeps a piece of the center that is adopted."""
+    rule = dataclasses.replace(
+        agn_optax.rules.downpour(), penalty=agn_optax.elastic_pull(0.3)
+    )
+    towers = agn_optax.Towers(4, workers=2)
+    data = problem.batches(5)
+    inner = optax.sgd(0.1)
+    expected, _ = problem.train(towers, make(rule, inner=inner), data, problem.params())
+    tx = make(rule, agn_optax.Placement(shard_axis=axes), inner=inner)
+    found, _ = problem.train(towers, tx, data, problem.params())
+    support.assert_close(found[0], expected[0])
 
 
 @pytest.mark.parametrize("memory", ["device", "host"])
