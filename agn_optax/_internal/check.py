@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +30,20 @@ def show(value: Any) -> str:
     return f"{type(value).__name__} {name}" if name else type(value).__name__
 
 
+@dataclasses.dataclass(frozen=True)
+class _Promoting:
+    """An ``update`` that may mix dtypes, also where JAX promotes strictly.
+
+    Those of optax do: Adam takes a float to the power of an int32.
+    """
+
+    update: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return self.update(*args, **kwargs)
+
+
 def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
     """``value`` as an optimizer that ignores extra arguments it does not know."""
     if not isinstance(value, optax.GradientTransformation):
@@ -36,7 +52,10 @@ def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArg
             f"{argument} must be an optax.GradientTransformation, such as "
             f"optax.sgd(0.1), got {show(value)}{hint}"
         )
-    return optax.with_extra_args_support(value)
+    if isinstance(value.update, _Promoting):
+        return value
+    init, update = optax.with_extra_args_support(value)
+    return optax.GradientTransformationExtraArgs(init, _Promoting(update))
 
 
 def is_traced(value: Any) -> bool:

@@ -453,13 +453,16 @@ class Core:
     def _apply(self, batch: Batch) -> None:
         store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
-        # The center optimizer gets the staleness of a single message; those of a round
-        # are weighed one by one.
-        staleness = batch.staleness[0] if len(batch.entries) == 1 else 0
         contributions = [message.contribution for message in messages]
         try:
             if batch.applies:
-                store.apply(contributions, batch.weights, staleness)
+                norms = [message.norm for message in messages]
+                store.apply(
+                    contributions,
+                    batch.staleness,
+                    batch.weights,
+                    norms if self._refuse_nonfinite else None,
+                )
         except Exception as error:  # whoever called, it is these workers' to hear
             for entry in batch.entries:
                 self._refusals[entry.worker] = entry.sequence, error
@@ -467,13 +470,11 @@ class Core:
             if batch.applies and store.current is before:
                 self.ledger.refuse(batch)
             else:
-                self._answer(batch, messages, staleness, before)
+                self._answer(batch, messages, before)
             for message in messages:
                 message.over.notify_all()
 
-    def _answer(
-        self, batch: Batch, messages: list[_Message], staleness: int, before: Version
-    ) -> None:
+    def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Messages have been applied, or dropped."""
         store = self.store
         self.ledger.settle(batch)
@@ -481,7 +482,7 @@ class Core:
         seen: list[PyTree] = []
         if batch.applies and (self._observers or self._keeper is not None):
             seen = [store.unplace(message.contribution) for message in messages]
-            exchange = (seen, batch.weights, staleness)
+            exchange = (seen, batch.staleness, batch.weights)
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         for observer in self._observers:

@@ -80,8 +80,9 @@ class Synchronous:
         all workers that are there.
       grace: seconds from the first message of a round after which a quorum is enough.
       late: what becomes of a message that missed its round: ``"next"`` uses it in the
-        next one, ``"weighted"`` too, divided by its staleness + 1, and ``"drop"``
-        leaves it out, and its worker goes on from the center as it is.
+        next one, ``"weighted"`` too, divided by the rounds that it missed + 1 (unless
+        the rule itself discounts messages by their staleness), and ``"drop"`` leaves it
+        out, and its worker goes on from the center as it is.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -206,7 +207,7 @@ class Batch:
 
     entries: tuple[Entry, ...]  # in the order of their workers' names
     staleness: tuple[int, ...]
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] | None  # of the messages of a round
     applies: bool
 
 
@@ -561,18 +562,16 @@ class Ledger:
             self._has_quorum() and now >= self._first_arrival() + mode.grace
         ):
             return None
-        return self._batch(list(self.pending.values()), weighted=mode.late)
+        return self._batch(list(self.pending.values()))
 
-    def _batch(
-        self, entries: list[Entry], *, applies: bool = True, weighted: str = ""
-    ) -> Batch:
+    def _batch(self, entries: list[Entry], *, applies: bool = True) -> Batch:
         entries = sorted(entries, key=lambda entry: entry.worker)
-        staleness = [self.version - entry.anchor_version for entry in entries]
-        weights = [
-            1 / (1 + entry.missed) if weighted == "weighted" else 1.0
-            for entry in entries
-        ]
-        return Batch(tuple(entries), tuple(staleness), tuple(weights), applies)
+        staleness = tuple(self.version - entry.anchor_version for entry in entries)
+        weights = None
+        if isinstance(self.mode, Synchronous):
+            weighted = self.mode.late == "weighted"
+            weights = tuple(1 / (1 + weighted * entry.missed) for entry in entries)
+        return Batch(tuple(entries), staleness, weights, applies)
 
     def _has_quorum(self) -> bool:
         assert isinstance(self.mode, Synchronous)

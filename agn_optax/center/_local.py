@@ -36,8 +36,9 @@ class LocalCenter:
       max_workers: workers that may be there at a time; None for any number.
       lease: seconds after which a worker that lost its connection is given up; workers
         in this process have none to lose.
-      refuse_nonfinite: refuses messages with NaN or infinite elements, for which it
-        must wait for the device; else they are applied.
+      refuse_nonfinite: refuses messages with NaN or infinite elements, and those that
+        would make such elements of the center's, for which it must wait for the device;
+        else they are applied.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process. What is found there goes on, and ``params`` are
         the first ones only where nothing is. None keeps the center in memory.

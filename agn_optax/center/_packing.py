@@ -196,20 +196,26 @@ def _packing_of(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> Packing | 
         return None
 
     def of_state() -> bool:
-        """The optimizer's state can be taken apart, and put together again."""
+        """The state can be taken apart, and put together again; zeros stay finite."""
         state = rule.center.init(
             Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
         )
         apart = packing.unpack_state(rule, state)
         together = packing.pack_state(rule, apart)
         expected = jax.eval_shape(rule.center.init, tree)
+        zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
+        moved = rule.center.update(
+            zeros, rule.center.init(zeros), zeros, staleness=np.int32(0)
+        )
+        if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved)):
+            raise tracing.UnfitError("zeros, which lie between leaves, become others")
         if [*map(trees.kinds, (apart, together))] != [
             *map(trees.kinds, (expected, state))
         ]:
             raise tracing.UnfitError("a state that cannot be packed")
         return True
 
-    what = f"a checkpoint of rule {rule.name!r} from two arrays"
+    what = f"a center of rule {rule.name!r} in two arrays"
     return packing if tracing.unless_unfit(what, of_state) else None
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
+from agn_optax.center import _growth
 from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
-from agn_optax.rules import Rule, codecs
+from agn_optax.rules import Rule, codecs, discounted
 
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
+_LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
 
 class CenterState(NamedTuple):
@@ -116,6 +118,7 @@ class Store:
         self.current = Version(state.params, state.version)
         self._center_state = state.center_state
         self._rule = rule
+        self._largest = math.inf  # of the center's numbers, at most
         self._programs = _programs(rule)
 
     def save(self) -> CenterState:
@@ -161,58 +164,104 @@ class Store:
         return self.layout.unpack(contribution)
 
     def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Global norm of the message that a contribution is to ``center``, float32."""
+        """Global norm of the message that a contribution is to ``center``, float32.
+
+        It is finite if, and only if, the message is: of a finite message whose norm is
+        beyond float32 it is float32's largest number.
+        """
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
             and all(_is_small(part) for part in contribution)
         ):
             # A program takes longer to call.
-            return np.sqrt(np.float32(sum(map(_square, contribution))))
+            norm = np.sqrt(np.float32(sum(map(_square, contribution))))
+            if _LEAST_NORM < norm < math.inf:
+                return norm
         return self._programs.norm(contribution, center)
 
     def apply(
         self,
         contributions: Sequence[PyTree],
-        weights: Sequence[float],
-        staleness: int,
+        staleness: Sequence[int],
+        weights: Sequence[float] | None = None,
+        norms: Sequence[Any] | None = None,
     ) -> tuple[Version, Version]:
         """Makes the next version: ``(before, after)``.
 
         Args:
-          contributions: one, or those of a round, which become one message as the
+          contributions: one; or those of a round, whose messages become one, as the
             rule combines them.
-          weights: of each of their messages.
-          staleness: for the center optimizer.
+          staleness: of each of them.
+          weights: of each message of a round; None if this is none. A rule that
+            discounts messages by their staleness needs no others.
+          norms: of their messages, if the next version is to be finite.
+
+        Raises:
+          MessageRefusedError: it would not be; nothing has changed.
         """
         before = self.current
-        one, *more = contributions
-        alone = not more and weights[0] == 1.0
-        if not alone:
-            share = 1 / len(contributions) if self._rule.combine == "mean" else 1.0
-            scales = jax.device_put([np.float32(weight * share) for weight in weights])
-            one = self._programs.weigh(one, before.params, scales[0])
-            for contribution, scale in zip(more, scales[1:], strict=True):
-                one = self._programs.add(one, contribution, before.params, scale)
+        programs, (one, *more) = self._programs, contributions
+        about = _on_device(staleness[0])
+        if weights is not None:
+            if self._rule.discount is not None:
+                weights = [1.0] * len(contributions)
+            one, *more = (
+                (each, before.params, _on_device(stale), _on_device(weight))
+                for each, stale, weight in zip(
+                    contributions, staleness, weights, strict=True
+                )
+            )
+            one = programs.weigh(*one)
+            for each in more:
+                one = programs.add(one, *each)
+            parts = len(contributions) if self._rule.combine == "mean" else 1
+            about = _on_device(float(parts))
+        move = programs.move if weights is None else programs.move_round
+        if norms is not None and not self._is_bounded(sum(map(float, norms))):
+            finite = move.stays_finite(one, about, before.params, self._center_state)
+            if not finite:
+                raise errors.MessageRefusedError(
+                    "with this message, or with another one of its round, the center "
+                    "would not be finite any more; it stays as it was. Start again "
+                    "from the center, with a smaller learning rate or with clipping"
+                )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
-        move = self._programs.move[alone, in_place]
-        params, self._center_state = move(
-            contribution=one,
-            center=before.params,
-            center_state=self._center_state,
-            staleness=_on_device(staleness),
-        )
+        run = move.in_place if in_place else move.anew
+        params, self._center_state = run(one, about, before.params, self._center_state)
         self.current = Version(params, before.number + 1)
         return before, self.current
+
+    def _is_bounded(self, norm: float) -> bool:
+        """Whether a message of at most this norm cannot carry the center too far.
+
+        The largest number of the center is looked for only where the norms of all
+        messages since could have carried it there.
+        """
+        leaves, treedef = jax.tree.flatten(self.current.params)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        factor = _growth.factor(self._rule, treedef, shapes)
+        if factor is None or not norm < jnp.finfo(jnp.float32).max:
+            self._largest = math.inf
+            return False
+        for _ in range(2):
+            largest = self._largest + 1.01 * factor * norm  # with some for rounding
+            if largest < _growth.most(self.current.params):
+                self._largest = largest
+                return True
+            self._largest = float(self._programs.largest(self.current.params))
+        self._largest = math.inf
+        return False
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
         params = _with_progress(
             self.place(adopted), self.current.params, self.place(sent)
         )
+        self._largest = math.inf
         self.current = Version(params, self.current.number + 1)
 
 
@@ -230,18 +279,28 @@ def _square(part: np.ndarray) -> float:
         return sum(float(np.dot(block, block)) for block in blocks)
 
 
-@functools.lru_cache(maxsize=256)
-def _on_device(staleness: int) -> jax.Array:
-    """For the center optimizer: of a staleness beyond int32, the largest int32."""
-    return jax.device_put(np.int32(min(staleness, np.iinfo(np.int32).max)))
+@functools.lru_cache(maxsize=256, typed=True)
+def _on_device(number: float) -> jax.Array:
+    if isinstance(number, int):  # of a staleness beyond int32, the largest int32
+        return jax.device_put(np.int32(min(number, np.iinfo(np.int32).max)))
+    return jax.device_put(np.float64(number))
+
+
+class _Move(NamedTuple):
+    """One program three times: ``(one, about, center, center_state)``."""
+
+    in_place: Any
+    anew: Any
+    stays_finite: Any  # whether what is finite would stay so; nothing moves
 
 
 class _Programs(NamedTuple):
-    # By whether it takes a contribution (or a message made of several), and in place.
-    move: dict[tuple[bool, bool], Any]
     norm: Any
-    weigh: Any
-    add: Any
+    weigh: Any  # a message of a round, as much as it counts
+    add: Any  # ... to others
+    move: _Move  # by a contribution
+    move_round: _Move  # by such a sum
+    largest: Any  # number of a center
     answer: Any
 
 
@@ -250,31 +309,98 @@ def _programs(rule: Rule) -> _Programs:
     """What the stores of one rule compile, shared by them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        message = rounds.message_of(rule, contribution, center)
-        squares = jax.tree.map(lambda m: jnp.sum(m.astype(jnp.float32) ** 2), message)
-        return jnp.sqrt(jax.tree.reduce(jnp.add, squares, jnp.zeros((), jnp.float32)))
+        def scaled(scale: Any) -> jax.Array:
+            message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
+            wide = trees.wider(jnp.float32, *(m.dtype for m in message))
+            scale = jnp.asarray(scale, wide)
+            squares = [jnp.sum((m.astype(wide) * scale) ** 2) for m in message]
+            return jnp.sqrt(sum(squares, jnp.zeros((), wide)))
 
-    def weigh(contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
-        message = rounds.message_of(rule, contribution, center)
-        message = optax.tree.cast_like(message, center)
-        return jax.tree.map(lambda m: m * scale.astype(m.dtype), message)
+        plain = scaled(1.0)
 
-    def add(total: PyTree, contribution: PyTree, center: PyTree, scale: Any) -> PyTree:
-        return jax.tree.map(jnp.add, total, weigh(contribution, center, scale))
+        def carefully() -> jax.Array:
+            """Where squares overflow, or vanish: of numbers closer to 1."""
+            digits = int(jnp.finfo(plain.dtype).maxexp)
+            scale = jnp.where(
+                plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits)
+            )
+            scale = scale.astype(plain.dtype)
+            found, most = scaled(scale), jnp.finfo(jnp.float32).max
+            finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
+            return jnp.where(jnp.isfinite(found), finite, found)
+
+        is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
+        made = jax.lax.cond(is_plain, lambda: plain, carefully)
+        return made.astype(jnp.float32)
+
+    # Messages of a round are added up in float32 at least, and divided once.
+    def weigh(
+        contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    ) -> PyTree:
+        message = rounds.message_of(rule, contribution, center)
+        message = jax.tree.map(
+            lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
+        )
+        message = discounted(rule, message, staleness)
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+
+    def add(total: PyTree, *message: Any) -> PyTree:
+        return jax.tree.map(jnp.add, total, weigh(*message))
+
+    def move(
+        contribution: PyTree, staleness: Any, center: PyTree, center_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        return rounds.move_center(
+            rule, contribution, center, center_state, staleness=staleness
+        )
+
+    made = dataclasses.replace(
+        rule, message=None, discount=None, codec=codecs.identity()
+    )
+
+    def move_round(
+        total: PyTree, parts: Any, center: PyTree, center_state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
+        return rounds.move_center(made, message, center, center_state)
 
     def answer(center: PyTree) -> PyTree:
         return center if rule.codec.answers is None else rounded(center)
 
     rounded = jax.jit(functools.partial(rounds.answer_of, rule))
-    made = dataclasses.replace(rule, message=None, codec=codecs.identity())
-    move = {}
-    for alone, of in ((True, rule), (False, made)):
-        for in_place in (True, False):
-            # The center optimizer's state has no readers, so it is always updated in
-            # place. Versions may have.
-            donated = ("center", "center_state") if in_place else ("center_state",)
-            move[alone, in_place] = jax.jit(
-                functools.partial(rounds.move_center, of), donate_argnames=donated
-            )
-    added = jax.jit(add, donate_argnums=0)
-    return _Programs(move, jax.jit(norm), jax.jit(weigh), added, answer)
+
+    def compiled(program: Any) -> _Move:
+        def stays_finite(
+            one: PyTree, about: Any, center: PyTree, center_state: PyTree
+        ) -> jax.Array:
+            old = jax.tree.leaves((center, center_state))
+            new = jax.tree.leaves(program(one, about, center, center_state))
+            stay = [
+                (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
+                for n, o in zip(new, old, strict=True)
+                if jnp.issubdtype(n.dtype, jnp.floating)
+            ]
+            return jnp.stack([*stay, jnp.array(True)]).all()
+
+        # The center optimizer's state has no readers, so it is always updated in place.
+        # Versions may have.
+        return _Move(
+            in_place=jax.jit(program, donate_argnums=(2, 3)),
+            anew=jax.jit(program, donate_argnums=3),
+            stays_finite=jax.jit(stays_finite),
+        )
+
+    def largest(center: PyTree) -> jax.Array:
+        each = [jnp.abs(c).max(initial=0) for c in jax.tree.leaves(center)]
+        wide = trees.wider(jnp.float32, *(e.dtype for e in each))
+        return jnp.stack([e.astype(wide) for e in each]).max()
+
+    return _Programs(
+        jax.jit(norm),
+        jax.jit(weigh),
+        jax.jit(add, donate_argnums=0),
+        compiled(move),
+        compiled(move_round),
+        jax.jit(largest),
+        answer,
+    )

@@ -124,7 +124,7 @@ def _arithmetic(size: int) -> Callable[[], float]:
     def run() -> object:
         norm = store.norm(message, store.current.params)
         np.asarray(norm)  # which must be finite before the message is applied
-        return store.apply([message], [1.0], 0)[1].params
+        return store.apply([message], [0])[1].params
 
     return _timed(run)
 

@@ -20,7 +20,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import tracing
-from agn_optax.rules import Rule, codecs
+from agn_optax.rules import Rule, codecs, discounted
 
 PyTree = Any
 
@@ -153,9 +153,8 @@ def _move(rule: Rule, params: PyTree, message: PyTree = None) -> PyTree:
     message = rule.codec.decode(encoded, params)
     if rule.message is not None:
         message = rule.message(message, params)
+    fresh = jnp.zeros((), jnp.int32)
+    message = discounted(rule, optax.tree.cast_like(message, params), fresh)
     return rule.center.update(
-        optax.tree.cast_like(message, params),
-        rule.center.init(params),
-        params,
-        staleness=jnp.zeros((), jnp.int32),
+        message, rule.center.init(params), params, staleness=fresh
     )

@@ -28,7 +28,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round._placement import WHOLE, Layout
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, discounted
 
 PyTree = Any
 
@@ -178,17 +178,18 @@ def move_center(
       contribution: of a worker, encoded.
       center: to be moved; on a mesh, perhaps this tower's piece of it.
       center_state: the center optimizer's.
-      staleness: of the contribution.
+      staleness: of the contribution; 0 where it is the message of a round.
       combine: makes one message, cut as ``center``, of the contributions of all workers
         of a mesh; None where there is one.
       extra_args: for the center optimizer.
     """
+    staleness = jnp.asarray(staleness, jnp.int32)
     if combine is None:
         message = message_of(rule, contribution, center)
     else:
         message = combine(contribution)
-    message = optax.tree.cast_like(message, center)
-    extra_args = {**(extra_args or {}), "staleness": jnp.asarray(staleness, jnp.int32)}
+    message = discounted(rule, optax.tree.cast_like(message, center), staleness)
+    extra_args = {**(extra_args or {}), "staleness": staleness}
     updates, center_state = rule.center.update(
         message, center_state, center, **extra_args
     )

@@ -27,6 +27,7 @@ from agn_optax.rules._rule import (
     easgd,
 )
 from agn_optax.rules._rule import check_rule as check_rule
+from agn_optax.rules._rule import discounted as discounted
 
 __all__ = [
     "Rule",

@@ -208,7 +208,9 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
 
     ``staleness`` (:math:`\tau`), the number of center updates since the message's
     anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
-    Put it first in a center optimizer, and late messages move the center less.
+    As the ``discount`` of a rule it has late messages move the center less, also those
+    that become one with others. First in a center optimizer it does so where messages
+    come one by one.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from agn_optax.rules._rule import Rule
+from agn_optax.rules._rule import Rule, discounted
 
 PyTree = Any
 # By part of the rule: a setting, or what the part makes of the probe.
@@ -119,8 +119,8 @@ def _center(rule: Rule) -> PyTree:
     center = _probe(2.0)
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        updates, state = rule.center.update(
-            _probe(seed), state, center, staleness=jnp.asarray(staleness, jnp.int32)
-        )
+        extra_args = {"staleness": jnp.asarray(staleness, jnp.int32)}
+        message = discounted(rule, _probe(seed), **extra_args)
+        updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)
     return center

@@ -47,7 +47,8 @@ class Rule:
     Attributes:
       name: shown in messages.
       center: the center optimizer. ``update`` gets the message, its own state, the
-        center, and the extra argument ``staleness`` (int32 scalar).
+        center, and the extra argument ``staleness`` (int32 scalar): that of the
+        message, or 0 if it is the one of a whole round.
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and
@@ -57,6 +58,9 @@ class Rule:
       message: ``(contribution, center) -> message``, made where the center is, for
         rules that need the center as it is now; None if the contribution is the
         message.
+      discount: a stateless optax transformation of every message, before those of a
+        round become one, which makes none of them larger; gets the message's own
+        ``staleness`` (int32 scalar) as an extra argument. None for none.
       record: an optax transformation that is fed the gradients of every local step and
         whose state is the record; a fresh ``init`` begins the next window.
       penalty: a stateless optax transformation of every local gradient, before the
@@ -101,6 +105,7 @@ class Rule:
     center: optax.GradientTransformation
     contribution: Callable[[PyTree, PyTree, PyTree, jax.Array], PyTree]
     message: Callable[[PyTree, PyTree], PyTree] | None = None
+    discount: optax.GradientTransformation | None = None
     record: optax.GradientTransformation = dataclasses.field(
         default_factory=optax.identity
     )
@@ -125,9 +130,9 @@ class Rule:
         check_codec(self.codec, f"codec of rule {self.name!r}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
-        for field in ("center", "record", "penalty"):
+        for field in ("center", "record", "penalty", "discount"):
             part = getattr(self, field)
-            if field != "penalty" or part is not None:
+            if part is not None or field in ("center", "record"):
                 wrapped = check.optimizer(part, f"{field} of rule {self.name!r}")
                 object.__setattr__(self, field, wrapped)
 
@@ -140,6 +145,14 @@ def check_rule(value: Any) -> None:
             f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
             f"got {check.show(value)}{hint}"
         )
+
+
+def discounted(rule: Rule, message: PyTree, staleness: jax.Array) -> PyTree:
+    """A message as much as it counts, being so stale."""
+    if rule.discount is None:
+        return message
+    stateless = rule.discount.init(message)
+    return rule.discount.update(message, stateless, staleness=staleness)[0]
 
 
 class _Displacement:
@@ -184,7 +197,12 @@ class _MeanDisplacement(_Displacement):
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """``a - steps k``."""
-        whole = jax.tree.map(lambda k: k * steps.astype(k.dtype), contribution)
+
+        def times(k: jax.Array) -> jax.Array:
+            wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
+            return (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
+
+        whole = jax.tree.map(times, contribution)
         return super().recover(whole, params, anchor, steps)
 
 
@@ -318,8 +336,8 @@ def dynsgd(*, codec: Codec | None = None) -> Rule:
 
     .. math:: m = a - x; \qquad c' = c - m / (\tau + 1); \qquad x \leftarrow c'
 
-    where :math:`\tau` is the staleness, counted where the center is. On a mesh every
-    message is fresh, and dynsgd is downpour.
+    where :math:`\tau` is each message's staleness, counted where the center is. On a
+    mesh every message is fresh, and dynsgd is downpour.
 
     Args:
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
@@ -337,9 +355,7 @@ def dynsgd(*, codec: Codec | None = None) -> Rule:
       Parameter Servers*, 2017.
     """
     return dataclasses.replace(
-        downpour(codec=codec),
-        name="dynsgd",
-        center=optax.chain(scale_by_staleness(), optax.sgd(1.0)),
+        downpour(codec=codec), name="dynsgd", discount=scale_by_staleness()
     )
 
 
@@ -441,11 +457,19 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
     # stay away.
     penalty = None if isinstance(rho, int | float) and rho == 0 else elastic_pull(rho)
 
+    # Differences are taken in the wider of the dtypes of worker and center, so that
+    # neither is rounded to the other's.
+    def wide(x: jax.Array, c: jax.Array) -> jax.Array:
+        return x.astype(trees.wider(x.dtype, c.dtype))
+
+    def message(params: PyTree, center: PyTree) -> PyTree:
+        return jax.tree.map(lambda c, x: wide(c, x) - wide(x, c), center, params)
+
     def adopt(params: PyTree, center: PyTree) -> PyTree:
         # x - e, with e the gradient of the spring: a descent step of size 1.
         pull = elastic_pull(moving_rate)
-        zeros = jax.tree.map(jnp.zeros_like, center)
-        force, _ = pull.update(zeros, pull.init(params), params, center=center)
+        none = jax.tree.map(jnp.zeros_like, jax.tree.map(wide, params, center))
+        force, _ = pull.update(none, pull.init(params), params, center=center)
         return jax.tree.map(
             lambda x, e: (x.astype(e.dtype) - e).astype(x.dtype), params, force
         )
@@ -454,9 +478,7 @@ def easgd(moving_rate: Any, *, rho: Any = 0.0, codec: Codec | None = None) -> Ru
         name="easgd",
         center=optax.sgd(moving_rate),
         contribution=_Parameters(),
-        message=lambda params, center: jax.tree.map(
-            lambda c, x: c - x.astype(c.dtype), center, params
-        ),
+        message=message,
         penalty=penalty,
         adopt=adopt,
         adopts="before",

@@ -97,7 +97,9 @@ def reduce_loss(
         "mean": lambda: weights.sum() * per_weight,
         "sum": lambda: jnp.ones((), wide) / collectives.size(axes),
         "sum_over_batch_size": lambda: jnp.asarray(losses.size, wide),
-        "sum_by_nonzero_weights": lambda: (weights != 0).sum(dtype=wide) * per_weight,
+        "sum_by_nonzero_weights": lambda: (
+            (weights != 0).astype(wide).sum() * per_weight
+        ),
     }[reduction]()
     # Named, so that nobody takes this for the reduction of gradients.
     with jax.named_scope(SCOPE):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +14,40 @@ from jax.sharding import Mesh
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.round import collectives
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_NONE = Mesh(np.empty((), object), ())
+
+
+def on_own_mesh(
+    method: Callable[Concatenate[Any, _Arguments], _Result],
+) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """A method of something with a ``mesh``, also where jax.set_mesh has set one.
+
+    What it runs names its mesh itself, so it runs as if none were set.
+    """
+
+    @functools.wraps(method)
+    def run(
+        self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty:
+            return method(self, *args, **kwargs)
+        try:
+            outside = jax.set_mesh(_NONE)
+        except ValueError:  # within a program
+            if context == self.mesh.abstract_mesh:
+                return method(self, *args, **kwargs)
+            raise errors.InvalidArgumentError(
+                f"this program is compiled for a mesh {dict(context.shape)}, and these "
+                f"towers have {dict(self.mesh.shape)}: call them outside of it"
+            ) from None
+        with outside:
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def make(

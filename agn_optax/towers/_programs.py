@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax.round import collectives, scan_round
-from agn_optax.towers import _loss, _replicas, _rows
+from agn_optax.towers import _loss, _mesh, _replicas, _rows
 
 PyTree = Any
 
@@ -23,11 +23,14 @@ class Program:
     """A compiled program of state, and perhaps of a batch.
 
     Attributes:
+      mesh: the mesh that it runs on.
       jitted: the function of `jax.jit` inside.
     """
 
+    mesh: Mesh
     jitted: Any
 
+    @_mesh.on_own_mesh
     def __call__(self, state: PyTree, *batch: PyTree) -> Any:
         """Runs it, unless the state is gone: a CPU would crash."""
         for leaf in jax.tree.leaves(state)[:1]:
@@ -38,6 +41,7 @@ class Program:
                 )
         return self.jitted(state, *batch)
 
+    @_mesh.on_own_mesh
     def lower(self, *arguments: Any) -> Any:
         """As that of a jitted function."""
         return self.jitted.lower(*arguments)
@@ -135,12 +139,11 @@ def _of_stacked(
 
     def on_all(state: PyTree, *batches: PyTree) -> Any:
         _replicas.check_stacked(state, mesh.size)
-        _check_context(mesh)
         for batch, spec in zip(batches, specs, strict=True):
             _check_batch(batch, len(spec) - 1, mesh.size)
         return mapped(state, *batches)
 
-    return Program(jax.jit(on_all, donate_argnums=(0,) if donate else ()))
+    return Program(mesh, jax.jit(on_all, donate_argnums=(0,) if donate else ()))
 
 
 def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
@@ -154,15 +157,6 @@ def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
                 f"{dimension} rows for {towers} towers are expected: lay it out with "
                 f"towers.{how}"
             )
-
-
-def _check_context(mesh: Mesh) -> None:
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and dict(context.shape) != dict(mesh.shape):
-        raise errors.InvalidArgumentError(
-            f"jax.set_mesh has set a mesh {dict(context.shape)}, and these towers have "
-            f"{dict(mesh.shape)}: call their programs outside of it"
-        )
 
 
 def whole_round(

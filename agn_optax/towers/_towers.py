@@ -125,6 +125,7 @@ class Towers:
 
     # State: one replica per tower.
 
+    @_mesh.on_own_mesh
     def create(self, make: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Makes state on every tower, with the axes of the mesh bound.
 
@@ -171,6 +172,7 @@ class Towers:
         """
         return self.create(_replicas.own, state)
 
+    @_mesh.on_own_mesh
     def unreplicate(self, state: PyTree) -> PyTree:
         """Tower 0's values: what is saved, and never n copies.
 
@@ -199,6 +201,7 @@ class Towers:
           (3,)
         """
         _replicas.check_stacked(state, self.size)
+        _replicas.tell_flax()
 
         def first(node: Any) -> Any:
             if isinstance(node, _replicas.PerTower):
@@ -216,6 +219,7 @@ class Towers:
 
         return jax.tree.map(first, _replicas.marked(state), is_leaf=_replicas.is_marked)
 
+    @_mesh.on_own_mesh
     def towers_agree(self, state: PyTree) -> _replicas.Agreement:
         """Whether the towers of each worker have the same state, bit for bit.
 
@@ -250,6 +254,7 @@ class Towers:
             return _replicas.Agreement()
         return _replicas.Agreement(named[differing[0]][0])
 
+    @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
         """The mean over all towers: of metrics, or of batch statistics.
 
@@ -271,6 +276,7 @@ class Towers:
         _replicas.check_stacked(tree, self.size)
         return self._means(tree)
 
+    @_mesh.on_own_mesh
     def center_params(self, opt_state: PyTree) -> PyTree:
         """The center in an optimizer state with a replica per tower, put together.
 
@@ -297,6 +303,7 @@ class Towers:
 
     # Data: rows for every tower.
 
+    @_mesh.on_own_mesh
     def shard(
         self, batch: PyTree, *, remainder: Literal["error", "drop"] = "error"
     ) -> PyTree:
@@ -343,6 +350,7 @@ class Towers:
         _batches.check_divisible(batch, self._own_towers)
         return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
 
+    @_mesh.on_own_mesh
     def shard_padded(self, batch: PyTree) -> tuple[PyTree, jax.Array]:
         """As `shard`, for any number of rows: filled up, with a mask of the real ones.
 
@@ -375,6 +383,7 @@ class Towers:
             _batches.put(mask, self._rows),
         )
 
+    @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
         """Lays the batches of a round on the towers, for `round`.
 
@@ -513,6 +522,7 @@ class Towers:
             self.mesh, train_step, period, exchange, unroll, self._tower_axes, donate
         )
 
+    @_mesh.on_own_mesh
     def evaluate(
         self,
         metric_fn: Callable[..., PyTree],
@@ -567,6 +577,7 @@ class Towers:
             raise errors.InvalidArgumentError("there are no batches to evaluate on")
         return _evaluate.combine(parts, reduction)
 
+    @_mesh.on_own_mesh
     def predict(self, fn: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         """Outputs for every row of a batch, in order, computed on all towers.
 

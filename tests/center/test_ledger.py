@@ -333,9 +333,12 @@ class Commands(RuleBasedStateMachine):
                 arrived,
             )
             assert batch.staleness[i] == self.version - anchor >= 0
-            weighted = getattr(self.mode, "late", None) == "weighted"
-            weight = 1 / (1 + self.missed(name)) if weighted else 1.0
-            assert batch.weights[i] == weight
+            if not isinstance(self.mode, Synchronous):
+                assert batch.weights is None
+            elif self.mode.late == "weighted":
+                assert batch.weights[i] == 1 / (1 + self.missed(name))
+            else:
+                assert batch.weights[i] == 1
         for name in names:
             known = self.last[name]
             sequence, known.message = known.message[0], None
@@ -713,6 +716,57 @@ def test_an_anchor_before_the_own_message_is_not_late(late):
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
         made.settle(batch)
+
+
+@pytest.mark.parametrize("late", ["weighted", "drop"])
+def test_nobody_is_late_for_a_center_that_moved_by_itself(late):
+    """As that of a site does, which has an answer from above."""
+    made = ledger(Synchronous(late=late), "ab")
+    assert exchange(made, "a") == ""
+    assert exchange(made, "b") == "ab"
+    made.shift()
+    made.shift()
+    for worker in "ab":
+        send(made, worker, anchor=1)
+    batch = made.take(0.0)
+    assert batch.applies
+    assert batch.weights == (1.0, 1.0)
+    assert batch.staleness == (2, 2)
+
+
+def test_a_late_message_does_not_use_up_the_grace_of_a_round():
+    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(made, "a")
+    assert exchange(made, "b", now=3.0) == "ab"
+    assert exchange(made, "c", now=4.0, anchor=0) == ""  # missed that round
+    assert exchange(made, "a", now=6.0) == ""
+    assert made.deadline() == 9.0
+    assert take(made, 8.9) == ""
+    assert take(made, 9.0) == "ac"
+    # Of late ones alone, the first counts.
+    made = ledger(Synchronous(quorum=2, grace=3.0), "abcd")
+    send(made, "a")
+    assert exchange(made, "b", now=3.0) == "ab"
+    send(made, "c", now=4.0, anchor=0)
+    send(made, "d", now=5.0, anchor=0)
+    assert made.deadline() == 7.0
+
+
+@pytest.mark.parametrize("how", ["whole", "of one worker"])
+def test_a_life_that_was_replaced_stays_so_in_another_process(how):
+    made = ledger(workers="ab")
+    again = Ledger()
+    if how == "whole":
+        made.join("a", "2", 0.0, replace=True)
+        again.recall(made.memory(), 0.0)
+    else:  # as a journal has it: first the one life, then the other
+        again.recall(made.memory("ab"), 0.0)
+        made.join("a", "2", 0.0, replace=True)
+        again.recall(made.memory("a"), 0.0)
+    with pytest.raises(errors.WorkerStateError, match="was replaced"):
+        again.join("a", "1", 1.0)
+    again.join("a", "2", 1.0)
+    again.join("b", "1", 1.0)
 
 
 def test_a_round_does_not_wait_for_the_dead():

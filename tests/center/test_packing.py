@@ -26,7 +26,10 @@ OPTIMIZERS = {
     "narrow": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     "rmsprop": lambda: optax.rmsprop(1e-2),
     "lion": lambda: optax.lion(1e-3),
-    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=0.01,
+        b2=0.98,  # which bfloat16 does not round to 1
+    ),
 }
 
 
@@ -61,7 +64,7 @@ def test_the_same_numbers_with_any_optimizer(optimizer, dtype):
     both = stores(rule, arrays(0, dtype=dtype))
     for i in range(1, 6):
         for store in both:
-            store.apply([store.place(arrays(i, dtype=dtype))], [1.0], i)
+            store.apply([store.place(arrays(i, dtype=dtype))], [i])
     assert_identical(*map(everything, both))
 
 
@@ -74,7 +77,7 @@ def test_the_same_numbers_with_any_rule(name):
         for store in both:
             placed = [store.place(message) for message in messages]
             norms.append(store.norm(placed[0], store.current.params))
-            store.apply(placed, [0.5] * len(placed), i)
+            store.apply(placed, [i] * len(placed), [0.5] * len(placed))
         np.testing.assert_allclose(*norms, rtol=1e-6)
     assert_identical(*map(everything, both))
 
@@ -89,7 +92,7 @@ def test_the_same_numbers_with_any_shapes(seed):
     both = stores(rules.agn(optax.adam(0.1)), arrays(seed, shapes))
     for i in range(3):
         for store in both:
-            store.apply([store.place(arrays(i, shapes))], [1.0], i)
+            store.apply([store.place(arrays(i, shapes))], [i])
     assert_identical(*map(everything, both))
 
 
@@ -180,12 +183,12 @@ def test_one_part_is_packed_at_a_time():
 def test_a_checkpoint_does_not_depend_on_it(then):
     rule = rules.agn(optax.adam(1e-2))
     for first in stores(rule, arrays(0)):
-        first.apply([first.place(arrays(1))], [1.0], 0)
+        first.apply([first.place(arrays(1))], [0])
         saved = everything(first)
         second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
         assert second.layout.packs == then
         for store in (first, second):
-            store.apply([store.place(arrays(2))], [1.0], 0)
+            store.apply([store.place(arrays(2))], [0])
         assert_identical(everything(first), everything(second))
 
 

@@ -322,3 +322,30 @@ def test_the_end_of_the_process_waits_for_an_exchange_in_flight():
         check=False,
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flush_asks_for_no_next_round(overlap):
+    """So that a schedule that has nothing to say keeps nobody from the last words."""
+    asked = []
+
+    def period(exchanges):
+        asked.append(exchanges)
+        return 2 if exchanges == 0 or len(asked) > 4 else -1
+
+    center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.zeros(2))
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=period, overlap=overlap)
+    params, state = worker.start()
+    updates, state = worker.tx.update(jnp.ones(2), state, params)
+    params = optax.apply_updates(params, updates)
+    params, state = worker.exchange(params, state)
+    params, state = worker.flush(params, state)
+    assert worker.exchanges == 1
+    np.testing.assert_array_equal(center.pull().params, [-1, -1])
+    # Who goes on does ask, before anything changes.
+    with pytest.raises(agn_optax.errors.InvalidArgumentError, match=r"period\(1\)"):
+        worker.exchange(params, state)
+    asked.extend([0] * 4)
+    worker.exchange(params, state)
+    assert asked[-1] == 1
+    assert worker.due

@@ -94,5 +94,9 @@ def test_schedules_where_promotion_is_strict(name):
 
 def test_a_period_that_is_no_whole_number_is_rounded_up():
     tx = agn_optax.downpour(optax.sgd(0.1), lambda k: jnp.asarray(1.0 + 1.5 * k))
-    _, _, state = run(tx, jnp.ones(2), np.zeros((9, 2), np.float32))
-    assert int(state.exchanges) == 3  # after 1, 1 + 3 and 1 + 3 + 4 steps
+    state, exchanges = tx.init(jnp.ones(2)), []
+    for _ in range(14):
+        _, state = tx.update(jnp.zeros(2), state, jnp.ones(2))
+        exchanges.append(int(state.exchanges))
+    # Periods of 1, 2.5, 4 and 5.5.
+    assert exchanges == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4]

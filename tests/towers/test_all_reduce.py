@@ -160,6 +160,21 @@ def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
     np.testing.assert_array_equal(program(tx, mesh())(ones)["g"], 264.0)
 
 
+@pytest.mark.parametrize("algorithm", ["psum", "reduce_scatter"])
+def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
+    with jax.enable_x64(True):
+        terms = jnp.array([1e9, 1, 1, 1, -1e9, 1, 1, 1], jnp.float32)
+        tx = agn_optax.all_reduce(
+            "towers",
+            reduction="sum",
+            algorithm=algorithm,
+            wire_dtype="float32",
+            sum_dtype="float64",
+        )
+        reduced = program(tx, mesh())({"g": jnp.broadcast_to(terms[:, None], (8, 5))})
+        np.testing.assert_array_equal(reduced["g"], np.full((8, 5), 6.0))
+
+
 def test_a_mean_in_float16_does_not_overflow():
     grads = {"g": jnp.full((8, 16), 30000.0)}
     tx = agn_optax.all_reduce("towers", wire_dtype="float16")
@@ -240,6 +255,7 @@ def test_reduced_rows_are_unique(towers):
         return tx.update(grad, tx.init(grad))[0].indices
 
     indices = jax.vmap(update, axis_name="towers")(values, rows)[0, :, 0]
+    assert len(indices) == min(5 * towers, 50)  # no more than there can be
     inside = [i for i in indices.tolist() if i < 50]
     assert sorted(inside) == sorted(set(rows.ravel().tolist()))
     other = sparse.BCOO.fromdense(jnp.eye(3))

@@ -136,6 +136,8 @@ def test_sparse_rows():
     bias = np.arange(8.0, dtype=np.float32)[:, None]
     workers = agn_optax.Towers(4, workers=4)
     sharded = workers.shard({"features": matrix, "bias": bias})
+    # As much room as the fullest tower needs, which has three elements of row 7.
+    assert sharded["features"].data.shape == (4, 3)
     _, products = workers.step(step)(workers.replicate(0), sharded)
     np.testing.assert_allclose(
         products.reshape(8, 2), dense @ weights + bias, rtol=1e-5, atol=1e-5

@@ -1,7 +1,9 @@
 """A center in shards or on the host is the same center."""
 
+import dataclasses
 import itertools
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,36 @@ def test_a_drop_in_takes_a_placement(name):
     state = towers.create(tx.init, params)
     assert state.center.pieces["w"].shape == (2, 1, 6)  # a row for every tower
     support.assert_identical(towers.center_params(state), params)
+
+
+@pytest.mark.parametrize("axes", SHARDS)
+def test_a_penalty_reads_the_whole_anchor(axes):
+    """At every step, where a tower keeps a piece of the center that is adopted."""
+    rule = dataclasses.replace(
+        agn_optax.rules.downpour(), penalty=agn_optax.elastic_pull(0.3)
+    )
+    towers = agn_optax.Towers(4, workers=2)
+    data = problem.batches(5)
+    inner = optax.sgd(0.1)
+    expected, _ = problem.train(towers, make(rule, inner=inner), data, problem.params())
+    tx = make(rule, agn_optax.Placement(shard_axis=axes), inner=inner)
+    found, _ = problem.train(towers, tx, data, problem.params())
+    support.assert_close(found[0], expected[0])
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("axes", SHARDS)
+def test_flax_serializes_what_unreplicate_gives(axes, memory):
+    towers = agn_optax.Towers(4, workers=2)
+    placement = agn_optax.Placement(shard_axis=axes, memory=memory)
+    tx = make(agn_optax.rules.diloco(), placement)
+    made = towers.create(tx.init, problem.params())
+    saved = towers.unreplicate(made)
+    data = flax.serialization.to_bytes(saved)
+    zeros = jax.tree.map(np.zeros_like, saved)
+    back = flax.serialization.from_bytes(zeros, data)
+    support.assert_identical(back, saved)
+    support.assert_identical(towers.replicate(back), made)
 
 
 @pytest.mark.parametrize("axes", [None, "towers"])

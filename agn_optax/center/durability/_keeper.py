@@ -278,16 +278,16 @@ class Keeper:
         self,
         ledger: dict[str, Any],
         contributions: Sequence[PyTree] = (),
-        weights: Sequence[float] = (),
-        staleness: int = 0,
+        staleness: Sequence[int] = (),
+        weights: Sequence[float] | None = None,
     ) -> int:
         """Something has happened to the center.
 
         Args:
           ledger: what it remembers of those to whom it happened.
           contributions: that were applied together; none if only the ledger changed.
-          weights: of them.
-          staleness: for the center optimizer.
+          staleness: of them.
+          weights: of their messages, if they are those of a round.
 
         Returns:
           What to wait for, see `is_kept`.
@@ -297,7 +297,7 @@ class Keeper:
         self._number += 1
         self._exchanges += bool(contributions)
         if self._writer is not None:
-            about = {"ledger": ledger, "weights": weights, "staleness": staleness}
+            about = {"ledger": ledger, "staleness": staleness, "weights": weights}
             self._writer.append(about, contributions)
         return self.recorded
 
@@ -449,17 +449,17 @@ class Keeper:
 
 def _repeat(record: Record, store: Store) -> None:
     """Applies what had been applied, as it was."""
-    weights = record.about["weights"]
-    if not weights:
+    staleness = record.about["staleness"]
+    if not staleness:
         return
     leaves, treedef = jax.tree.flatten(store.contribution_like)
     each = len(leaves)
     contributions = [
         jax.tree.unflatten(treedef, record.arrays[i * each : (i + 1) * each])
-        for i in range(len(weights))
+        for i in range(len(staleness))
     ]
     placed = [store.place(contribution) for contribution in contributions]
-    store.apply(placed, weights, record.about["staleness"])
+    store.apply(placed, staleness, record.about["weights"])
 
 
 def _state(

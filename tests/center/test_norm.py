@@ -1,0 +1,90 @@
+"""The norm of a message, and whether it is finite: at every size that a dtype holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import nothing_compiles
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.center._store import Store
+
+SIZES = [0.0, 1e-36, 1e-30, 1e-19, 1.0, 1e4, 2e19, 1e30, 3e38]
+
+
+def message(size, dtype="float32"):
+    # Many of them, for a sum that overflows where the squares do not.
+    values = np.random.default_rng(0).uniform(0.1, 1.0, (50, 41)) * size
+    return {"a": values[:3].astype(dtype), "b": values[3:].astype(dtype)}
+
+
+def store(packs, dtype="float32"):
+    center = jax.tree.map(np.zeros_like, message(1.0, dtype))
+    made = Store(rules.downpour(), center, None, None, packs=packs)
+    assert made.is_packed == packs
+    return made
+
+
+def norm_of(made, sent):
+    return float(made.norm(made.place(sent), made.current.params))
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_is_right_where_float32_can_hold_it(size, packs):
+    sent = message(size)
+    exact = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in sent.values()))
+    most = float(np.finfo(np.float32).max)
+    found = norm_of(store(packs), sent)
+    np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_is_right_in_other_dtypes(dtype):
+    with jax.enable_x64(True):
+        for size in (1e-3, 1.0, 6e4):
+            sent = message(size, jnp.dtype(dtype))
+            exact = np.sqrt(
+                sum((x.astype(np.float64) ** 2).sum() for x in sent.values())
+            )
+            found = norm_of(store(packs=False, dtype=jnp.dtype(dtype)), sent)
+            np.testing.assert_allclose(found, exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_is_not_finite_if_the_message_is_not(size, wrong, packs):
+    sent = message(size)
+    sent["b"][-1, 7] = wrong
+    assert not np.isfinite(norm_of(store(packs), sent))
+
+
+def test_is_the_message_s_and_not_the_contribution_s():
+    center = jax.tree.map(np.ones_like, message(1.0))
+    made = Store(rules.easgd(0.5), center, None, None, packs=True)
+    sent = jax.tree.map(lambda c: c + 2, center)
+    np.testing.assert_allclose(norm_of(made, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs):
+    settings = {"refuse_nonfinite": True, "packs": packs}
+    center = agn_optax.LocalCenter(rules.downpour(), message(0.0), **settings)
+    assert center.core.store.is_packed == packs
+    sent = message(1e25)
+    answer = center.exchange(sent, anchor_version=0, worker="a")
+    assert answer.applied
+    np.testing.assert_array_equal(answer.params["b"], -sent["b"])
+    sent["a"][0, 0] = np.inf
+    with pytest.raises(errors.MessageRefusedError, match="not finite"):
+        center.exchange(sent, anchor_version=1, worker="a")
+    assert center.version == 1
+
+
+def test_the_careful_way_is_no_other_program():
+    made = store(packs=False)
+    norm_of(made, message(1.0))
+    with nothing_compiles():
+        norm_of(made, message(1e30))

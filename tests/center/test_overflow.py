@@ -1,0 +1,163 @@
+"""A finite message that would make a center infinite is refused; nothing moves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import assert_identical
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import _growth
+
+ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
+LEAVES, TREEDEF = jax.tree.flatten(ONES)
+
+
+def times(number, dtype="float32"):
+    return jax.tree.map(lambda x: (x * number).astype(dtype), ONES)
+
+
+# By what is wrong: a rule, and messages of which only the last one is too much.
+HARMFUL = {
+    "learning_rate": (rules.agn(optax.sgd(1e25)), [1.0, 1e10, 4e13]),
+    "sum": (rules.downpour(), [3e38, -1.0, 3e38]),
+    "0/0": (rules.agn(optax.adam(0.1, eps=0.0)), [0.0]),
+    "momentum": (rules.diloco(optax.sgd(1.0, momentum=0.9)), [1e38, 3.3e38]),
+    "state": (rules.agn(optax.adam(0.1)), [1.0, 1e18, 1e22]),
+    "easgd": (rules.easgd(1.0), [-3e38, 3e38]),
+    "decay": (
+        rules.agn(optax.chain(optax.add_decayed_weights(10.0), optax.sgd(1.0))),
+        [1.0, -1e37, 3e38],
+    ),
+}
+
+
+def refuses(center, number, worker="a", dtype="float32"):
+    before = center.save()
+    with pytest.raises(errors.MessageRefusedError, match="stays as it was"):
+        center.exchange(
+            times(number, dtype), anchor_version=center.version, worker=worker
+        )
+    assert_identical(center.save(), before)
+
+
+def takes(center, number, worker="a", dtype="float32"):
+    answer = center.exchange(
+        times(number, dtype), anchor_version=center.version, worker=worker
+    )
+    assert answer.applied
+    for leaf in jax.tree.leaves(center.save()):
+        assert np.isfinite(np.asarray(leaf, np.float64)).all()
+
+
+@pytest.mark.parametrize("mode", [None, agn_optax.center.Synchronous()])
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
+    rule, (*good, bad) = HARMFUL[harm]
+    center = agn_optax.LocalCenter(
+        rule, times(0.0), refuse_nonfinite=True, packs=packs, mode=mode
+    )
+    for number in good:
+        takes(center, number)
+    refuses(center, bad)
+    refuses(center, bad)  # nor is it taken when it is sent again
+    takes(center, 1e-3)
+    assert center.version == len(good) + 1
+
+
+@pytest.mark.parametrize("rule", [rules.downpour(), rules.easgd(1.0)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_narrow_center_overflows_before_its_messages(rule, dtype):
+    center = agn_optax.LocalCenter(rule, times(0.0, "float16"), refuse_nonfinite=True)
+    takes(center, 6e4, dtype=dtype)
+    if rule.message is None:
+        refuses(center, 6e4, dtype=dtype)
+    takes(center, 1.0, dtype=dtype)
+    if dtype == "float32":
+        refuses(center, 7e4, dtype=dtype)
+
+
+def test_many_small_messages_overflow_too():
+    center = agn_optax.LocalCenter(
+        rules.downpour(), times(0.0, "float16"), refuse_nonfinite=True
+    )
+    for _ in range(6):
+        takes(center, -1e4)
+    refuses(center, -1e4)
+    takes(center, 1e4)
+
+
+def test_a_center_that_is_not_finite_already_takes_messages():
+    """So that one number that its chief began with does not stop all training."""
+    params = times(1.0)
+    params["b"][2] = np.nan
+    center = agn_optax.LocalCenter(rules.downpour(), params, refuse_nonfinite=True)
+    center.exchange(times(0.5), anchor_version=0, worker="a")
+    np.testing.assert_array_equal(center.pull().params["a"], 0.5 * ONES["a"])
+
+
+def test_over_a_wire():
+    rule = rules.agn(optax.sgd(1e25))
+    with (
+        service.serve(rule, times(0.0)) as served,
+        service.connect(served.address, rule) as center,
+    ):
+        center.join("a")
+        for version, number in enumerate((1.0, 1e10)):
+            center.exchange(times(number), anchor_version=version, worker="a")
+        before = center.pull()
+        for _ in range(2):
+            with pytest.raises(errors.MessageRefusedError, match="stays as it was"):
+                center.exchange(times(4e13), anchor_version=2, worker="a")
+        assert_identical(center.pull().params, before.params)
+        answer = center.exchange(times(1.0), anchor_version=2, worker="a")
+        assert answer.version == 3
+
+
+MULTIPLES = {
+    "sgd": optax.sgd(0.3),
+    "chain": optax.chain(optax.scale(-2.0), optax.sgd(3.0)),
+    "none": optax.identity(),
+}
+OTHERS = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 1.0, 10)),
+    "noise": optax.add_noise(0.1, 0.5, 0),
+    "sign": optax.scale_by_sign(),
+    "inverse": optax.stateless(lambda u, _: jax.tree.map(lambda x: 1 / x, u)),
+    "square": optax.stateless(lambda u, _: jax.tree.map(lambda x: x * x, u)),
+    "shifted": optax.stateless(lambda u, _: jax.tree.map(lambda x: x + 1, u)),
+    "constant": optax.stateless(lambda u, _: jax.tree.map(jnp.ones_like, u)),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_the_growth_of_multiples_is_known(name):
+    rule = rules.agn(MULTIPLES[name])
+    factor = _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES)))
+    state = rule.center.init(ONES)
+    updates, _ = rule.center.update(ONES, state, ONES, staleness=jnp.int32(0))
+    largest = max(float(jnp.abs(u).max()) for u in jax.tree.leaves(updates))
+    np.testing.assert_allclose(factor, largest, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_growth_of_others_is_not(name):
+    rule = rules.agn(OTHERS[name])
+    assert _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES))) is None
+
+
+def test_the_growth_of_a_message_made_of_the_center_is_not():
+    rule = dataclasses.replace(rules.easgd(0.5), center=optax.sgd(0.5))
+    assert _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES))) is None
+
+
+def abstract(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -1,0 +1,137 @@
+"""What a synchronous round makes of several messages, in numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_close, assert_identical, tree
+
+import agn_optax
+from agn_optax import rules
+from agn_optax.center._ledger import Ledger
+from agn_optax.center._store import Store
+
+WORKERS = 3
+
+
+def values(dtype, seed, like=None):
+    return jax.tree.map(
+        lambda x: (
+            np.random.default_rng(seed).uniform(1.0, 2.0, x.shape).astype(x.dtype)
+        ),
+        tree(dtype) if like is None else like,
+    )
+
+
+def store(rule, center):
+    return Store(rule, center, None, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
+    made, center = RULES[rule](), values(dtype, seed=9)
+    split = agn_optax.phases(optax.sgd(0.1), made, axis_name="workers")
+    params = [values(dtype, seed) for seed in range(WORKERS)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
+
+    def contributes(params):
+        state = split.init(center)
+        _, state = split.update(jax.tree.map(lambda x: x / 8, params), state, params)
+        return split.exchange(params, state)[1]
+
+    expected = jax.vmap(contributes, axis_name="workers")(stacked)
+
+    def sends(params):
+        state = split.init(center)
+        _, state = split.update(jax.tree.map(lambda x: x / 8, params), state, params)
+        return made.contribution(
+            state.local.record, params, center, state.local.local_steps
+        )
+
+    kept = store(made, center)
+    sent = [jax.jit(sends)(each) for each in params]
+    kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+    first = jax.tree.map(lambda c: c[0], expected.center)
+    # Messages of a mesh are added up in the center's dtype.
+    ulp = float(jnp.finfo(dtype).eps)
+    assert_close(kept.current.params, first, tolerance=3 * WORKERS * ulp)
+
+
+@pytest.mark.parametrize("rule", ["average", "downpour"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_a_round_is_rounded_once(rule, dtype):
+    with jax.enable_x64(True):
+        center = {"w": np.zeros(1000, jnp.dtype(dtype))}
+        sent = [values(dtype, seed, center) for seed in range(WORKERS)]
+        kept = store(RULES[rule](), center)
+        kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+        total = sum(np.asarray(each["w"], np.float64) for each in sent)
+        exact = -total / (WORKERS if rule == "average" else 1)
+        found = np.asarray(kept.current.params["w"])
+        assert found.dtype == dtype
+        if dtype in ("bfloat16", "float16"):
+            np.testing.assert_array_equal(found, exact.astype(found.dtype))
+        else:
+            np.testing.assert_allclose(found, exact, rtol=2 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("combine", ["sum", "mean"])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1 / 3), (0.5, 0.25)])
+def test_messages_count_by_their_weights(combine, weights):
+    rule = dataclasses.replace(rules.downpour(), combine=combine)
+    kept = store(rule, np.zeros(2, np.float32))
+    sent = [np.array([1.0, 3.0], np.float32), np.array([-6.0, 12.0], np.float32)]
+    kept.apply(sent, [0, 0], weights)
+    total = weights[0] * sent[0] + weights[1] * sent[1]
+    expected = -total / (2 if combine == "mean" else 1)
+    np.testing.assert_allclose(kept.current.params, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("late", ["next", "weighted"])
+@pytest.mark.parametrize("rule", ["downpour", "dynsgd", "told"])
+def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone):
+    """By its own staleness if the rule or the mode says so, and never twice."""
+    told = optax.chain(agn_optax.scale_by_staleness(), optax.sgd(1.0))
+    made = {
+        **{name: RULES[name]() for name in ("downpour", "dynsgd")},
+        "told": dataclasses.replace(rules.downpour(), center=told),
+    }[rule]
+    ledger = Ledger(agn_optax.center.Synchronous(quorum=1, late=late))
+    kept = store(made, np.zeros(1, np.float32))
+
+    def settles(*sent):
+        """An exchange of some workers, each with a message of 1, and its anchor."""
+        before = float(kept.current.params[0])
+        for worker, sequence, anchor in sent:
+            ledger.submit(worker, "", sequence, anchor, 0.0)
+        batch = ledger.take(0.0)
+        assert len(batch.entries) == len(sent)
+        messages = [np.ones(1, np.float32)] * len(sent)
+        kept.apply(messages, batch.staleness, batch.weights)
+        ledger.settle(batch)
+        return before - float(kept.current.params[0])
+
+    for worker in ("fast", "slow"):
+        ledger.join(worker, "", 0.0)
+    for version in range(3):
+        assert settles(("fast", version + 1, version)) == 1.0
+    counts = 1 / 4 if rule == "dynsgd" or late == "weighted" else 1.0
+    if alone:
+        assert settles(("slow", 1, 0)) == counts
+    else:
+        assert settles(("slow", 1, 0), ("fast", 4, 3)) == 1.0 + counts
+
+
+def test_one_message_of_a_round_moves_as_a_message_alone():
+    for name, rule in RULES.items():
+        center = values("float32", seed=9)
+        kept, other = (store(rule(), center) for _ in range(2))
+        sent = values("float32", seed=1)
+        kept.apply([sent], [0], [1.0])
+        other.apply([sent], [0])
+        assert_identical(kept.current.params, other.current.params), name

@@ -1,0 +1,105 @@
+"""Everything works where JAX promotes dtypes strictly, in bfloat16 as well."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import INNERS, RULES, feeds, gradient, run, tree
+
+import agn_optax
+
+rules = pytest.mark.parametrize("rule", RULES)
+PERIOD = 2
+DTYPE = "bfloat16"
+
+
+@pytest.fixture(autouse=True)
+def strictly():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@rules
+def test_a_drop_in(rule):
+    params = tree(DTYPE)
+    tx = agn_optax.exchange_every(INNERS["adamw"](), RULES[rule](), PERIOD)
+    run(tx, params, feeds(params, 2))
+
+
+@rules
+def test_split_and_round(rule):
+    params = tree(DTYPE)
+    split = agn_optax.phases(INNERS["adam"](), RULES[rule](), center_dtype="float32")
+
+    def local_step(params, state, target):
+        updates, state = split.update(gradient(params, target), state, params)
+        return optax.apply_updates(params, updates), state, ()
+
+    scanned = agn_optax.scan_round(local_step, split.exchange)
+    jax.jit(scanned)(params, split.init(params), feeds(params, PERIOD))
+
+
+@rules
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker(rule, overlap):
+    params = tree(DTYPE)
+
+    center = agn_optax.LocalCenter(
+        RULES[rule](),
+        params,
+        dtype="float32",
+        refuse_nonfinite=True,
+        mode=agn_optax.center.Synchronous() if overlap else None,
+    )
+    inner = INNERS["adam"]()
+    worker = agn_optax.Worker(center, inner, period=PERIOD, overlap=overlap)
+    loop = worker.start(params)
+    for i in range(3 * PERIOD):
+        target = jax.tree.map(lambda f: f[i], feeds(params, 6))  # noqa: B023
+        updates, state = worker.tx.update(gradient(loop[0], target), loop[1], loop[0])
+        loop = worker.exchange(optax.apply_updates(loop[0], updates), state)
+    worker.flush(*loop)
+    assert worker.exchanges == 3
+
+
+@rules
+def test_towers(rule):
+    towers = agn_optax.Towers(4, workers=2)
+    params = tree(DTYPE)
+    split = agn_optax.phases(
+        INNERS["adam"](),
+        RULES[rule](),
+        axis_name="workers",
+        placement=agn_optax.Placement(shard_axis="workers"),
+    )
+    tx = optax.chain(agn_optax.all_reduce("towers"), split)
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(jnp.dtype(DTYPE))
+
+    def train_step(state, batch):
+        params, opt_state = state
+
+        def objective(params):
+            losses = batch @ params["layers"][0]["w"] * params["scale"]
+            return agn_optax.reduce_loss(
+                losses, axis_name="towers", reduction="sum_by_nonzero_weights"
+            )
+
+        loss, grads = jax.value_and_grad(objective)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    state = towers.create(lambda params: (params, tx.init(params)), params)
+    whole = towers.round(
+        train_step, PERIOD, exchange=lambda state: split.exchange(*state)
+    )
+    state, losses = whole(state, towers.shard_round([rows] * PERIOD))
+    assert towers.towers_agree(state)
+    towers.unreplicate(state)
+    towers.center_params(state[1])
+    towers.mean(losses)
+
+
+def test_loss_scaling():
+    params = tree(DTYPE)
+    run(agn_optax.loss_scaling(INNERS["momentum"]()), params, feeds(params, 3))

@@ -1,0 +1,192 @@
+"""What each part of a rule is given, and in which dtype: the contract of `Rule`."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import RULES, assert_close, assert_identical, feeds, run_split, tree
+
+import agn_optax
+from agn_optax import rules
+from agn_optax.round import _exchange
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def keeps_params():
+    """An optimizer whose state is the parameters that it is shown, themselves."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda u: -u, updates), state
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize("name", ["agn", "agn_window"])
+def test_a_mean_is_over_the_steps_that_were_made(name, steps):
+    """Which the round counts: a record may be fed by others, and more often."""
+    rule = RULES[name]()
+    params, anchor = tree(seed=1), tree(seed=2)
+    _, record = rule.record.update(params, rule.record.init(params), params)
+    made = rule.contribution(record, params, anchor, jnp.int32(steps))
+    whole = params
+    if name == "agn_window":
+        whole = jax.tree.map(jnp.subtract, anchor, params)
+    assert_close(made, jax.tree.map(lambda x: x / steps, whole))
+
+
+@pytest.mark.parametrize("form", ["rule", "drop_in"])
+def test_a_wide_record_keeps_what_a_narrow_one_loses(form):
+    params, grads = jnp.zeros(3, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
+    steps, settings = 300, {"record_dtype": "float32"}
+    if form == "rule":
+        tx = agn_optax.phases(optax.sgd(0.0), rules.agn(optax.sgd(1.0), **settings))
+    else:
+        tx = agn_optax.agn(optax.sgd(0.0), steps + 1, center=optax.sgd(1.0), **settings)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(steps):
+        _, state = update(grads, state, params)
+    np.testing.assert_array_equal(state.local.record.sum, [300.0] * 3)
+
+
+def test_the_record_is_of_the_gradients_and_not_of_the_penalty():
+    rule = dataclasses.replace(
+        rules.agn(optax.sgd(1.0)), penalty=agn_optax.elastic_pull(0.5)
+    )
+    split = agn_optax.phases(optax.sgd(0.1), rule)
+    params, grads = tree(), tree(seed=1)
+    state = split.init(tree(seed=2))
+    updates, state = split.update(grads, state, params)
+    assert_identical(state.local.record.sum, grads)
+    pulled = jax.tree.map(
+        lambda g, x, c: -0.1 * (g + 0.5 * (x - c)), grads, params, tree(seed=2)
+    )
+    assert_close(updates, pulled)
+
+
+def test_diloco_without_a_center_optimizer_is_the_paper_s():
+    """Nesterov momentum of 0.9, at a rate of 0.7, of the mean displacement."""
+    params = tree()
+    split = agn_optax.phases(optax.sgd(0.1), rules.diloco())
+    targets = feeds(params, 6)
+    _, state = run_split(split, params, targets, 2)
+
+    center = trained = params
+    momentum = jax.tree.map(jnp.zeros_like, params)
+    for begin in range(0, 6, 2):
+        trained = center
+        for i in (begin, begin + 1):
+            trained = jax.tree.map(
+                lambda x, f: x - 0.1 * 0.7 * (x - f[i]),  # noqa: B023
+                trained,
+                targets,
+            )
+        moved = jax.tree.map(jnp.subtract, center, trained)
+        momentum = jax.tree.map(lambda v, m: 0.9 * v + m, momentum, moved)
+        center = jax.tree.map(
+            lambda c, v, m: c - 0.7 * (0.9 * v + m), center, momentum, moved
+        )
+    assert_close(state.center, center)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_anchor_is_kept_only_where_something_reads_it(name):
+    rule, params = RULES[name](), tree()
+    split = agn_optax.phases(optax.sgd(0.1), rule)
+    assert (split.init(params).local.anchor is None) == (name != "easgd_rho")
+    worker = agn_optax.Worker(
+        agn_optax.LocalCenter(rule, params), optax.sgd(0.1), period=1
+    )
+    _, state = worker.start()
+    assert (state.anchor is None) == (name != "easgd_rho")
+    # Whoever has no use for an anchor is not given one, so that none is kept for it.
+    reads = {"agn": False, "easgd": False}.get(name, True)
+    assert rule.needs_anchor == reads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("center_dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
+    name, dtype, center_dtype
+):
+    seen = []
+
+    def update(updates, state, params=None, *, staleness):
+        seen.append(jax.tree.map(lambda u: u.dtype, (updates, params)))
+        assert staleness.dtype == jnp.int32
+        return updates, state
+
+    sees = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    rule = dataclasses.replace(RULES[name](), center=sees)
+    split = agn_optax.phases(optax.sgd(0.1), rule, center_dtype=center_dtype)
+    params = tree(dtype)
+    jax.eval_shape(split.exchange, params, split.init(params))
+    (dtypes,) = seen
+    assert set(jax.tree.leaves(dtypes)) == {jnp.dtype(center_dtype)}
+
+
+@pytest.mark.parametrize("place", ["phases", "drop_in", "center"])
+def test_optimizers_that_keep_the_parameters_have_copies(place):
+    """Or a donation of the one would take the other away."""
+    params = {"w": jnp.ones(4), "b": jnp.arange(3.0)}
+    rule = rules.agn(keeps_params())
+    if place == "center":
+        center = agn_optax.LocalCenter(rule, params)
+        store = center._store
+        state = (store.current.params, store._center_state)
+    else:
+        make = {
+            "phases": agn_optax.phases,
+            "drop_in": functools.partial(agn_optax.exchange_every, period=1),
+        }[place]
+        tx = make(keeps_params(), rule)
+        state = tx.init(params)
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+    assert len(set(buffers)) == len(buffers)
+    if place == "center":  # which moves in place
+        for version in range(3):
+            center.exchange(params, anchor_version=version, worker="a")
+        np.testing.assert_array_equal(center.pull().params["w"], [-2.0] * 4)
+
+
+@pytest.mark.parametrize("name", ["easgd", "easgd_rho"])
+def test_a_late_elastic_answer_pulls_from_what_was_sent(name):
+    rule = RULES[name]()  # at a rate of 0.3
+    now, sent, center = tree(seed=1), tree(seed=2), tree(seed=3)
+    expected = jax.tree.map(
+        lambda x, s, c: s - 0.3 * (s - c) + (x - s), now, sent, center
+    )
+    assert_close(_exchange.adopt_late(rule, now, sent, center), expected)
+
+
+@pytest.mark.parametrize("name", ["downpour", "agn_window", "average", "diloco"])
+def test_what_rounding_kept_from_a_worker_is_not_what_it_sent(name):
+    """The worker adopted the rounded anchor; its small parameters show the difference.
+
+    So under bfloat16 parameters it recovers what it sent, to the last bit.
+    """
+    rule = RULES[name]()
+    params = (jnp.arange(1.0, 200.0) / 997).astype(jnp.bfloat16)
+    anchor = jnp.float32(3.0) + jnp.arange(1.0, 200.0) / 1013
+    for steps in (1, 2, 4):
+        sent = rule.contribution((), params, anchor, jnp.int32(steps))
+        found = rule.contribution.recover(
+            sent, jnp.zeros_like(params), anchor, jnp.int32(steps)
+        )
+        assert_identical(found, params)
+
+
+def test_elastic_pull_rounds_once():
+    # 1 + 2^-8 is halfway between two numbers of bfloat16, and a little more is not.
+    tx = agn_optax.elastic_pull(1.0)
+    updates, params = jnp.ones(1, jnp.bfloat16), jnp.full(1, 2**-8 + 2**-20)
+    pulled, _ = tx.update(updates, tx.init(params), params, center=jnp.zeros(1))
+    assert pulled.dtype == jnp.bfloat16
+    assert float(pulled[0]) == 1 + 2**-7
