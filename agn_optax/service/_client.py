@@ -42,7 +42,7 @@ def connect(
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     insecure: bool = False,
-    transports: Sequence[str] = _dialling.NAMES,
+    transports: Sequence[str] | None = None,
 ) -> RemoteCenter | ShardedCenter:
     """The center at an address, to be used as a `LocalCenter` is.
 
@@ -148,7 +148,7 @@ class RemoteCenter:
         like: PyTree = None,
         tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        transports: Sequence[str] = _dialling.NAMES,
+        transports: Sequence[str],
     ) -> None:
         self.rule = rule
         self.address = address

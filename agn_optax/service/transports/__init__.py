@@ -16,7 +16,7 @@ from agn_optax.service.transports._transport import (
 )
 
 # In order of preference.
-TRANSPORTS: tuple[Transport, ...] = (Memory(), Socket(), Grpc())
+TRANSPORTS: list[Transport] = [Memory(), Socket(), Grpc()]
 
 __all__ = [
     "TRANSPORTS",

@@ -12,23 +12,25 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import TRANSPORTS, Link, Target
 
 _log = logging.getLogger("agn_optax")
-NAMES = tuple(transport.name for transport in TRANSPORTS)
 
 
-def check(names: Any) -> tuple[str, ...]:
-    """``names`` if they are names of transports, in any order.
+def check(given: Any) -> tuple[str, ...]:
+    """``given`` if they are names of transports, in any order; all for None.
 
     Raises:
       InvalidArgumentError: they are not.
     """
-    if isinstance(names, str) or not isinstance(names, Iterable):
+    known = tuple(transport.name for transport in TRANSPORTS)
+    if given is None:
+        return known
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise errors.InvalidTypeError(
-            f"transports must be a list of names such as {list(NAMES)}, got {names!r}"
+            f"transports must be a list of names such as {list(known)}, got {given!r}"
         )
-    given = tuple(names)
-    if not given or not set(given) <= set(NAMES) or len(set(given)) < len(given):
+    given = tuple(given)
+    if not given or not set(given) <= set(known) or len(set(given)) < len(given):
         raise errors.InvalidArgumentError(
-            f"transports must be some of {', '.join(NAMES)}, each once, got {given}"
+            f"transports must be some of {', '.join(known)}, each once, got {given}"
         )
     return given
 
