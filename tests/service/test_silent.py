@@ -1,0 +1,89 @@
+"""Peers that are there and say nothing: nobody waits for them longer than is said."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sessions
+import talking
+
+from agn_optax import rules, service
+from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.service.transports import _memory
+
+PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
+RULE = rules.downpour()
+LIMIT = 90  # seconds that nothing here takes
+LARGE = 4_000_000  # elements: more than all buffers of a socket hold
+shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")
+TRANSPORTS = ["grpc", "socket", pytest.param("memory", marks=shares)]
+
+
+@contextlib.contextmanager
+def stopped(process):
+    """By SIGSTOP: its connections stay, and say nothing."""
+    os.kill(process._popen.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process._popen.pid, signal.SIGCONT)
+
+
+def connect(server, *transports):
+    names = transports or ("memory", "socket", "grpc")
+    return service.connect(server.address, RULE, transports=names, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(rounds=1), Synchronous()], ids=repr)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_is_stopped_is_given_up(transport, mode):
+    """The others wait for it until its lease is over, and not for good."""
+    start = np.zeros(8, np.float32)
+    with (
+        talking.processes(PROGRAM, 1) as (process,),
+        service.serve(RULE, start, mode=mode, lease=1.0) as server,
+        connect(server) as center,
+    ):
+        join = {"address": server.address, "worker": "anna", "transports": [transport]}
+        process.ask(do="join", **join)
+        with stopped(process):
+            for number in range(4):
+                answer = sessions.exchange(
+                    center, np.ones(8, np.float32), anchor_version=number, worker="bert"
+                )
+            assert answer.version == 4
+            assert server.center.workers == {"bert"}
+        # It was away, and not dead: it is back with its next exchange.
+        sessions.leave(center, "bert")
+        assert process.ask(do="exchange", element=1)["version"] == 5
+        assert server.center.workers == {"anna"}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("unread", ["grpc", "socket"])
+def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
+    start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
+    ones = {name: np.ones(LARGE, np.float32) for name in start}
+    with (
+        service.serve(RULE, start) as server,
+        connect(server, unread) as silent,
+        connect(server, transport) as center,
+    ):
+        anna = silent.join("anna")
+        anna.submit(1, ones, anchor_version=0)
+        end = time.monotonic() + LIMIT
+        while server.center.version < 1:  # its answer is on its way from now on
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for version in range(1, 5):
+            answer = sessions.exchange(
+                center, ones, anchor_version=version, worker="bert"
+            )
+            assert answer.version == version + 1
+        assert float(answer.params["a"][0]) == -5.0
+        assert anna.collect(1, timeout=LIMIT).version == 1
