@@ -34,7 +34,7 @@ from agn_optax.center import (
     Synchronous,
     _core,
 )
-from agn_optax.center.durability import _keeper, _writer
+from agn_optax.center.durability import _directory, _keeper, _writer
 
 DOWNPOUR = rules.downpour()
 MODES = [
@@ -311,8 +311,9 @@ class Exchanges(RuleBasedStateMachine):
     def restart(self, kills):
         there = self.look()
         directory = self.folder / str(len(list(self.folder.iterdir())))
-        if kills:
-            shutil.copytree(self.directory, directory)
+        if kills:  # a copy takes its time, in which nothing may be written
+            with self.core.reading(kept=True):
+                shutil.copytree(self.directory, directory)
         self.end()
         if not kills:
             shutil.copytree(self.directory, directory)
@@ -360,7 +361,7 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
-    monkeypatch.setattr(_writer, "_RESERVED", 1 << 14)  # bytes, quickly copied
+    monkeypatch.setattr(_directory, "_RESERVED", 1 << 14)  # bytes, quickly copied
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs none
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
     run_state_machine_as_test(
@@ -387,7 +388,8 @@ def exchange(session, sequence=1, anchor_version=0):
 @contextlib.contextmanager
 def collecting(session, monkeypatch, sequence=1):
     """Somebody waits for an answer meanwhile; yields what comes of it, as a future."""
-    condition, waiting = session._core.atomically(), threading.Event()
+    condition = session._core._messages[session.worker].over
+    waiting = threading.Event()
     wait = condition.wait
 
     def waits(timeout=None):
