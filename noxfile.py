@@ -57,7 +57,7 @@ def oldest(session: nox.Session) -> None:
         "jax==0.10.0",
         "jaxlib==0.10.0",
         "optax==0.2.8",
-        "flax==0.12.1",
+        "flax==0.12.2",
         "grpcio==1.76.0",
         "protobuf==6.31.*",
     )

@@ -236,7 +236,7 @@ def assert_identical(actual, expected):
         assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
 
 
-def run_processes(program, arguments, count, timeout=240):
+def run_processes(program, arguments, count, timeout=800):
     """What the processes of one `jax.distributed` job say, when all have ended."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
 ROOT = pathlib.Path(__file__).parents[2]
 DRAWN = ("exchange", "fan_in", "size")
 OTHERS = (
@@ -30,7 +31,7 @@ def run(program, *options):
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

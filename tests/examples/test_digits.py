@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import digits
 
+pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
+
 
 def run_demo(*arguments):
     """The runs by their names, and the accuracies."""
