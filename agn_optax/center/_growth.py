@@ -57,9 +57,9 @@ def factor(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> float | None:
     return largest if math.isfinite(largest) else None
 
 
-def most(center: PyTree) -> float:
-    """Half of the largest number that all leaves of a center can hold."""
-    return min(
-        (float(jnp.finfo(leaf.dtype).max) / 2 for leaf in jax.tree.leaves(center)),
-        default=0.0,
-    )
+def most(rule: Rule, center: PyTree) -> float:
+    """Half of the largest number that every leaf holds, also as workers adopt it."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(center)]
+    if rule.codec.answers is not None:
+        dtypes.append(rule.codec.answers)
+    return min((float(jnp.finfo(dtype).max) / 2 for dtype in dtypes), default=0.0)

@@ -78,6 +78,16 @@ class Store:
         if device is not None:
             params = jax.device_put(params, device)
         kept = self._keep(rule, params, dtype, packs)
+        answers = rule.codec.answers
+        if answers is not None:
+            largest = float(_programs(rule).largest(kept))
+            most = float(jnp.finfo(answers).max)
+            if largest > most:
+                raise errors.InvalidArgumentError(
+                    f"by codec {rule.codec.name!r} workers adopt the center as "
+                    f"{jnp.dtype(answers)}, which holds numbers up to "
+                    f"{most:g}; the first parameters have {largest:g}"
+                )
         # Of a copy: some optimizers keep the parameters that they are shown.
         self._set(rule, CenterState(kept, rule.center.init(trees.copy(kept)), 0))
 
@@ -223,8 +233,10 @@ class Store:
             if not finite:
                 raise errors.MessageRefusedError(
                     "with this message, or with another one of its round, the center "
-                    "would not be finite any more; it stays as it was. Start again "
-                    "from the center, with a smaller learning rate or with clipping"
+                    "would not be finite any more, as it is or as workers adopt it "
+                    f"({self._rule.codec.answers or 'unrounded'}); it stays as it was. "
+                    "Start again from the center, with a smaller learning rate or with "
+                    "clipping"
                 )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
@@ -249,7 +261,7 @@ class Store:
             return False
         for _ in range(2):
             largest = self._largest + 1.01 * factor * norm  # with some for rounding
-            if largest < _growth.most(self.current.params):
+            if largest < _growth.most(self._rule, self.current.params):
                 self._largest = largest
                 return True
             self._largest = float(self._programs.largest(self.current.params))
@@ -373,8 +385,10 @@ def _programs(rule: Rule) -> _Programs:
         def stays_finite(
             one: PyTree, about: Any, center: PyTree, center_state: PyTree
         ) -> jax.Array:
-            old = jax.tree.leaves((center, center_state))
-            new = jax.tree.leaves(program(one, about, center, center_state))
+            moved, moved_state = program(one, about, center, center_state)
+            # As workers adopt it: a narrow answer has no room for a large center.
+            old = jax.tree.leaves((rounds.answer_of(rule, center), center_state))
+            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
                 for n, o in zip(new, old, strict=True)

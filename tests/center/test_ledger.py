@@ -764,9 +764,9 @@ def test_a_life_that_was_replaced_stays_so_in_another_process(how):
         made.join("a", "2", 0.0, replace=True)
         again.recall(made.memory("a"), 0.0)
     with pytest.raises(errors.WorkerStateError, match="was replaced"):
-        again.join("a", "1", 1.0)
-    again.join("a", "2", 1.0)
-    again.join("b", "1", 1.0)
+        again.join("a", "1", 1.0, back=True)
+    again.join("a", "2", 1.0, back=True)
+    again.join("b", "1", 1.0, back=True)
 
 
 def test_a_round_does_not_wait_for_the_dead():

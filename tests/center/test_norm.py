@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sessions
 from support import nothing_compiles
 
 import agn_optax
@@ -74,12 +75,12 @@ def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs)
     center = agn_optax.LocalCenter(rules.downpour(), message(0.0), **settings)
     assert center.core.store.is_packed == packs
     sent = message(1e25)
-    answer = center.exchange(sent, anchor_version=0, worker="a")
+    answer = sessions.exchange(center, sent, anchor_version=0, worker="a")
     assert answer.applied
     np.testing.assert_array_equal(answer.params["b"], -sent["b"])
     sent["a"][0, 0] = np.inf
     with pytest.raises(errors.MessageRefusedError, match="not finite"):
-        center.exchange(sent, anchor_version=1, worker="a")
+        sessions.exchange(center, sent, anchor_version=1, worker="a")
     assert center.version == 1
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import assert_identical
 
 import agn_optax
@@ -39,15 +40,15 @@ HARMFUL = {
 def refuses(center, number, worker="a", dtype="float32"):
     before = center.save()
     with pytest.raises(errors.MessageRefusedError, match="stays as it was"):
-        center.exchange(
-            times(number, dtype), anchor_version=center.version, worker=worker
+        sessions.exchange(
+            center, times(number, dtype), anchor_version=center.version, worker=worker
         )
     assert_identical(center.save(), before)
 
 
 def takes(center, number, worker="a", dtype="float32"):
-    answer = center.exchange(
-        times(number, dtype), anchor_version=center.version, worker=worker
+    answer = sessions.exchange(
+        center, times(number, dtype), anchor_version=center.version, worker=worker
     )
     assert answer.applied
     for leaf in jax.tree.leaves(center.save()):
@@ -92,12 +93,30 @@ def test_many_small_messages_overflow_too():
     takes(center, 1e4)
 
 
+@pytest.mark.parametrize("name", ["downpour", "easgd"])
+def test_a_center_stays_where_its_answers_can_hold_it(name):
+    """As float16, say: beyond that, workers would adopt infinity."""
+    codec = agn_optax.codecs.cast("float16")
+    rate = (1.0,) if name == "easgd" else ()
+    rule = getattr(rules, name)(*rate, codec=codec)
+    sign = 1 if name == "easgd" else -1  # of parameters, or of displacements
+    center = agn_optax.LocalCenter(rule, times(0.0), refuse_nonfinite=True)
+    takes(center, sign * 6e4)
+    if name == "downpour":
+        refuses(center, sign * 1e4)
+    takes(center, 1.0)
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"up to 65504; .* have 70000"
+    ):
+        agn_optax.LocalCenter(rule, times(7e4))
+
+
 def test_a_center_that_is_not_finite_already_takes_messages():
     """So that one number that its chief began with does not stop all training."""
     params = times(1.0)
     params["b"][2] = np.nan
     center = agn_optax.LocalCenter(rules.downpour(), params, refuse_nonfinite=True)
-    center.exchange(times(0.5), anchor_version=0, worker="a")
+    sessions.exchange(center, times(0.5), anchor_version=0, worker="a")
     np.testing.assert_array_equal(center.pull().params["a"], 0.5 * ONES["a"])
 
 
@@ -107,15 +126,14 @@ def test_over_a_wire():
         service.serve(rule, times(0.0)) as served,
         service.connect(served.address, rule) as center,
     ):
-        center.join("a")
         for version, number in enumerate((1.0, 1e10)):
-            center.exchange(times(number), anchor_version=version, worker="a")
+            sessions.exchange(center, times(number), anchor_version=version, worker="a")
         before = center.pull()
         for _ in range(2):
             with pytest.raises(errors.MessageRefusedError, match="stays as it was"):
-                center.exchange(times(4e13), anchor_version=2, worker="a")
+                sessions.exchange(center, times(4e13), anchor_version=2, worker="a")
         assert_identical(center.pull().params, before.params)
-        answer = center.exchange(times(1.0), anchor_version=2, worker="a")
+        answer = sessions.exchange(center, times(1.0), anchor_version=2, worker="a")
         assert answer.version == 3
 
 

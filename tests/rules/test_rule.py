@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sessions
 from support import RULES, assert_close, assert_identical, feeds, run_split, tree
 
 import agn_optax
@@ -139,7 +140,7 @@ def test_optimizers_that_keep_the_parameters_have_copies(place):
     rule = rules.agn(keeps_params())
     if place == "center":
         center = agn_optax.LocalCenter(rule, params)
-        store = center._store
+        store = center.core.store
         state = (store.current.params, store._center_state)
     else:
         make = {
@@ -152,7 +153,7 @@ def test_optimizers_that_keep_the_parameters_have_copies(place):
     assert len(set(buffers)) == len(buffers)
     if place == "center":  # which moves in place
         for version in range(3):
-            center.exchange(params, anchor_version=version, worker="a")
+            sessions.exchange(center, params, anchor_version=version, worker="a")
         np.testing.assert_array_equal(center.pull().params["w"], [-2.0] * 4)
 
 
