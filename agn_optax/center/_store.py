@@ -407,7 +407,8 @@ def _programs(rule: Rule) -> _Programs:
     def largest(center: PyTree) -> jax.Array:
         each = [jnp.abs(c).max(initial=0) for c in jax.tree.leaves(center)]
         wide = trees.wider(jnp.float32, *(e.dtype for e in each))
-        return jnp.stack([e.astype(wide) for e in each]).max()
+        none = jnp.zeros((), wide)
+        return functools.reduce(jnp.maximum, [e.astype(wide) for e in each], none)
 
     return _Programs(
         jax.jit(norm),

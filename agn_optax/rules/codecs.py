@@ -110,15 +110,6 @@ def check_codec(value: Any, argument: str) -> None:
         )
 
 
-def check_identity(codec: Codec, where: str) -> None:
-    """Contributions travel as they are, as ``where`` needs it."""
-    if not codec.is_identity:
-        raise errors.InvalidArgumentError(
-            f"{where} takes contributions as they are, got a rule with the codec "
-            f"{codec}"
-        )
-
-
 def _stateless(params: PyTree) -> optax.EmptyState:
     del params
     return optax.EmptyState()

@@ -17,7 +17,7 @@ from sessions import exchange
 from support import assert_identical, tree
 
 import agn_optax
-from agn_optax import codecs, errors, rules, service
+from agn_optax import codecs, errors, rules
 from agn_optax.center import Journal, Synchronous
 
 PERIOD = 2
@@ -465,14 +465,6 @@ def test_a_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.quantize(block=0), "block must be a positive int, got 0"),
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
-        (
-            lambda: service.serve(rules.downpour(codec=codecs.quantize()), PARAMS),
-            "the center service takes contributions as they are",
-        ),
-        (
-            lambda: service.connect("x:1", rules.downpour(codec=codecs.quantize())),
-            "the center service takes contributions as they are",
-        ),
     ],
 )
 def test_bad_input(call, message):

@@ -640,7 +640,7 @@ def test_somebody_else_at_the_port(said):
         ([], errors.InvalidArgumentError, "some of memory, socket, grpc"),
         (["grpc", "grpc"], errors.InvalidArgumentError, "each once"),
         ("grpc", errors.InvalidTypeError, "a list of names such as"),
-        (None, errors.InvalidTypeError, "a list of names such as"),
+        (7, errors.InvalidTypeError, "a list of names such as"),
     ],
 )
 def test_settings_that_make_no_sense(transports, kind, message):

@@ -160,7 +160,7 @@ def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
     np.testing.assert_array_equal(program(tx, mesh())(ones)["g"], 264.0)
 
 
-@pytest.mark.parametrize("algorithm", ["psum", "reduce_scatter"])
+@pytest.mark.parametrize("algorithm", ["all_reduce", "reduce_scatter"])
 def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
     with jax.enable_x64(True):
         terms = jnp.array([1e9, 1, 1, 1, -1e9, 1, 1, 1], jnp.float32)

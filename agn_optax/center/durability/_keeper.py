@@ -59,7 +59,8 @@ class Snapshots:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     _ = center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+      ...     session = center.join("worker-0")
+      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -116,7 +117,8 @@ class Journal:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     _ = center.exchange(jnp.ones(2), anchor_version=0, worker="w")
+      ...     session = center.join("worker-0")
+      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
