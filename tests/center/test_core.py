@@ -34,7 +34,7 @@ from agn_optax.center import (
     Synchronous,
     _core,
 )
-from agn_optax.center.durability import _keeper, _writer
+from agn_optax.center.durability import _directory, _keeper, _writer
 
 DOWNPOUR = rules.downpour()
 MODES = [
@@ -360,7 +360,7 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
-    monkeypatch.setattr(_writer, "_RESERVED", 1 << 14)  # bytes, quickly copied
+    monkeypatch.setattr(_directory, "_RESERVED", 1 << 14)  # bytes, quickly copied
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs none
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
     run_state_machine_as_test(
