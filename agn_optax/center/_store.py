@@ -247,21 +247,27 @@ class Store:
         self.current = Version(params, before.number + 1)
         return before, self.current
 
+    @functools.cached_property
+    def _reach(self) -> tuple[float | None, float]:
+        """By how much messages are multiplied, if they are; and how far they may go."""
+        leaves, treedef = jax.tree.flatten(self.current.params)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        factor = _growth.factor(self._rule, treedef, shapes)
+        return factor, _growth.most(self._rule, self.current.params)
+
     def _is_bounded(self, norm: float) -> bool:
         """Whether a message of at most this norm cannot carry the center too far.
 
         The largest number of the center is looked for only where the norms of all
         messages since could have carried it there.
         """
-        leaves, treedef = jax.tree.flatten(self.current.params)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        factor = _growth.factor(self._rule, treedef, shapes)
+        factor, most = self._reach
         if factor is None or not norm < jnp.finfo(jnp.float32).max:
             self._largest = math.inf
             return False
         for _ in range(2):
             largest = self._largest + 1.01 * factor * norm  # with some for rounding
-            if largest < _growth.most(self._rule, self.current.params):
+            if largest < most:
                 self._largest = largest
                 return True
             self._largest = float(self._programs.largest(self.current.params))
