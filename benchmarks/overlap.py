@@ -187,16 +187,23 @@ def train(
     length, answered = 2, 0
     with on_cores(cores):  # whatever thread the connection has
         center = centers.connect(address, transport)
-        exchange = center.exchange
+        join = center.join
 
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            with on_cores(cores):  # the exchange's thread
-                start = time.monotonic()
-                answer = exchange(*args, **kwargs)
-                trace.flights.append(Span(start, time.monotonic()))
-            return answer
+        def joined(*args: Any, **kwargs: Any) -> Any:
+            session = join(*args, **kwargs)
+            exchange = session.exchange
 
-        center.exchange = traced
+            def traced(*args: Any, **kwargs: Any) -> Any:
+                with on_cores(cores):  # the thread of an exchange, too
+                    start = time.monotonic()
+                    answer = exchange(*args, **kwargs)
+                    trace.flights.append(Span(start, time.monotonic()))
+                return answer
+
+            session.exchange = traced
+            return session
+
+        center.join = joined
         worker = agn_optax.Worker(
             center, optax.sgd(1e-3), period=lambda _: length, overlap=True
         )

@@ -166,7 +166,7 @@ def test_params_none_elsewhere():
     center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=3, name="anna")
     params, state = worker.start()
-    with raises(errors.MissingArgumentError, "'anna'", "params=None"):
+    with raises(errors.MissingArgumentError, "worker.tx", "params=None"):
         worker.tx.update(GRADS, state)
     with raises(errors.MissingArgumentError, "elastic_pull", "params=None"):
         agn_optax.elastic_pull(0.1).update(params, optax.EmptyState(), center=params)
