@@ -1,5 +1,7 @@
 """What goes wrong at an exchange: nothing is lost, and nothing is sent twice."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,7 +221,7 @@ def test_an_interrupted_wait_is_taken_up_again(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(center.core.atomically(), "wait", interrupted)
+    monkeypatch.setattr(threading.Condition, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         anna.exchange(params, state)
     monkeypatch.undo()
