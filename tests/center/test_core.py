@@ -176,6 +176,8 @@ class Exchanges(RuleBasedStateMachine):
             self.look()
             life.session = self.core.join(name, life.incarnation, back=True)
             life.there, life.until = True, math.inf
+            with self.core.reading(kept=True) as version:  # and so that it is back
+                self.promised = max(self.promised, version.number)
 
     @precondition(lambda self: self.replaced)
     @rule(number=st.integers(0, 9))
