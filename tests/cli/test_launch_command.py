@@ -155,7 +155,7 @@ def test_ctrl_c_ends_all(here, monkeypatch):
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt  # as `run` does when all have ended
 
-    monkeypatch.setattr(_launch_command._launch, "run", interrupted)
+    monkeypatch.setattr(_launch_command.launch, "run", interrupted)
     assert command("launch", "--workers=1", ELSEWHERE, "train.py").exit_code == 130
 
 
