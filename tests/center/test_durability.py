@@ -14,6 +14,7 @@ import pathlib
 import resource
 import shutil
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +53,27 @@ def small_files(monkeypatch):
     monkeypatch.setattr(_directory, "_RESERVED", 1 << 16)
 
 
+def copied(directory, to):
+    """A copy of a directory between two changes of which files there are."""
+    end = time.monotonic() + LIMIT
+    while True:
+        before = names(directory)
+        with contextlib.suppress(shutil.Error, FileNotFoundError):  # one has just gone
+            shutil.copytree(directory, to)
+            is_settled = not any(name.endswith(".tmp") for name in before)
+            if is_settled and names(directory) == names(to) == before:
+                return to
+        assert time.monotonic() < end, "its files change all the time"
+        shutil.rmtree(to, ignore_errors=True)
+
+
 @pytest.fixture
 def killed(tmp_path):
     """Copies a directory, as the end of the process would leave it."""
     count = itertools.count()
 
     def copy(directory):
-        return shutil.copytree(directory, tmp_path / f"copy-{next(count)}")
+        return copied(directory, tmp_path / f"copy-{next(count)}")
 
     return copy
 
@@ -267,7 +282,7 @@ def worn(tmp_path_factory):
         saved = int(center.save().version), center.life
         copy = folder / f"{len(made)}"
         made.append((copy, type(durability), saved))
-        shutil.copytree(durability.directory, copy)
+        copied(durability.directory, copy)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_directory, "_RESERVED", 1 << 14)
@@ -284,6 +299,8 @@ def worn(tmp_path_factory):
                 if i and number % 3 == 0:
                     wait_for(center, functools.partial(has_saved, center))
             if isinstance(kind, Journal):  # a process that is killed
+                lock, recorded = folder / "ab"[i] / "lock", center.core._keeper.recorded
+                wait_for(center, lambda: int(lock.read_text().split()[1]) == recorded)  # noqa: B023
                 add(kind, center)
             center.close()
             add(kind, center)

@@ -143,7 +143,7 @@ class Life:
     def _join(self):
         wait_until_lost(self._server, self.name)
         self._center = service.connect(self._server.address, RULE, timeout=LIMIT)
-        self._center.join(self.name)
+        sessions.join(self._center, self.name)
         self._version = self._center.pull().version
 
     def _leave(self):
