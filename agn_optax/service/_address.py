@@ -75,21 +75,6 @@ def check_direct(address: Any) -> str:
     return str(address)
 
 
-def check_plaintext(address: str, encrypted: bool, insecure: bool) -> None:
-    """Plain text stays on this machine, unless it is asked for by name.
-
-    Raises:
-      InvalidArgumentError: it would not.
-    """
-    if not encrypted and not insecure and not is_local(address):
-        raise errors.InvalidArgumentError(
-            f"{address} is not for this machine only, and without credentials "
-            "everything would travel in plain text, for anybody to read and to change: "
-            "give tls= (--tls-...), or insecure=True (--insecure) in a network "
-            "that you trust"
-        )
-
-
 def is_local(address: str) -> bool:
     """Whether nothing leaves this machine."""
     if address.startswith("unix:"):

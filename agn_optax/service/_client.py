@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -23,11 +22,10 @@ from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
-from agn_optax.service._observer import as_dict
 from agn_optax.service._remote import Remote
-from agn_optax.service._session import RemoteSession, beat
+from agn_optax.service._session import RemoteSession
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import _dialling
+from agn_optax.service.transports import named
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -104,27 +102,16 @@ def connect(
         raise errors.InvalidArgumentError(
             f"timeout must be a positive number of seconds, got {timeout!r}"
         )
-    for each in addresses:
-        is_encrypted = tls is not None or credentials is not None
-        _address.check_plaintext(each, is_encrypted, insecure)
-    _tls.check(tls, credentials)
-    settings: dict[str, Any] = {
-        "timeout": timeout,
-        "tls": tls,
-        "credentials": credentials,
-        "transports": _dialling.check(transports),
-    }
-    if len(addresses) == 1:
-        return RemoteCenter(addresses[0], rule, like=like, **settings)
-    made: list[RemoteCenter] = []
-    try:
+    _tls.check(tls, credentials, insecure, *addresses)
+    ways = named(transports)
+    with contextlib.ExitStack() as made:
+        centers = []
         for each in addresses:
-            made.append(RemoteCenter(each, rule, **settings))
-    except BaseException:
-        for center in made:
-            center.close()
-        raise
-    return ShardedCenter(made, like=like)
+            connection = Connection(each, timeout, tls, credentials)
+            remote = Remote(connection, rule, ways, tls)
+            centers.append(made.enter_context(RemoteCenter(remote, like)))
+        made.pop_all()
+    return centers[0] if len(centers) == 1 else ShardedCenter(centers, like=like)
 
 
 class RemoteCenter:
@@ -139,30 +126,17 @@ class RemoteCenter:
       address: where the center is.
     """
 
-    def __init__(
-        self,
-        address: str,
-        rule: Rule,
-        *,
-        timeout: float,
-        like: PyTree = None,
-        tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        transports: Sequence[str],
-    ) -> None:
-        self.rule = rule
-        self.address = address
+    def __init__(self, remote: Remote, like: PyTree = None) -> None:
+        self.rule = remote.rule
+        self.address = remote.address
         self._like = like
-        if tls is not None:
-            credentials = tls.client_credentials()
-        self._connection = Connection(address, timeout, credentials)
-        self._remote = Remote(self._connection, rule, transports, tls)
+        self._connection = remote.connection
+        self._remote = remote
         self._sessions: dict[str, RemoteSession] = {}
-        self._beats = threading.Lock()  # held by whoever starts the heartbeat
-        self._heartbeat: Any = None
-        self._closed = threading.Event()
         try:
-            self._remote.describe()
+            remote.describe()
+            beats = functools.partial(_beat, weakref.ref(self), self._connection)
+            in_background(beats, "agn-optax heartbeat", lasting=True)
         except BaseException:
             self.close()
             raise
@@ -192,7 +166,6 @@ class RemoteCenter:
         except BaseException:
             session.leave()
             raise
-        self._keep_beating()
         return session
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
@@ -227,9 +200,7 @@ class RemoteCenter:
 
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints."""
-        request = pb.StatusRequest()
-        ask = lambda: self._connection.unary("Status", request)  # noqa: E731
-        return as_dict(self._connection.retry(ask))
+        return self._connection.retry(self._connection.status)
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""
@@ -240,7 +211,6 @@ class RemoteCenter:
         if self._connection.closed:
             return
         _open_centers.discard(self)
-        self._closed.set()
         end = time.monotonic() + 2.0
         try:
             while self._sessions:
@@ -266,30 +236,26 @@ class RemoteCenter:
         leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
 
-    def _keep_beating(self) -> None:
-        """Has a thread give signs of life, as long as this center is open."""
-        with self._beats:
-            if self._heartbeat is None or self._heartbeat.done():
-                interval = self._remote.description.heartbeat
-                beats = functools.partial(
-                    _beat, weakref.ref(self), self._closed, interval
-                )
-                name = "agn-optax heartbeat"
-                self._heartbeat = in_background(beats, name, lasting=True)
+    def _give_signs_of_life(self) -> float:
+        """Of the workers that are there; returns seconds between two of them."""
+        interval = self._remote.description.heartbeat
+        there = [each for each in list(self._sessions.values()) if not each.left]
+        if there:
+            lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
+            request = pb.AliveRequest(lives=lives)
+            with contextlib.suppress(errors.AgnOptaxError):  # the next one may arrive
+                self._connection.unary("Alive", request, pb.AliveReply, interval)
+        return interval
 
 
-def _beat(
-    center: weakref.ref[RemoteCenter], closed: threading.Event, interval: float
-) -> None:
+def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:
     """Gives signs of life of a center's workers, until that is closed or forgotten."""
 
-    def once() -> bool:
+    def once() -> float:
         alive = center()
-        if alive is not None:
-            beat(alive._remote, list(alive._sessions.values()), interval)
-        return alive is not None
+        return 0.0 if alive is None else alive._give_signs_of_life()
 
-    while not closed.wait(interval / 2) and once():
+    while (interval := once()) and not connection.is_closed_within(interval / 2):
         pass
 
 

@@ -20,7 +20,9 @@ import grpc
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._tls import Tls
 from agn_optax.service.transports import Link
+from agn_optax.service.wire._packets import nothing
 
 T = TypeVar("T")
 
@@ -29,13 +31,6 @@ _log = logging.getLogger("agn_optax")
 # Seconds that a call tries to reach a center that is known not to answer, or that it
 # can do without for a while.
 SOON = 2.0
-# Of the calls without streams.
-_REPLIES: dict[str, Any] = {
-    "Alive": pb.AliveReply,
-    "Describe": pb.Description,
-    "Leave": pb.LeaveReply,
-    "Status": pb.StatusReply,
-}
 
 
 class Connection:
@@ -44,7 +39,8 @@ class Connection:
     Args:
       address: of the center.
       timeout: seconds without a sign of life after which a call gives up.
-      credentials: of TLS; None for plain text.
+      tls: who vouches for the center; None for plain text, or
+      credentials: of gRPC, which say it instead.
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
@@ -55,8 +51,11 @@ class Connection:
         self,
         address: str,
         timeout: float,
+        tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        if tls is not None:
+            credentials = tls.client_credentials()
         self.address = address
         self.timeout = timeout
         self.unreachable_since: float | None = None
@@ -71,6 +70,10 @@ class Connection:
     def closed(self) -> bool:
         """Whether it takes no more calls."""
         return self._closed.is_set()
+
+    def is_closed_within(self, seconds: float) -> bool:
+        """Whether it takes no more calls, now or within so many seconds."""
+        return self._closed.wait(seconds)
 
     def retry(self, attempt: Callable[[], T], within: float = math.inf) -> T:
         """What ``attempt`` returns, in as many attempts as the time allows.
@@ -145,22 +148,37 @@ class Connection:
         path = f"/{_address.SERVICE}/{name}"
         return self.begin(lambda channel: channel.stream_stream(path)(messages))
 
-    def unary(self, name: str, request: Any, timeout: float | None = None) -> Any:
-        """The reply to a call without streams."""
+    def unary(
+        self,
+        name: str,
+        request: Any,
+        reply: Any,
+        timeout: float | None = None,
+        service: str = _address.SERVICE,
+    ) -> Any:
+        """The reply to a call without streams, which is of a type."""
 
         def call(channel: Any) -> Any:
             return channel.unary_unary(
-                f"/{_address.SERVICE}/{name}",
-                request_serializer=type(request).SerializeToString,
-                response_deserializer=_REPLIES[name].FromString,
+                f"/{service}/{name}", type(request).SerializeToString, reply.FromString
             )(request, timeout=timeout or self.timeout)
 
         try:
             return self.begin(call)
         except grpc.RpcError as error:
-            if timeout is None and _status.is_late(error):
+            is_late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if timeout is None and is_late:
                 self._renew()
             raise self._failure(_status.exception_of(error, self.address)) from None
+
+    def describe(self) -> pb.Description:
+        """What the center says of itself, in one attempt."""
+        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+        return self.unary("Describe", request, pb.Description)
+
+    def status(self) -> dict[str, Any]:
+        """Who is there, in one attempt and in terms of JSON."""
+        return _as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
     def check_open(self) -> None:
         """Raises `CenterClosedError` once it takes no more calls."""
@@ -205,34 +223,35 @@ class Connection:
           CenterUnreachableError: nothing came, or could be sent, for too long.
           AgnOptaxError: the center ended the call, with this.
         """
-        watched = _Watched(link, min(until, time.monotonic() + self.timeout))
 
         def sent() -> None:
-            watched.deadline = min(until, time.monotonic() + self.timeout)
+            link.deadline = min(until, time.monotonic() + self.timeout)
 
         def heard() -> None:
             self._heard = time.monotonic()
             sent()
 
-        link.watched_by(sent, heard)
+        sent()
+        link.sent, link.heard = sent, heard
         try:
-            with link.held(), _watchdog.watching(watched):
+            with _watchdog.watching(link):
                 yield
         except BaseException as error:  # Ctrl-C, too: nothing goes on by itself
             link.cancel()
             is_ours = isinstance(error, errors.AgnOptaxError)
             if not is_ours and not isinstance(error, link.ended):
                 raise
-            if watched.is_late:
-                late = self._lateness(until)
-                if not isinstance(late, TimeoutError):
-                    self._renew()
-                raise late from None
+            if link.is_late:
+                if time.monotonic() >= until:
+                    raise TimeoutError from None
+                self._renew()
+                silence = f"nothing came for {self.timeout:.0f} s"
+                raise errors.CenterUnreachableError(silence) from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:
             # They know the link: in a circle, its memory would outlive it for long.
-            link.watched_by()
+            link.sent = link.heard = nothing
 
     def stop(self) -> None:
         """Takes no more calls, and does not try any again."""
@@ -245,11 +264,6 @@ class Connection:
             if self._channel is not None:
                 self._channel.close()
 
-    def _lateness(self, until: float) -> Exception:
-        if time.monotonic() >= until:
-            return TimeoutError()
-        return errors.CenterUnreachableError(f"nothing came for {self.timeout:.0f} s")
-
     def _failure(self, error: BaseException) -> BaseException:
         """An error as the caller is to see it: a closed connection is the cause."""
         is_lost = isinstance(error, errors.CenterUnreachableError)
@@ -261,13 +275,17 @@ class Connection:
         )
 
 
-class _Watched:
-    """A link in use, and when to give it up; monotonic seconds."""
-
-    def __init__(self, link: Link, deadline: float) -> None:
-        self.link = link
-        self.deadline = deadline
-        self.is_late = False
+def _as_dict(message: Any) -> dict[str, Any]:
+    """A protobuf message in terms of JSON; what is absent is None."""
+    said = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None:
+            value = [_as_dict(each) for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            value = None
+        said[field.name] = value
+    return said
 
 
 class _Watchdog:
@@ -279,13 +297,13 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watched: set[_Watched] = set()
+        self._watched: set[Link] = set()
         self._looks = math.inf  # when
         self._runs = False
 
     @contextlib.contextmanager
-    def watching(self, watched: _Watched) -> Iterator[None]:
-        """Cancels ``watched`` if it is late."""
+    def watching(self, link: Link) -> Iterator[None]:
+        """Cancels ``link`` if it is late."""
         with self._changed:
             if not self._runs:
                 thread = threading.Thread(
@@ -293,14 +311,14 @@ class _Watchdog:
                 )
                 thread.start()  # if there can be one more
                 self._runs = True
-            self._watched.add(watched)
-            if watched.deadline < self._looks:
+            self._watched.add(link)
+            if link.deadline < self._looks:
                 self._changed.notify()
         try:
             yield
         finally:
             with self._changed:
-                self._watched.discard(watched)
+                self._watched.discard(link)
 
     def _run(self) -> None:
         with self._changed:
@@ -317,7 +335,7 @@ class _Watchdog:
         late = [each for each in self._watched if each.deadline <= now]
         for each in late:
             each.is_late = True
-            each.link.cancel()
+            each.cancel()
         self._watched.difference_update(late)
 
 

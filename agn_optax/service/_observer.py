@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
-from agn_optax.service import _address, _status, _tls
+from agn_optax.service import _address, _tls
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
 from agn_optax.service._tls import Tls
+
+T = TypeVar("T")
 
 
 class Observer:
@@ -48,18 +53,8 @@ class Observer:
         insecure: bool = False,
     ) -> None:
         self.address = _address.check(address)
-        _tls.check(tls, credentials)
-        if tls is not None:
-            credentials = tls.client_credentials()
-        _address.check_plaintext(address, credentials is not None, insecure)
-        self._timeout = timeout
-        self._channel = (
-            grpc.insecure_channel(address, _address.client_options(address))
-            if credentials is None
-            else grpc.secure_channel(
-                address, credentials, _address.client_options(address)
-            )
-        )
+        _tls.check(tls, credentials, insecure, address)
+        self._connection = Connection(address, timeout, tls, credentials)
 
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints.
@@ -68,7 +63,7 @@ class Observer:
           CenterUnreachableError: nobody answers.
           ProtocolError: what answers is no center.
         """
-        return as_dict(self._call("Status", pb.StatusRequest(), pb.StatusReply))
+        return self._ask(self._connection.status)
 
     def describe(self) -> pb.Description:
         """What the center says of itself.
@@ -77,8 +72,7 @@ class Observer:
           CenterUnreachableError: nobody answers.
           ProtocolError: what answers is no center, or one of another release.
         """
-        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        return self._call("Describe", request, pb.Description)
+        return self._ask(self._connection.describe)
 
     def health(self) -> str:
         """What gRPC's health service says of the center: ``"SERVING"`` if all is well.
@@ -88,20 +82,14 @@ class Observer:
           ProtocolError: what answers has no health service, or knows no center.
         """
         request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
-        health: Any = health_pb2_grpc.HealthStub(self._channel)
-        try:
-            status = health.Check(request, timeout=self._timeout).status
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.NOT_FOUND:
-                raise errors.ProtocolError(
-                    f"the gRPC server at {self.address} has no center of agn_optax"
-                ) from None
-            raise self._exception_of(error) from None
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+        reply = health_pb2.HealthCheckResponse
+        check = functools.partial(self._connection.unary, "Check", request, reply)
+        said = self._ask(lambda: check(service=health.SERVICE_NAME))
+        return reply.ServingStatus.Name(said.status)
 
     def close(self) -> None:
         """Closes the connection."""
-        self._channel.close()
+        self._connection.close()
 
     def __enter__(self) -> Observer:
         return self
@@ -109,34 +97,12 @@ class Observer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _call(self, name: str, request: Any, reply: Any) -> Any:
-        call = self._channel.unary_unary(
-            f"/{_address.SERVICE}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply.FromString,
-        )
+    def _ask(self, call: Callable[[], T]) -> T:
         try:
-            return call(request, timeout=self._timeout)
-        except grpc.RpcError as error:
-            raise self._exception_of(error) from None
-
-    def _exception_of(self, error: Any) -> errors.AgnOptaxError:
-        made = _status.exception_of(error, self.address)
-        if type(made) is errors.CenterUnreachableError:
-            return errors.CenterUnreachableError(
-                f"the center at {self.address} does not answer: {made}"
-            )
-        return made
-
-
-def as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message in terms of JSON; what is absent is None."""
-    said = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.message_type is not None:
-            value = [as_dict(each) for each in value]
-        elif field.has_presence and not message.HasField(field.name):
-            value = None
-        said[field.name] = value
-    return said
+            return call()
+        except errors.CenterUnreachableError as error:
+            if type(error) is not errors.CenterUnreachableError:
+                raise
+            raise errors.CenterUnreachableError(
+                f"the center at {self.address} does not answer: {error}"
+            ) from None

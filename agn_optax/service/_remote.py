@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,22 @@ from agn_optax.service import _address, _fingerprint
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import GrpcLink, Link, Target
-from agn_optax.service.transports._dialling import Dialler
-from agn_optax.service.wire import _buffers, _schema, _trees
+from agn_optax.service.transports import GrpcLink, Link, Target, Transport
+from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
+
+
+class Exchange(NamedTuple):
+    """What a worker sends, and sends again until there is an answer."""
+
+    message: pb.Message
+    schema: Schema
+    arrays: Sequence[np.ndarray]
 
 
 class Remote:
@@ -36,34 +47,29 @@ class Remote:
 
     Attributes:
       connection: to it.
+      rule: of it.
       address: of it.
       travelling: see `travels`; None until somebody has initialized it.
       description: what it said of itself last.
-      dialler: finds the way for exchanges.
     """
 
     def __init__(
         self,
         connection: Connection,
         rule: Rule,
-        transports: Sequence[str],
+        transports: Sequence[Transport],
         tls: Tls | None,
     ) -> None:
         self.connection = connection
         self.address = connection.address
+        self.rule = rule
         self.travelling: _trees.Travelling | None = None
         self.description: pb.Description
-        self._rule = rule
-        self._wide_buffers = Buffers()
-        target = Target(
-            self.address,
-            offer=None,
-            tls=tls,
-            is_encrypted=connection.is_encrypted,
-            buffers=Buffers(),
-            begin=connection.stream,
-        )
-        self.dialler = Dialler(transports, target)
+        self._tls = tls
+        self._buffers, self._wide_buffers = Buffers(), Buffers()
+        self._transports = transports
+        self._offers: dict[str, pb.Offer] = {}  # of the center's transports
+        self._useless: set[str] = set()  # those that are not tried again
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
 
@@ -71,7 +77,7 @@ class Remote:
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""
-        self._learn(self.connection.retry(self._ask))
+        self._learn(self.connection.retry(self.connection.describe))
         return self.description
 
     def travels(self) -> _trees.Travelling:
@@ -89,10 +95,6 @@ class Remote:
             )
         return self.travelling
 
-    def _ask(self) -> pb.Description:
-        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        return self.connection.unary("Describe", request)
-
     def _learn(self, said: pb.Description) -> None:
         """What a center says of itself, if it is one to be used."""
         if said.protocol != _address.PROTOCOL:
@@ -100,9 +102,11 @@ class Remote:
                 f"the center at {self.address} speaks version {said.protocol} of the "
                 f"protocol, and this release {_address.PROTOCOL}"
             )
-        _fingerprint.compare(said.rule, self._rule, self.address)
+        _fingerprint.compare(said.rule, self.rule, self.address)
         self.description = said
-        self.dialler.learn(said.offers)
+        offers = {offer.transport: offer for offer in said.offers}
+        if offers != self._offers:  # it was started anew
+            self._offers, self._useless = offers, set()
         if said.HasField("schema"):
             schema = _trees.from_proto(said.schema)
             known = self.travelling
@@ -110,14 +114,12 @@ class Remote:
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
                 self._known = {}
-                self.travelling = _trees.travelling(self._rule, like)
+                self.travelling = _trees.travelling(self.rule, like)
 
     # What travels.
 
-    def as_message(
-        self, contribution: PyTree, worker: str
-    ) -> tuple[str, _schema.Schema, list[np.ndarray]]:
-        """A contribution as it travels: its dtype there, schema and arrays.
+    def as_message(self, contribution: PyTree, worker: str, **numbers: int) -> Exchange:
+        """A contribution as it travels, and the numbers of its message.
 
         Raises:
           TreeMismatchError: it does not belong to this center.
@@ -127,16 +129,16 @@ class Remote:
         leaves, treedef = jax.tree.flatten(contribution)
         kind = (treedef, *map(_abstract, leaves))
         if (dtype := self._known.get(kind)) is None:
-            self._check_message(contribution, worker)
+            own, theirs = _trees.schema_of(contribution), travelling.message
+            self._check_same(own, theirs, "float32", worker, "contribution")
             # Narrower than the center without a loss, where the contribution is.
-            own = {jnp.result_type(leaf).name for leaf in leaves}
-            narrow = own.pop() if len(own) == 1 else ""
-            if narrow not in ("bfloat16", "float16"):
-                narrow = ""
-            dtype = "" if narrow in travelling.message.dtypes else narrow
+            narrow = {"bfloat16", "float16"} - theirs.dtypes
+            is_narrow = len(own.dtypes) == 1 and own.dtypes <= narrow
+            (dtype,) = own.dtypes if is_narrow else ("",)
             self._known = {kind: dtype}
         schema = travelling.message.cast(dtype)
-        return dtype, schema, _trees.host_arrays(contribution, schema)
+        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **numbers)
+        return Exchange(message, schema, _trees.host_arrays(contribution, schema))
 
     def check_model(self, params: PyTree, worker: str) -> None:
         """A worker's parameters belong to this center, if that has some already.
@@ -152,18 +154,8 @@ class Remote:
             own = _trees.schema_of(params)
             self._check_same(own, self.travelling.center, dtype, worker, "parameters")
 
-    def _check_message(self, contribution: PyTree, worker: str) -> None:
-        own = _trees.schema_of(contribution)
-        theirs = self.travels().message
-        self._check_same(own, theirs, "float32", worker, "contribution")
-
     def _check_same(
-        self,
-        own: _schema.Schema,
-        theirs: _schema.Schema,
-        dtype: str,
-        worker: str,
-        what: str,
+        self, own: Schema, theirs: Schema, dtype: str, worker: str, what: str
     ) -> None:
         """Two schemas are one, if all that is floating in them had one dtype."""
         difference = own.cast(dtype).difference(
@@ -184,7 +176,7 @@ class Remote:
         return self._version_in(said, link, self.travels().answer)
 
     def _version_in(
-        self, said: pb.Frame, link: Link, schema: _schema.Schema
+        self, said: pb.Frame, link: Link, schema: Schema
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         if not said.HasField("snapshot"):
             raise errors.ProtocolError("a snapshot was expected, got another packet")
@@ -207,7 +199,7 @@ class Remote:
         """What came, in the containers of ``like``."""
         schema = self.travels().center
         for dtype in schema.dtypes:
-            if jax.dtypes.canonicalize_dtype(dtype).name != dtype:
+            if not _trees.is_representable(dtype):
                 raise errors.TreeMismatchError(
                     f"the center at {self.address} sends {dtype}, which needs "
                     "jax.config.update('jax_enable_x64', True) here"
@@ -220,15 +212,8 @@ class Remote:
 
     def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """One version of the center, in one attempt."""
-        request = pb.PullRequest(wait=wait)
-
-        def begin(channel: Any, _: Any) -> Any:
-            return channel.unary_stream(
-                f"/{_address.SERVICE}/Pull",
-                request_serializer=pb.PullRequest.SerializeToString,
-            )(request)
-
-        link = self._grpc_link(begin)
+        request = iter([pb.PullRequest(wait=wait).SerializeToString()])
+        link = self._call(lambda _: self.connection.stream("Pull", request))
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
@@ -241,33 +226,65 @@ class Remote:
             protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
         )
 
-        def begin(channel: Any, messages: Iterator[bytes]) -> Any:
-            return channel.stream_unary(
-                f"/{_address.SERVICE}/Initialize",
-                response_deserializer=pb.Initialized.FromString,
-            ).future(messages)
-
         def attempt() -> None:
-            link = self._grpc_link(begin)
+            link = self._call(functools.partial(self.connection.stream, "Initialize"))
             with self.connection.watching(link):
                 link.send(Parcel(pb.Frame(start=start), schema, arrays))
-                link.no_more()
-                link.result()
+                link.end()
 
         self.connection.retry(attempt)
         self.describe()
 
-    def _grpc_link(self, begin: Callable[[Any, Iterator[bytes]], Any]) -> GrpcLink:
-        """A call that ``begin(channel, messages)`` begins, and that is made once."""
-
-        def begun(messages: Iterator[bytes]) -> Any:
-            return self.connection.begin(lambda channel: begin(channel, messages))
-
-        return GrpcLink(begun, self.address, Buffers(keeps=False))
+    def _call(self, begin: Callable[[Iterator[bytes]], Any]) -> GrpcLink:
+        """A call that ``begin(messages)`` begins, and that is made once."""
+        return GrpcLink(begin, self.address, Buffers(keeps=False))
 
     def dial(self) -> Link:
-        """A way to the center, for a worker's exchanges."""
-        return self.dialler.dial(lambda: self._learn(self._ask()))
+        """A way to the center, for a worker's exchanges: the first that works.
+
+        Raises:
+          CenterUnreachableError: none of the transports works.
+        """
+        failed: dict[str, OSError] = {}
+        has_asked = False
+        left = [each for each in self._transports if each.name not in self._useless]
+        while left:
+            transport = left.pop(0)
+            target = Target(
+                self.address,
+                self._offers.get(transport.name),
+                self._tls,
+                self.connection.is_encrypted,
+                self._buffers,
+                self.connection.stream,
+            )
+            try:
+                link = transport.dial(target)
+            except OSError as error:
+                failed[transport.name] = error
+            else:
+                if failed:
+                    _log.info("%s: not by %s", self.address, failed)
+                link.instead_of = set(failed)
+                return link
+            if not has_asked:  # it may have been started anew, somewhere else
+                has_asked, known = True, self._offers
+                self._learn(self.connection.describe())
+                if self._offers is not known:
+                    failed, left = {}, list(self._transports)
+        why = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise errors.CenterUnreachableError(
+            f"no way to the center at {self.address}: "
+            f"{why or 'none of the transports works there'}"
+        )
+
+    def works_by(self, link: Link) -> None:
+        """A worker has joined over a link.
+
+        What did not work while another transport did is not tried again in this life of
+        the center.
+        """
+        self._useless |= link.instead_of
 
 
 def _abstract(leaf: Any) -> Any:

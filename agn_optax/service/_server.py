@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import threading
@@ -173,7 +174,14 @@ def serve(
       [0. 0. 0.]
     """
     check_rule(rule)
-    place = _place(address, direct_address, tls, credentials, insecure, direct)
+    _tls.check(tls, credentials, insecure, _address.check(address))
+    if direct_address is not None:
+        if not direct:
+            raise errors.InvalidArgumentError(
+                f"direct_address={direct_address!r} and direct=False exclude each other"
+            )
+        _address.check_direct(direct_address)
+        _tls.check(tls, credentials, insecure, direct_address)
     if parent is not None and durability is not None:
         raise errors.InvalidArgumentError(
             "a center with a parent cannot outlive its process: what it owes to its "
@@ -196,6 +204,7 @@ def serve(
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center.core, kept, upwards)
     try:
+        place = Place(address, direct_address, tls, credentials)
         listeners = _listeners(servicer, place, direct=direct)
     except BaseException:
         center.close("nothing can listen at its address")
@@ -212,38 +221,12 @@ def serve(
     return server
 
 
-def _place(
-    address: str,
-    direct_address: str | None,
-    tls: Tls | None,
-    credentials: grpc.ServerCredentials | None,
-    insecure: bool,
-    direct: bool,
-) -> Place:
-    """Where to listen.
-
-    Raises:
-      InvalidArgumentError: settings make no sense, or not together.
-    """
-    _tls.check(tls, credentials)
-    is_encrypted = tls is not None or credentials is not None
-    _address.check_plaintext(_address.check(address), is_encrypted, insecure)
-    if direct_address is not None:
-        if not direct:
-            raise errors.InvalidArgumentError(
-                f"direct_address={direct_address!r} and direct=False exclude each other"
-            )
-        _address.check_direct(direct_address)
-        _address.check_plaintext(direct_address, is_encrypted, insecure)
-    return Place(address, direct_address, tls, credentials)
-
-
 def _listeners(
     servicer: Servicer, place: Place, *, direct: bool
 ) -> dict[str, Listener]:
     """The service's ends of all transports, which answer with ``servicer``."""
     made: dict[str, Listener] = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for transport in TRANSPORTS:
             if transport.name != "grpc" and not direct:
                 continue
@@ -254,17 +237,14 @@ def _listeners(
                 continue
             if listener is not None:
                 made[transport.name] = listener
-        offers = [each.offer for each in made.values()]
-        servicer.offers = [offer for offer in offers if offer is not None]
-        servicer.listens_at = made["grpc"].address or ""
+                stack.callback(listener.close, timeout=5.0)
+        servicer.offers = [each.offer for each in made.values() if each.offer]
+        servicer.listens_at = made["grpc"].address
         if "socket" in made:
-            servicer.direct_address = made["socket"].address or ""
+            servicer.direct_address = made["socket"].address
         for listener in made.values():
             listener.start()
-    except BaseException:
-        for listener in made.values():
-            listener.close(timeout=5.0)
-        raise
+        stack.pop_all()
     return made
 
 

@@ -22,9 +22,10 @@ from agn_optax.center import Answer, Core, LocalSession, Packed, Version, let_go
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
-from agn_optax.service.wire import _buffers, _schema, _trees
+from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Incoming, Parcel
+from agn_optax.service.wire._packets import Parcel, Reader
+from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 _LEAST_COPIED = 1 << 20  # bytes
@@ -37,8 +38,8 @@ _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 class _Traffic:
     """What one worker sent and got, for whoever watches."""
 
-    received: int = 0  # bytes
-    sent: int = 0  # bytes
+    bytes_received: int = 0
+    bytes_sent: int = 0
     period: int = 0  # local steps
     norm: float | None = None
 
@@ -104,27 +105,31 @@ class Servicer:
             offers=self.offers,
         )
 
-    def initialize(self, reader: Incoming, context: Any) -> pb.Initialized:
+    def initialize(self, reader: Reader, context: Any) -> pb.Initialized:
         """The chief's parameters."""
         start = _first(reader).start
         _check_protocol(start.protocol)
         schema = _trees.from_proto(start.schema)
         own = self.schema()
-        if own is not None:
-            params: PyTree = ()  # which are not looked at any more
-            if other := own.cast(self._dtype).difference(
-                schema.cast(self._dtype),
-                "the center has",
-                f"worker {start.worker!r} has",
-            ):
-                # A second chief?
-                self.core.initialize(params, worker=start.worker)
-                raise errors.TreeMismatchError(f"another model: {other}")
-        else:
-            _check_representable(schema)
+        params: PyTree = ()  # which are not looked at any more, if there are some
+        if own is None:
+            for leaf in schema.leaves:
+                if not _trees.is_representable(leaf.dtype):
+                    raise errors.TreeMismatchError(
+                        f"{leaf.path} is {leaf.dtype}, which this center can keep only "
+                        "with JAX_ENABLE_X64=1 in its environment"
+                    )
             buffer = reader.buffer(schema, "the parameters")
             params = _trees.build(schema, schema.views(buffer))
         version = self.core.initialize(params, worker=start.worker)
+        if own is not None and (
+            other := own.cast(self._dtype).difference(
+                schema.cast(self._dtype),
+                "the center has",
+                f"worker {start.worker!r} has",
+            )
+        ):
+            raise errors.TreeMismatchError(f"another model: {other}")
         return pb.Initialized(version=version)
 
     def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
@@ -134,11 +139,10 @@ class Servicer:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
         with self.core.reading(kept=True) as version:
-            snapshot = pb.Snapshot(version=version.number, applied=True)
-            parcel = self._parcel(snapshot, version, self._travels().center)
+            parcel = self._parcel(version, self._travels().center, applied=True)
         yield parcel
 
-    def exchange(self, reader: Incoming, context: Any) -> Iterator[Parcel]:
+    def exchange(self, reader: Reader, context: Any) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
 
         Args:
@@ -166,7 +170,7 @@ class Servicer:
             cut=context.cancel,
         )
         with self._lock:
-            traffic = self._traffic.setdefault(join.worker, _Traffic())
+            self._traffic.setdefault(join.worker, _Traffic())
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -183,7 +187,7 @@ class Servicer:
                 continue
             if not control.HasField("message"):
                 raise errors.ProtocolError("a message was expected, got another packet")
-            yield from self._exchange(session, control.message, reader, traffic)
+            yield from self._exchange(session, control.message, reader)
 
     def alive(self, request: pb.AliveRequest, context: Any) -> pb.AliveReply:
         """Signs of life of workers that have nothing else to say."""
@@ -201,7 +205,7 @@ class Servicer:
         version, members, waiting = self.core.members()
         now = time.monotonic()
         with self._lock:
-            traffic = {n: dataclasses.replace(t) for n, t in self._traffic.items()}
+            traffic = {n: dataclasses.asdict(t) for n, t in self._traffic.items()}
         schema = self.schema()
         leaves = () if schema is None else schema.leaves
         return pb.StatusReply(
@@ -211,8 +215,8 @@ class Servicer:
             uptime=now - self._started,
             parameters=sum(int(np.prod(leaf.shape)) for leaf in leaves),
             parameter_bytes=sum(leaf.nbytes for leaf in leaves),
-            bytes_received=sum(t.received for t in traffic.values()),
-            bytes_sent=sum(t.sent for t in traffic.values()),
+            bytes_received=sum(t["bytes_received"] for t in traffic.values()),
+            bytes_sent=sum(t["bytes_sent"] for t in traffic.values()),
             parent=self._parent,
             listens_at=self.listens_at,
             direct_address=self.direct_address,
@@ -223,19 +227,16 @@ class Servicer:
                     exchanges=member.exchanges,
                     dropped=member.dropped,
                     staleness=member.staleness,
-                    norm=traffic.get(name, _Traffic()).norm,
-                    period=traffic.get(name, _Traffic()).period,
                     joined=now - member.joined,
                     seen=now - member.seen,
-                    bytes_received=traffic.get(name, _Traffic()).received,
-                    bytes_sent=traffic.get(name, _Traffic()).sent,
                     waits=name in waiting,
+                    **traffic.get(name, {}),
                 )
                 for name, member in sorted(members.items())
             ],
         )
 
-    def schema(self) -> _schema.Schema | None:
+    def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""
         return self._travels().center if self.core.is_initialized else None
 
@@ -251,9 +252,13 @@ class Servicer:
             self._travelling = _trees.travelling(self.core.rule, store.like)
         return self._travelling
 
-    def _schema_of(self, message: pb.Message) -> _schema.Schema:
+    def _schema_of(self, message: pb.Message) -> Schema:
         """Of the contribution that a message announces."""
-        _check_dtype(message.dtype)
+        if message.dtype and not _trees.is_representable(message.dtype):
+            raise errors.InvalidArgumentError(
+                f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
+                "environment"
+            )
         schema = self._travels().message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
@@ -263,34 +268,31 @@ class Servicer:
         return schema
 
     def _exchange(
-        self,
-        session: LocalSession,
-        message: pb.Message,
-        reader: Incoming,
-        traffic: _Traffic,
+        self, session: LocalSession, message: pb.Message, reader: Reader
     ) -> Iterator[Parcel]:
+        traffic = self._traffic[session.worker]
         with self._counting("_talking"), contextlib.ExitStack() as busy:
-            answer = yield from self._settled(session, message, reader, traffic, busy)
+            answer = yield from self._settled(session, message, reader, busy)
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
             with self.core.reading(answer.version):
                 parcel = self._answer(session, answer)
-                traffic.sent += parcel.nbytes
+                traffic.bytes_sent += parcel.nbytes
                 yield parcel
 
     def _settled(
         self,
         session: LocalSession,
         message: pb.Message,
-        reader: Incoming,
-        traffic: _Traffic,
+        reader: Reader,
         busy: contextlib.ExitStack,
     ) -> Generator[Parcel, None, Answer]:
         """The answer to a message, whose memory is let go of when this returns."""
         schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
-        traffic.received += schema.size
+        traffic = self._traffic[session.worker]
+        traffic.bytes_received += schema.size
         traffic.period = message.steps
         submit = functools.partial(
             session.submit,
@@ -336,7 +338,7 @@ class Servicer:
                 setattr(self, what, getattr(self, what) - 1)
                 self._idle.notify_all()
 
-    def _contribution(self, schema: _schema.Schema, buffer: np.ndarray) -> PyTree:
+    def _contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
         """What came in a buffer, as the center takes it."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
@@ -344,11 +346,7 @@ class Servicer:
         return _trees.build(schema, schema.views(buffer), like)
 
     def _moved_out(
-        self,
-        session: LocalSession,
-        answer: Answer,
-        schema: _schema.Schema,
-        buffer: np.ndarray,
+        self, session: LocalSession, answer: Answer, schema: Schema, buffer: np.ndarray
     ) -> Answer:
         """An answer that lies where its message came, if it has room there.
 
@@ -365,35 +363,29 @@ class Servicer:
         return session.replace(answer, Packed(*sent.views(buffer)))
 
     def _answer(self, session: LocalSession, answer: Answer) -> Parcel:
-        snapshot = pb.Snapshot(
-            version=answer.version.number,
+        parcel = self._parcel(
+            answer.version,
+            self._travels().answer,
             staleness=answer.staleness,
             norm=None if answer.norm is None else float(answer.norm),
             applied=answer.applied,
             sequence=answer.sequence,
         )
-        until = None
         if answer.recorded:
             # A part of an answer is none: the rest may travel while the disk is busy.
-            until = functools.partial(session.wait_until_kept, answer)
-        return self._parcel(snapshot, answer.version, self._travels().answer, until)
+            parcel.until = functools.partial(session.wait_until_kept, answer)
+        return parcel
 
-    def _parcel(
-        self,
-        snapshot: pb.Snapshot,
-        version: Version,
-        schema: _schema.Schema,
-        until: Callable[[], None] | None = None,
-    ) -> Parcel:
+    def _parcel(self, version: Version, schema: Schema, **said: Any) -> Parcel:
         """A version as it is sent: views of it where that is possible."""
-        snapshot.schema_hash = schema.hash
+        snapshot = pb.Snapshot(version=version.number, schema_hash=schema.hash, **said)
         params = version.params if self._packed else self.core.store.tree(version)
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
-        return Parcel(pb.Frame(snapshot=snapshot), sent, arrays, until)
+        return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
 
 
-def _first(reader: Incoming) -> pb.Frame:
+def _first(reader: Reader) -> pb.Frame:
     control = reader.control()
     if control is None:
         raise errors.ProtocolError("a call ended before its first packet")
@@ -406,19 +398,3 @@ def _check_protocol(protocol: int) -> None:
             f"this center speaks version {PROTOCOL} of the protocol, got {protocol}; "
             "run the same release of agn_optax on both sides"
         )
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype and jax.dtypes.canonicalize_dtype(dtype).name != dtype:
-        raise errors.InvalidArgumentError(
-            f"a message in {dtype} needs JAX_ENABLE_X64=1 in this center's environment"
-        )
-
-
-def _check_representable(schema: _schema.Schema) -> None:
-    for leaf in schema.leaves:
-        if jax.dtypes.canonicalize_dtype(leaf.dtype).name != leaf.dtype:
-            raise errors.TreeMismatchError(
-                f"{leaf.path} is {leaf.dtype}, which this center can keep only with "
-                "JAX_ENABLE_X64=1 in its environment"
-            )

@@ -8,8 +8,8 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +18,15 @@ from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import SOON
+from agn_optax.service._remote import Exchange, Remote
 from agn_optax.service.transports import Link
 from agn_optax.service.wire._packets import Parcel
-from agn_optax.service.wire._schema import Schema
 from agn_optax.service.wire._trees import to_device
-
-if TYPE_CHECKING:
-    from agn_optax.service._remote import Remote
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 # Bytes of an exchange whose answer the center had better not keep until the next one.
 _LEAST_ACKNOWLEDGED = 64 << 10
-
-
-class _Exchange(NamedTuple):
-    """What is sent, and sent again until there is an answer."""
-
-    message: pb.Message
-    schema: Schema
-    arrays: Sequence[np.ndarray]
 
 
 class RemoteSession(Session):
@@ -56,13 +45,12 @@ class RemoteSession(Session):
     def __init__(self, remote: Remote, worker: str, like: PyTree) -> None:
         self.worker = worker
         self.incarnation = uuid.uuid4().hex
-        self.spoke = time.monotonic()  # when it gave the last sign of life
         self._remote = remote
         self._like = like
         self._using = threading.Lock()
         self._life = ""  # of the center that it has joined
         self._link: Link | None = None
-        self._exchange: _Exchange | None = None  # that is under way
+        self._exchange: Exchange | None = None  # that is under way
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
 
@@ -95,15 +83,13 @@ class RemoteSession(Session):
                 f"got {anchor_version!r}"
             )
         with self._using:
-            dtype, schema, arrays = self._remote.as_message(contribution, self.worker)
-            message = pb.Message(
+            self._exchange = self._remote.as_message(
+                contribution,
+                self.worker,
                 sequence=sequence,
                 anchor_version=int(anchor_version),
-                schema_hash=schema.hash,
-                dtype=dtype,
                 steps=steps,
             )
-            self._exchange = _Exchange(message, schema, arrays)
             self._sent_over = None
             self._remote.connection.retry(self._send, within=SOON)
 
@@ -124,10 +110,9 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             said, arrays = answer
+            leaves = to_device(self._remote.widened(arrays))
             return Snapshot(
-                self._remote.as_tree(
-                    to_device(self._remote.widened(arrays)), self._like
-                ),
+                self._remote.as_tree(leaves, self._like),
                 said.version,
                 said.staleness,
                 np.float32(said.norm) if said.HasField("norm") else None,
@@ -159,7 +144,7 @@ class RemoteSession(Session):
         try:
             request = pb.LeaveRequest(worker=self.worker, incarnation=self.incarnation)
             with contextlib.suppress(errors.AgnOptaxError):
-                self._remote.connection.unary("Leave", request, timeout)
+                self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
 
@@ -183,20 +168,19 @@ class RemoteSession(Session):
             incarnation=self.incarnation,
             center=self._life,
         )
-        waits = False
         with remote.connection.watching(link, until):
             link.send(Parcel(pb.Frame(join=join)))
-            while (said := link.control()).HasField("waiting"):
-                if not waits:
-                    waits = True
-                    _log.warning(
-                        "worker %r waits at the center at %s until there are as many "
-                        "as its barrier wants",
-                        self.worker,
-                        remote.address,
-                    )
+            if (said := link.control()).HasField("waiting"):
+                _log.warning(
+                    "worker %r waits at the center at %s until there are as many as "
+                    "its barrier wants",
+                    self.worker,
+                    remote.address,
+                )
+            while said.HasField("waiting"):
+                said = link.control()
         self._life = said.joined.center
-        remote.dialler.works(link)
+        remote.works_by(link)
         return link
 
     def _send(self) -> Link:
@@ -207,7 +191,6 @@ class RemoteSession(Session):
         if link is None or link.done():
             link = self._open()
         if self._sent_over is not link:
-            self.spoke = time.monotonic()
             with self._living(), self._remote.connection.watching(link):
                 link.expect(self._remote.travels().answer)
                 link.send(Parcel(pb.Frame(message=message), schema, arrays))
@@ -223,7 +206,6 @@ class RemoteSession(Session):
                     return None
             answer = self._remote.answer_in(said, link)
         self._sent_over = None  # asked for again, it is to be sent again
-        self.spoke = time.monotonic()
         return answer
 
     @contextlib.contextmanager
@@ -240,17 +222,3 @@ class RemoteSession(Session):
         return errors.WorkerStateError(
             f"worker {self.worker!r} has left the center; start() joins again"
         )
-
-
-def beat(remote: Remote, sessions: list[RemoteSession], interval: float) -> None:
-    """Gives a sign of life of the sessions that have been quiet for so many seconds."""
-    now = time.monotonic()
-    quiet = [s for s in sessions if not s.left and now - s.spoke >= interval / 2]
-    if not quiet:
-        return
-    lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in quiet]
-    with contextlib.suppress(errors.AgnOptaxError):  # the next one may find somebody
-        request = pb.AliveRequest(lives=lives)
-        remote.connection.unary("Alive", request, timeout=interval)
-        for each in quiet:
-            each.spoke = now

@@ -31,22 +31,12 @@ _TRANSIENT = {
 }
 
 
-def abort(context: grpc.ServicerContext, error: errors.AgnOptaxError) -> NoReturn:
+def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     """Ends a call with an exception that the caller will see as it is."""
-    context.set_trailing_metadata(((_KIND, type(error).__name__),))
-    code = _CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT)
-    context.abort(code, str(error)[:4000])  # headers are bounded
+    kind, details = _told(error)
+    context.set_trailing_metadata(((_KIND, kind.__name__),))
+    context.abort(_CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT), details)
     raise AssertionError
-
-
-def is_transient(error: Any) -> bool:
-    """Whether a call that failed is worth another try."""
-    return error.code() in _TRANSIENT
-
-
-def is_late(error: Any) -> bool:
-    """Whether a call was given up because nothing came in time."""
-    return error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
@@ -54,7 +44,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     named = dict(error.trailing_metadata() or ()).get(_KIND)
     if named in errors.__all__:
         return _named(named, error.details())
-    if is_transient(error):
+    if error.code() in _TRANSIENT:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )
@@ -62,16 +52,19 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         return errors.ProtocolError(
             f"what answers at {address} is no center of agn_optax ({error.details()})"
         )
+    if error.code() == grpc.StatusCode.NOT_FOUND:  # says its health service
+        return errors.ProtocolError(
+            f"the gRPC server at {address} has no center of agn_optax"
+        )
     return errors.CenterError(
         f"the center at {address} failed: {error.code().name}: {error.details()}"
     )
 
 
-def refused(error: errors.AgnOptaxError | MemoryError) -> pb.Refused:
+def refused(error: Exception) -> pb.Refused:
     """The end of a direct connection, with an exception that the worker will see."""
-    if isinstance(error, MemoryError):
-        error = no_memory()
-    return pb.Refused(kind=type(error).__name__, details=str(error)[:4000])
+    kind, details = _told(error)
+    return pb.Refused(kind=kind.__name__, details=details)
 
 
 def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
@@ -81,9 +74,15 @@ def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
     return errors.CenterError(f"{said.kind}: {said.details}")
 
 
-def no_memory() -> errors.AgnOptaxError:
-    """What a center without memory says."""
-    return errors.CenterFullError("no memory for such a tree")
+def _told(error: Exception) -> tuple[type[Exception], str]:
+    """What a caller is told of an exception: its kind, and its text."""
+    if isinstance(error, MemoryError):
+        error = errors.CenterFullError("no memory for such a tree")
+    elif isinstance(error, EOFError):
+        error = errors.ProtocolError(str(error))
+    elif not isinstance(error, errors.AgnOptaxError):
+        error = errors.CenterError(f"it failed: {error!r}")
+    return type(error), str(error)[:4000]  # headers of gRPC are bounded
 
 
 def _named(kind: str, details: str) -> errors.AgnOptaxError:

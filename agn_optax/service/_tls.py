@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from agn_optax import errors
+from agn_optax.service import _address
 
 Pem = bytes | str | os.PathLike[str]
 
@@ -41,23 +42,16 @@ class Tls(NamedTuple):
 
     def client_credentials(self) -> grpc.ChannelCredentials:
         """Of gRPC, for whoever calls."""
-        self._check_pair()
-        return grpc.ssl_channel_credentials(
-            _read(self.ca), _read(self.key), _read(self.certificate)
-        )
+        return grpc.ssl_channel_credentials(_read(self.ca), *self._pair())
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of gRPC, for a center."""
-        self._check_server()
-        key, certificate = _read(self.key), _read(self.certificate)
-        assert key is not None and certificate is not None  # noqa: PT018
-        return grpc.ssl_server_credentials(
-            [(key, certificate)], _read(self.ca), self.ca is not None
-        )
+        pair: Any = self._pair(is_needed=True)
+        return grpc.ssl_server_credentials([pair], _read(self.ca), self.ca is not None)
 
     def client_context(self) -> ssl.SSLContext:
         """Of sockets, for whoever calls; it checks the other end's host name."""
-        self._check_pair()
+        self._pair()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if self.ca is None:
             context.load_default_certs()
@@ -65,7 +59,7 @@ class Tls(NamedTuple):
 
     def server_context(self) -> ssl.SSLContext:
         """Of sockets, for a center."""
-        self._check_server()
+        self._pair(is_needed=True)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if self.ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -85,18 +79,17 @@ class Tls(NamedTuple):
             ) from None
         return context
 
-    def _check_pair(self) -> None:
+    def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
+        """The key and the certificate, of which nobody has one alone."""
         if (self.certificate is None) != (self.key is None):
             raise errors.InvalidArgumentError(
                 "a certificate and its key go together: give both"
             )
-
-    def _check_server(self) -> None:
-        self._check_pair()
-        if self.certificate is None:
+        if is_needed and self.certificate is None:
             raise errors.InvalidArgumentError(
                 "a center that speaks TLS needs a certificate and its key"
             )
+        return _read(self.key), _read(self.certificate)
 
     def _said(self) -> str:
         given = {name: pem for name, pem in self._asdict().items() if pem is not None}
@@ -109,11 +102,12 @@ class Tls(NamedTuple):
         return f"Tls({self._said()})"
 
 
-def check(tls: Any, credentials: Any) -> None:
-    """One of them at most.
+def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
+    """One of the first two at most, and plain text for this machine alone.
 
     Raises:
-      InvalidArgumentError: both were given.
+      InvalidArgumentError: both were given, or plain text would go beyond this machine
+        though it is not ``insecure`` on purpose.
       InvalidTypeError: ``tls`` is none.
     """
     if tls is not None and not isinstance(tls, Tls):
@@ -122,6 +116,16 @@ def check(tls: Any, credentials: Any) -> None:
         raise errors.InvalidArgumentError(
             "give tls= or credentials=, not both: gRPC's credentials are made of tls"
         )
+    if tls is not None or credentials is not None or insecure:
+        return
+    for address in addresses:
+        if not _address.is_local(address):
+            raise errors.InvalidArgumentError(
+                f"{address} is not for this machine only, and without credentials "
+                "everything would travel in plain text, for anybody to read and to "
+                "change: give tls= (--tls-...), or insecure=True (--insecure) in a "
+                "network that you trust"
+            )
 
 
 def _read(pem: Pem | None) -> bytes | None:

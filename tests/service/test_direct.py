@@ -189,7 +189,7 @@ def test_memory_is_used_again(way_of):
             del answer
         assert len(places) <= 3
         if way_of == "memory":
-            assert links(center)[0]._segments._made <= 1 + 3
+            assert links(center)[0]._made <= 1 + 3
 
 
 def test_a_buffer_is_used_again_by_what_fits_into_it():
@@ -279,14 +279,14 @@ def test_a_closed_center_takes_no_more_exchanges(transport):
 
 def test_who_joins_while_a_center_is_closed_is_cut_off():
     with made("socket") as (_, center):
-        dial = center._remote.dialler.dial
+        dial = center._remote.dial
 
-        def late(ask):
-            made = dial(ask)
+        def late():
+            made = dial()
             center.close()
             return made
 
-        center._remote.dialler.dial = late
+        center._remote.dial = late
         with pytest.raises((errors.CenterClosedError, errors.WorkerStateError)):
             center.join("anna")
         assert all(link.done() for link in links(center))
@@ -369,7 +369,7 @@ def test_a_segment_that_could_not_be_made_may_be_made_later(monkeypatch, end):
             )
             version += 1
             np.testing.assert_array_equal(answer.params["w"], 1.0 - version)
-            return links(center)[0]._segments._made
+            return links(center)[0]._made
 
         for contribution in (ones, wide):  # none at first, then one of another size
             with monkeypatch.context() as patch:
@@ -420,7 +420,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
                 answer = send(anchor_version=version)
             np.testing.assert_array_equal(answer.params["w"], -4.0)
             (link,) = links(center)
-            assert link._segments._made == 0
+            assert link._made == 0
     finally:
         process.kill()
         process.communicate()
@@ -575,8 +575,8 @@ def test_without_a_way_beside_it_there_is_grpc(caplog):
             pb.Offer(transport="socket", address=":1", key=b"k" * 16),
         ]
         with connect(server) as center:
-            tried, dialler = [], center._remote.dialler
-            dialler._transports = [Recorded(t, tried) for t in dialler._transports]
+            tried, remote = [], center._remote
+            remote._transports = [Recorded(t, tried) for t in remote._transports]
             center.join("anna")
             assert way(center) == "grpc"
             assert "not by" in caplog.text

@@ -1,12 +1,16 @@
 """How what travels gets from one side to the other.
 
 A transport is a file here, with both ends inside (`_transport` has the seam); this is
-the list of them. `_dialling` has how a worker chooses among them.
+the list of them.
 """
 
-from agn_optax.service.transports._grpc import Grpc, GrpcLink
-from agn_optax.service.transports._memory import Memory
-from agn_optax.service.transports._socket import Socket
+from collections.abc import Iterable
+from typing import Any
+
+from agn_optax import errors
+from agn_optax.service.transports._grpc import GRPC, GrpcLink
+from agn_optax.service.transports._memory import MEMORY
+from agn_optax.service.transports._socket import SOCKET
 from agn_optax.service.transports._transport import (
     Link,
     Listener,
@@ -16,7 +20,7 @@ from agn_optax.service.transports._transport import (
 )
 
 # In order of preference.
-TRANSPORTS: list[Transport] = [Memory(), Socket(), Grpc()]
+TRANSPORTS: list[Transport] = [MEMORY, SOCKET, GRPC]
 
 __all__ = [
     "TRANSPORTS",
@@ -26,4 +30,26 @@ __all__ = [
     "Place",
     "Target",
     "Transport",
+    "named",
 ]
+
+
+def named(given: Any) -> list[Transport]:
+    """The transports with ``given`` names, in any order; all for None.
+
+    Raises:
+      InvalidArgumentError: they are no such names.
+    """
+    known = {transport.name: transport for transport in TRANSPORTS}
+    if given is None:
+        return TRANSPORTS
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise errors.InvalidTypeError(
+            f"transports must be a list of names such as {list(known)}, got {given!r}"
+        )
+    given = tuple(given)
+    if not given or not set(given) <= set(known) or len(set(given)) < len(given):
+        raise errors.InvalidArgumentError(
+            f"transports must be some of {', '.join(known)}, each once, got {given}"
+        )
+    return [known[name] for name in given]

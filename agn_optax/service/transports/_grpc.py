@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import queue
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -23,42 +24,18 @@ from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports._transport import (
-    Link,
-    Listener,
-    Place,
-    Sending,
-    Target,
-    Transport,
-)
+from agn_optax.service._servicer import Servicer
+from agn_optax.service.transports import _transport
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, joined
 
-if TYPE_CHECKING:
-    from agn_optax.service._servicer import Servicer
-
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
-
-
-class Grpc(Transport):
-    """Over the gRPC service itself, which there is in any case."""
-
-    name = "grpc"
-
-    def listen(self, servicer: Servicer, place: Place) -> GrpcListener:
-        """All of the service: its calls are more than those of workers' lives."""
-        return GrpcListener(servicer, place)
-
-    def dial(self, target: Target) -> Link:
-        """A call, of which nobody knows yet whether it will be answered."""
-        begin = functools.partial(target.begin, "Exchange")
-        return GrpcLink(begin, target.address, target.buffers)
 
 
 # The worker's end.
 
 
-class GrpcLink(Link):
+class GrpcLink(_transport.Link):
     """A call of gRPC.
 
     Args:
@@ -67,27 +44,25 @@ class GrpcLink(Link):
       buffers: to receive in.
     """
 
-    ended = (grpc.RpcError, grpc.FutureCancelledError, EOFError)
+    ended = (grpc.RpcError, EOFError)
 
     def __init__(
         self, begin: Callable[[Iterator[bytes]], Any], address: str, buffers: Buffers
     ) -> None:
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._call = begin(self._outgoing())
-        self._call.add_done_callback(lambda _: self.no_more())
+        self._call.add_done_callback(lambda _: self._parcels.put(None))
         self._address = address
-        super().__init__(Reader(_Messages(self._call), buffers))
+        super().__init__(_Messages(self._call), buffers)
 
     def send(self, parcel: Parcel) -> None:
         self._parcels.put(parcel)
 
-    def no_more(self) -> None:
-        """Nothing will be sent any more."""
+    def end(self) -> None:
+        """Sends nothing any more, and waits until the other side does neither."""
         self._parcels.put(None)
-
-    def result(self) -> Any:
-        """The reply to a call whose answer is no stream."""
-        return self._call.result()
+        for _ in self._call:
+            pass
 
     def why_it_ended(self) -> errors.AgnOptaxError:
         self._call.cancel()  # does nothing to a call that has ended
@@ -111,7 +86,7 @@ class GrpcLink(Link):
 # The service's end.
 
 
-class GrpcListener(Listener):
+class GrpcListener(_transport.Listener):
     """A gRPC server; its calls are those of a servicer.
 
     Args:
@@ -119,9 +94,7 @@ class GrpcListener(Listener):
       place: where to listen.
     """
 
-    address: str
-
-    def __init__(self, servicer: Servicer, place: Place) -> None:
+    def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
         super().__init__()
         self._threads = _Threads()
         self._server = grpc.server(
@@ -159,7 +132,7 @@ class GrpcListener(Listener):
         self._threads.wait(timeout)
 
 
-def _listening(server: grpc.Server, place: Place) -> str:
+def _listening(server: grpc.Server, place: _transport.Place) -> str:
     """Where a server listens, with the port that it got."""
     address, credentials = place.address, place.credentials
     _check_free(address)
@@ -219,55 +192,57 @@ class _Threads(ThreadPoolExecutor):
         return future
 
 
-def _handlers(servicer: Servicer, sending: Sending) -> grpc.GenericRpcHandler:
+def _handlers(servicer: Servicer, sending: _transport.Sending) -> Any:
     """The calls of center.proto."""
-
-    def unary(call: Callable[..., Any], request: Any, reply: Any) -> Any:
-        def answer(said: Any, context: Any) -> Any:
-            with _errors_to(context):
-                return call(said, context)
-
-        return grpc.unary_unary_rpc_method_handler(
-            answer, request.FromString, reply.SerializeToString
-        )
-
-    def initialize(messages: Iterator[bytes], context: Any) -> pb.Initialized:
-        with _errors_to(context):
-            return servicer.initialize(reader(messages), context)
-        raise AssertionError
-
-    def pull(request: pb.PullRequest, context: Any) -> Iterator[bytes]:
-        with _errors_to(context):
-            yield from sent(servicer.pull(request, context), context)
-
-    def exchange(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        with _errors_to(context):
-            yield from sent(servicer.exchange(reader(messages), context), context)
+    serialized = operator.methodcaller("SerializeToString")
 
     def reader(messages: Iterator[bytes]) -> Reader:
         return Reader(_Messages(messages), servicer.buffers)
 
-    def sent(parcels: Iterator[Parcel], context: Any) -> Iterator[bytes]:
-        for parcel in parcels:
-            with parcel, sending.to(context.cancel) as moved:
-                for message in joined(parcel.pieces(), MESSAGE_SIZE):
-                    yield message
-                    moved()
+    def replied(call: Callable[..., Any]) -> Callable[..., Any]:
+        """Whose answer is one reply."""
+
+        def answer(said: Any, context: Any) -> Any:
+            with _errors_to(context):
+                return call(said, context)
+
+        return answer
+
+    def streamed(call: Callable[..., Iterator[Parcel]]) -> Callable[..., Any]:
+        """Whose answer is a stream of packets."""
+
+        def answer(said: Any, context: Any) -> Iterator[bytes]:
+            with _errors_to(context):
+                for parcel in call(said, context):
+                    with parcel, sending.to(context.cancel) as moved:
+                        for message in joined(parcel.pieces(), MESSAGE_SIZE):
+                            yield message
+                            moved()
+
+        return answer
+
+    def unary(call: Callable[..., Any], request: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(
+            replied(call), request.FromString, serialized
+        )
 
     return grpc.method_handlers_generic_handler(
         _address.SERVICE,
         {
-            "Describe": unary(servicer.describe, pb.DescribeRequest, pb.Description),
-            "Alive": unary(servicer.alive, pb.AliveRequest, pb.AliveReply),
-            "Leave": unary(servicer.leave, pb.LeaveRequest, pb.LeaveReply),
-            "Status": unary(servicer.status, pb.StatusRequest, pb.StatusReply),
+            "Describe": unary(servicer.describe, pb.DescribeRequest),
+            "Alive": unary(servicer.alive, pb.AliveRequest),
+            "Leave": unary(servicer.leave, pb.LeaveRequest),
+            "Status": unary(servicer.status, pb.StatusRequest),
             "Initialize": grpc.stream_unary_rpc_method_handler(
-                initialize, response_serializer=pb.Initialized.SerializeToString
+                replied(lambda said, call: servicer.initialize(reader(said), call)),
+                response_serializer=serialized,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(
-                pull, pb.PullRequest.FromString
+                streamed(servicer.pull), pb.PullRequest.FromString
             ),
-            "Exchange": grpc.stream_stream_rpc_method_handler(exchange),
+            "Exchange": grpc.stream_stream_rpc_method_handler(
+                streamed(lambda said, call: servicer.exchange(reader(said), call))
+            ),
         },
     )
 
@@ -277,12 +252,8 @@ def _errors_to(context: Any) -> Iterator[None]:
     """Around a call, whose exceptions the caller will see."""
     try:
         yield
-    except errors.AgnOptaxError as error:
+    except (errors.AgnOptaxError, EOFError, MemoryError) as error:
         _status.abort(context, error)
-    except EOFError as error:
-        _status.abort(context, errors.ProtocolError(str(error)))
-    except MemoryError:
-        _status.abort(context, _status.no_memory())
 
 
 # Both ends.
@@ -306,3 +277,13 @@ class _Messages:
         view[:size] = self._left[:size]
         self._left = self._left[size:]
         return size
+
+
+def _dial(target: _transport.Target) -> _transport.Link:
+    """A call, of which nobody knows yet whether it will be answered."""
+    begin = functools.partial(target.begin, "Exchange")
+    return GrpcLink(begin, target.address, target.buffers)
+
+
+# All of the service, whose calls are more than those of workers' lives.
+GRPC = _transport.Transport("grpc", GrpcListener, _dial)

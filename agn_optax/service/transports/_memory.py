@@ -9,43 +9,24 @@ message once, to where nobody else can write, and looks at nothing but that. Lin
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports._socket import (
-    Accepted,
-    SocketLink,
-    SocketListener,
-    dialled,
-    greeted,
-    listening_by_name,
-    send,
-)
-from agn_optax.service.transports._transport import (
-    Link,
-    Listener,
-    Place,
-    Sending,
-    Target,
-    Transport,
-)
-from agn_optax.service.wire import _buffers, _schema
+from agn_optax.service._servicer import Servicer
+from agn_optax.service.transports import _socket, _transport
+from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader
-
-if TYPE_CHECKING:
-    from agn_optax.service._servicer import Servicer
+from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._schema import Schema
 
 # What is smaller goes through the socket faster than through shared memory.
 LEAST_SHARED = 64 << 10  # bytes
@@ -63,29 +44,10 @@ except (ImportError, AttributeError):  # not on Linux
     IS_SUPPORTED = False
 
 
-class Memory(Transport):
-    """Through memory that both sides share; for processes of one user."""
-
-    name = "memory"
-
-    def listen(self, servicer: Servicer, place: Place) -> Listener | None:
-        """At a Unix socket; nothing leaves this machine, so nothing is encrypted."""
-        del place
-        if not IS_SUPPORTED:
-            return None
-        return MemoryListener(servicer, listening_by_name(), name=self.name)
-
-    def dial(self, target: Target) -> Link:
-        """Connected, and greeted."""
-        if not IS_SUPPORTED:
-            raise OSError("this system cannot share memory")
-        return MemoryLink(greeted(dialled(target), target), target.buffers)
-
-
 # The worker's end.
 
 
-class MemoryLink(SocketLink):
+class MemoryLink(_socket.SocketLink):
     """A connection whose large buffers lie in segments, which the worker makes.
 
     Args:
@@ -95,14 +57,15 @@ class MemoryLink(SocketLink):
 
     def __init__(self, end: socket.socket, buffers: Buffers) -> None:
         super().__init__(end, buffers)
-        self._segments = Segments(MOST_SEGMENTS)
+        self._made = 0  # segments
+        self._free: deque[tuple[int, np.ndarray]] = deque()  # those nobody looks at
         # The segment of all messages, and that of the answer to come.
         self._message: tuple[int, np.ndarray] | None = None
         self._answer: np.ndarray | None = None
         self._wanted = 0  # bytes of that
         self._lies_there = False  # whether the last packet's buffer does
 
-    def expect(self, schema: _schema.Schema) -> None:
+    def expect(self, schema: Schema) -> None:
         self._wanted = schema.size
 
     def send(self, parcel: Parcel) -> None:
@@ -114,7 +77,7 @@ class MemoryLink(SocketLink):
         self._lies_there = bool(frame.segment)
         return frame
 
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: Schema, what: str) -> np.ndarray:
         if not self._lies_there:
             return super().buffer(schema, what)
         answer, self._answer = self._answer, None
@@ -125,107 +88,65 @@ class MemoryLink(SocketLink):
     def _share(self, parcel: Parcel) -> bool:
         """Sends a parcel through segments; False if there are none to be had."""
         assert parcel.schema is not None
-        try:
-            if self._message is None or self._message[1].size != parcel.nbytes:
-                self._message = None
-                self._message = self._segments.take(parcel.nbytes, self._attach)
-            wanted, self._answer = self._segments.take(self._wanted, self._attach)
-        except NoSegmentError:
+        if self._message is None or self._message[1].size != parcel.nbytes:
+            self._message = None  # its segment may be taken again
+            self._message = self._take(parcel.nbytes)
+        wanted = self._take(self._wanted) if self._message is not None else None
+        if self._message is None or wanted is None:
             return False
         parcel.control.segment, buffer = self._message
-        parcel.control.answer_segment = wanted
+        parcel.control.answer_segment, self._answer = wanted
         with parcel:
             _buffers.write(parcel.schema, parcel.arrays, buffer)
             self.sent()
-            send(self._end, parcel.pieces(in_memory=True), self.sent)
+            _socket.send(self._end, parcel.pieces(in_memory=True), self.sent)
         return True
 
-    def _attach(self, number: int, size: int, descriptor: int) -> None:
-        """Hands a segment over to the center.
+    def _take(self, size: int) -> tuple[int, np.ndarray] | None:
+        """The number and the bytes of a segment, or None if there is none.
 
-        Raises:
-          NoSegmentError: the center cannot take it.
+        It is used again once nobody looks at it any more.
         """
-        attach = pb.Frame(attach=pb.Segment(number=number, size=size))
-        (packet,) = Parcel(attach).pieces()
-        # Short, and at the beginning of a packet: the socket takes it whole.
-        socket.send_fds(self._end, [packet], [descriptor])
+        number, raw = self._free[0] if self._free else (self._made + 1, None)
+        if number > MOST_SEGMENTS:
+            return None
+        if raw is None or raw.size != size:
+            raw = self._attached(number, size)
+        if raw is None:
+            return None
+        if number > self._made:
+            self._made = number
+        else:
+            self._free.popleft()
+        free = self._free  # and not this link, which may be gone by then
+        return number, _buffers.lent(raw, size, lambda raw: free.append((number, raw)))
+
+    def _attached(self, number: int, size: int) -> np.ndarray | None:
+        """A new segment; None if one end cannot have it: the socket carries as much."""
+        try:
+            descriptor, raw = create(size)
+        except (OSError, ValueError):  # too many files, or no memory
+            return None
+        try:
+            attach = pb.Frame(attach=pb.Segment(number=number, size=size))
+            (packet,) = Parcel(attach).pieces()
+            # Short, and at the beginning of a packet: the socket takes it whole.
+            socket.send_fds(self._end, [packet], [descriptor])
+        finally:
+            os.close(descriptor)
         said = super().control()
         if not said.HasField("attached"):
             raise errors.ProtocolError("an answer to a segment was expected")
-        if said.attached.refused:
-            raise NoSegmentError(said.attached.refused)
-
-
-class NoSegmentError(Exception):
-    """One end cannot have one more segment; the socket carries as much."""
-
-
-class Segments:
-    """Segments of one connection, each used again once nobody looks at it any more.
-
-    Args:
-      most: segments at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._made = 0
-        self._free: deque[tuple[int, np.ndarray]] = deque()
-
-    def take(
-        self, size: int, attach: Callable[[int, int, int], None]
-    ) -> tuple[int, np.ndarray]:
-        """The number and the bytes of a segment.
-
-        Args:
-          size: in bytes.
-          attach: hands a new one over: its number, its bytes, its file descriptor.
-
-        Raises:
-          NoSegmentError: there is none.
-        """
-        number, raw = self._made + 1, None
-        with contextlib.suppress(IndexError):
-            number, raw = self._free.popleft()
-        if number > self._most:
-            raise NoSegmentError("all segments are in use")
-        if raw is None or raw.size != size:
-            try:
-                raw = _attached(number, size, attach)
-            except BaseException:
-                if raw is not None:
-                    self._give_back(number, raw)
-                raise
-        self._made = max(self._made, number)
-        back = functools.partial(self._give_back, number)
-        return number, _buffers.lent(raw, size, back)
-
-    def _give_back(self, number: int, raw: np.ndarray) -> None:
-        self._free.append((number, raw))
-
-
-def _attached(
-    number: int, size: int, attach: Callable[[int, int, int], None]
-) -> np.ndarray:
-    try:
-        descriptor, raw = create(size)
-    except (OSError, ValueError) as error:  # too many files, or no memory
-        raise NoSegmentError(str(error)) from None
-    try:
-        attach(number, size, descriptor)
-    finally:
-        os.close(descriptor)
-    return raw
+        return None if said.attached.refused else raw
 
 
 # The service's end.
 
 
-class MemoryListener(SocketListener):
+class MemoryListener(_socket.SocketListener):
     """Takes connections of processes of the same user, or of root."""
 
-    def accepted(self, end: socket.socket) -> Accepted:
+    def accepted(self, end: socket.socket) -> _socket.Accepted:
         return MemoryAccepted(end, self._servicer.buffers, self.sending)
 
     def why_not(self, end: socket.socket) -> str:
@@ -237,7 +158,7 @@ class MemoryListener(SocketListener):
         return f"memory is shared with processes of user {own}, and this is of {user}"
 
 
-class MemoryAccepted(Accepted):
+class MemoryAccepted(_socket.Accepted):
     """The service's end of a connection with segments.
 
     Args:
@@ -246,18 +167,24 @@ class MemoryAccepted(Accepted):
       sending: where it says that it sends.
     """
 
-    def __init__(self, end: socket.socket, buffers: Buffers, sending: Sending) -> None:
-        self._receive = _Receiver(end)
-        super().__init__(end, Reader(self._receive, buffers), sending)
-        self._buffers = buffers
+    def __init__(
+        self, end: socket.socket, buffers: Buffers, sending: _transport.Sending
+    ) -> None:
+        self._receiver = _Receiver(end)
+        super().__init__(end, buffers, sending, self._receiver)
         self._segments: dict[int, np.ndarray] = {}
         self._segment = 0  # where the buffer of the last packet lies
         self._answer_segment = 0  # where the worker wants its next answer
 
     def control(self) -> pb.Frame | None:
         """The control part of the next packet; None when the worker is gone."""
-        while (frame := self._next()) is not None and frame.HasField("attach"):
-            pass
+        while True:
+            with self._receiver.descriptors() as descriptors:
+                frame = super().control()
+                if frame is None or not frame.HasField("attach"):
+                    break
+                refused = self._attach(frame.attach, descriptors)
+            self.send(Parcel(pb.Frame(attached=pb.Attached(refused=refused))))
         if frame is None:
             return None
         for number in (frame.segment, frame.answer_segment):
@@ -268,10 +195,10 @@ class MemoryAccepted(Accepted):
         self._segment, self._answer_segment = frame.segment, frame.answer_segment
         return frame
 
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: Schema, what: str) -> np.ndarray:
         """The buffer of that packet, where the worker can write no more."""
         if not self._segment:
-            with self._receive.descriptors():  # which nobody sends there
+            with self._receiver.descriptors():  # which nobody sends there
                 return super().buffer(schema, what)
         there = self._segments[self._segment]
         if there.size < schema.size:
@@ -281,15 +208,6 @@ class MemoryAccepted(Accepted):
         buffer = self._buffers.take(schema.size)
         _buffers.copy([(buffer, there[: schema.size])], schema.size)
         return buffer
-
-    def _next(self) -> pb.Frame | None:
-        """The control part of the next packet, which may hand over a segment."""
-        with self._receive.descriptors() as descriptors:
-            frame = super().control()
-            if frame is not None and frame.HasField("attach"):
-                refused = self._attach(frame.attach, descriptors)
-                self.send(Parcel(pb.Frame(attached=pb.Attached(refused=refused))))
-            return frame
 
     def _attach(self, segment: pb.Segment, descriptors: list[int]) -> str:
         """Why a segment cannot be taken; "" if it has been."""
@@ -304,19 +222,18 @@ class MemoryAccepted(Accepted):
         self._segments[segment.number] = there
         return ""
 
-    def _send(
-        self, parcel: Parcel, moved: Callable[[], None], *, in_memory: bool = False
-    ) -> None:
-        if parcel.schema is not None and self._answer_segment:
-            there = self._segments[self._answer_segment]
-            if there.size < parcel.nbytes:
-                raise errors.ProtocolError(
-                    f"an answer has {parcel.nbytes} bytes, and its segment {there.size}"
-                )
-            _buffers.write(parcel.schema, parcel.arrays, there)
-            parcel.control.segment = self._answer_segment
-            in_memory = True
-        super()._send(parcel, moved, in_memory=in_memory)
+    def shares(self, parcel: Parcel) -> bool:
+        """Whether a parcel's buffer lies in shared memory by now."""
+        if parcel.schema is None or not self._answer_segment:
+            return False
+        there = self._segments[self._answer_segment]
+        if there.size < parcel.nbytes:
+            raise errors.ProtocolError(
+                f"an answer has {parcel.nbytes} bytes, and its segment {there.size}"
+            )
+        _buffers.write(parcel.schema, parcel.arrays, there)
+        parcel.control.segment = self._answer_segment
+        return True
 
 
 class _Receiver:
@@ -328,25 +245,23 @@ class _Receiver:
 
     @contextlib.contextmanager
     def descriptors(self) -> Iterator[list[int]]:
-        """Those that come within; they are closed then."""
+        """The last one that comes within, if any; it is closed then."""
         try:
             yield self._came
         finally:
-            while self._came:
-                os.close(self._came.pop())
+            self._close()
 
     def __call__(self, view: memoryview) -> int:
-        space = socket.CMSG_SPACE(_DESCRIPTOR.size)
-        got, said, _, _ = self._end.recvmsg_into([view], space)
-        for level, kind, data in said:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                whole = len(data) - len(data) % _DESCRIPTOR.size
-                for (descriptor,) in _DESCRIPTOR.iter_unpack(data[:whole]):
-                    if self._came:  # nobody sends more than one
-                        os.close(descriptor)
-                    else:
-                        self._came.append(descriptor)
+        room_for_one = socket.CMSG_LEN(_DESCRIPTOR.size)
+        got, said, _, _ = self._end.recvmsg_into([view], room_for_one)
+        for _, _, data in said:
+            self._close()  # nobody sends more than one
+            self._came += _DESCRIPTOR.unpack(data)
         return got
+
+    def _close(self) -> None:
+        while self._came:
+            os.close(self._came.pop())
 
 
 # Both ends.
@@ -395,3 +310,24 @@ def _mapped(descriptor: int, size: int) -> np.ndarray:
     with contextlib.suppress(OSError):  # a hint only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
+
+
+# At a Unix socket; nothing leaves this machine, so nothing is encrypted.
+
+
+def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+    """For processes of one user."""
+    del place
+    if not IS_SUPPORTED:
+        return None
+    return MemoryListener(servicer, _socket.listening_by_name(), name="memory")
+
+
+def _dial(target: _transport.Target) -> _transport.Link:
+    """Connected, and greeted."""
+    if not IS_SUPPORTED:
+        raise OSError("this system cannot share memory")
+    return MemoryLink(_socket.dialled(target), target.buffers)
+
+
+MEMORY = _transport.Transport("memory", _listen, _dial)

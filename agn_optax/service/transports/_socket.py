@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import secrets
 import select
 import socket
@@ -17,30 +16,19 @@ import ssl
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
-
-import numpy as np
+from concurrent.futures import Future, InvalidStateError, wait
 
 from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports._transport import (
-    Link,
-    Listener,
-    Place,
-    Sending,
-    Target,
-    Transport,
-)
-from agn_optax.service.wire import _schema
+from agn_optax.service._servicer import Servicer
+from agn_optax.service._tls import Tls
+from agn_optax.service.transports import _transport
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
-
-if TYPE_CHECKING:
-    from agn_optax.service._servicer import Servicer
 
 GREETING = b"agn_optax direct 2\n"
 KEY_SIZE = 16  # bytes
@@ -56,80 +44,37 @@ _SILENCE = 15  # seconds after which a host that says nothing is gone, as with g
 _log = logging.getLogger("agn_optax")
 
 
-class Socket(Transport):
-    """Over a socket beside gRPC's: TCP, or a Unix socket where gRPC has one."""
-
-    name = "socket"
-
-    def listen(self, servicer: Servicer, place: Place) -> Listener | None:
-        """At the port that was asked for, or one that is free."""
-        if place.credentials is not None and place.tls is None:
-            if place.direct_address is not None:
-                raise errors.InvalidArgumentError(
-                    "direct_address needs tls= instead of credentials=: those of gRPC "
-                    "cannot encrypt any other connection"
-                )
-            _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
-            return None
-        context = None if place.tls is None else place.tls.server_context()
-        if not place.address.startswith("unix:"):
-            return SocketListener(servicer, listening_at(place), context)
-        if place.direct_address is not None:
-            raise errors.InvalidArgumentError(
-                "direct_address is for a center at a port, and this one is at "
-                f"{place.address}"
-            )
-        if not HAS_NAMES:
-            return None
-        return SocketListener(servicer, listening_by_name(), context)
-
-    def dial(self, target: Target) -> Link:
-        """Connected, and greeted."""
-        if target.is_encrypted and target.tls is None:
-            raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
-        end = dialled(target)
-        with closed_if_it_fails(end):
-            if target.tls is not None:
-                name = "localhost"  # as gRPC has it, of a Unix socket
-                if not target.address.startswith("unix:"):
-                    name = _address.host(target.address)
-                context = target.tls.client_context()
-                end = context.wrap_socket(end, server_hostname=name)
-            return SocketLink(greeted(end, target), target.buffers)
-
-
 # The worker's end.
 
 
-def dialled(target: Target) -> socket.socket:
-    """Connected to where an offer says."""
+def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
+    """Connected to where an offer says, and greeted.
+
+    Raises:
+      OSError: there is nobody, the center refuses, or somebody else answers.
+    """
     if target.offer is None:
         raise OSError("the center offers none")
     where = target.offer.address
-    if where.startswith("unix:"):
-        if not HAS_NAMES:
-            raise OSError("this system has no names of Unix sockets")
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with closed_if_it_fails(end):
+    with contextlib.ExitStack() as closing:
+        if where.startswith("unix:"):
+            if not HAS_NAMES:
+                raise OSError("this system has no names of Unix sockets")
+            end = closing.enter_context(socket.socket(socket.AF_UNIX))
             end.settimeout(_DIALLING)
             end.connect("\0" + where.removeprefix("unix:"))
-    else:
-        # Under the name by which this worker knows the center.
-        host, port = _address.host(target.address), int(where.rpartition(":")[2])
-        end = socket.create_connection((host, port), timeout=_DIALLING)
-    with closed_if_it_fails(end):
+        else:
+            # Under the name by which this worker knows the center.
+            host, port = _address.host(target.address), int(where.rpartition(":")[2])
+            end = socket.create_connection((host, port), timeout=_DIALLING)
+            closing.enter_context(end)
         tune(end)
-    return end
-
-
-def greeted(end: socket.socket, target: Target) -> socket.socket:
-    """``end``, once the center has greeted back.
-
-    Raises:
-      OSError: it refuses, or somebody else answers.
-    """
-    assert target.offer is not None
-    with closed_if_it_fails(end):
+        if tls is not None:
+            name = "localhost"  # as gRPC has it, of a Unix socket
+            if not target.address.startswith("unix:"):
+                name = _address.host(target.address)
+            end = tls.client_context().wrap_socket(end, server_hostname=name)
+            closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
         line = bytearray()
         while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
@@ -141,20 +86,11 @@ def greeted(end: socket.socket, target: Target) -> socket.socket:
             said = line.decode("ascii", "replace").strip()
             raise ConnectionError(f"what answers is no center, or refuses: {said}")
         end.settimeout(None)  # from now on, the watchdog looks after it
+        closing.pop_all()
         return end
 
 
-@contextlib.contextmanager
-def closed_if_it_fails(end: socket.socket) -> Iterator[None]:
-    """Around what is done with a socket that nobody else knows yet."""
-    try:
-        yield
-    except BaseException:
-        end.close()
-        raise
-
-
-class SocketLink(Link):
+class SocketLink(_transport.Link):
     """A direct connection.
 
     Args:
@@ -165,23 +101,12 @@ class SocketLink(Link):
     ended = (OSError, EOFError)
 
     def __init__(self, end: socket.socket, buffers: Buffers) -> None:
-        super().__init__(Reader(end.recv_into, buffers))
+        super().__init__(end.recv_into, buffers)
         self._end = end
-        self._lock = threading.Lock()
-        self._holders = 0
         self._done = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        with self._lock:
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if self._done and not self._holders:
-                    self._end.close()
+        # Not when it is cancelled: whoever waits for it finds it shut; closed, its
+        # number might be that of another file by then.
+        weakref.finalize(self, end.close)
 
     def send(self, parcel: Parcel) -> None:
         with parcel:
@@ -194,22 +119,14 @@ class SocketLink(Link):
         return self._done
 
     def cancel(self) -> None:
-        with self._lock:
-            if self._done:
-                return
-            self._done = True
-            # Whoever waits for it finds it shut; closed, its number might be that of
-            # another file by then.
-            if self._holders:
-                shut(self._end)
-            else:
-                self._end.close()
+        self._done = True
+        shut(self._end)
 
 
 # The service's end.
 
 
-def listening_at(place: Place) -> socket.socket:
+def listening_at(place: _transport.Place) -> socket.socket:
     """A socket that listens at a port.
 
     Raises:
@@ -241,14 +158,11 @@ HAS_NAMES = sys.platform == "linux"
 
 def listening_by_name() -> socket.socket:
     """A Unix socket that listens, in Linux's abstract namespace."""
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with closed_if_it_fails(end):
-        end.bind(f"\0agn-optax-{secrets.token_hex(8)}")
-        end.listen(socket.SOMAXCONN)
-    return end
+    name = f"\0agn-optax-{secrets.token_hex(8)}"
+    return socket.create_server(name, family=socket.AF_UNIX, backlog=socket.SOMAXCONN)
 
 
-class SocketListener(Listener):
+class SocketListener(_transport.Listener):
     """Takes direct connections, and answers on a thread for each of them.
 
     Args:
@@ -263,7 +177,7 @@ class SocketListener(Listener):
         servicer: Servicer,
         listening: socket.socket,
         context: ssl.SSLContext | None = None,
-        name: str = Socket.name,
+        name: str = "socket",
     ) -> None:
         super().__init__()
         self._servicer = servicer
@@ -287,8 +201,7 @@ class SocketListener(Listener):
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._watch.register(self._wake, select.EPOLLIN)
+            self._watch.register(listening, select.EPOLLHUP)  # when it is shut
             self._start(self._look, "agn-optax direct watch")
 
     def close(self, timeout: float) -> None:
@@ -298,18 +211,14 @@ class SocketListener(Listener):
             self._closed = True
             accepted = list(self._accepted.values())
         shut(self._listening)
-        self._listening.close()
         for each in accepted:
             each.cancel()
-        if self._watch is not None:
-            os.eventfd_write(self._wake, 1)
-        if not wait(tuple(self._threads), timeout).not_done and self._watch is not None:
-            os.close(self._wake)
+        wait(tuple(self._threads), timeout)
+        self._listening.close()
 
     def accepted(self, end: socket.socket) -> Accepted:
         """The service's end of a connection that has greeted."""
-        reader = Reader(end.recv_into, self._servicer.buffers)
-        return Accepted(end, reader, self.sending)
+        return Accepted(end, self._servicer.buffers, self.sending)
 
     def why_not(self, end: socket.socket) -> str:
         """Why somebody who connected is refused; "" if he is not."""
@@ -347,32 +256,24 @@ class SocketListener(Listener):
             if not self._greets(end):
                 return
             end.settimeout(None)
-            accepted = self.accepted(end)
-            if not stack.enter_context(self._known(accepted, end.fileno())):
-                return
-            self._talk(accepted)
-
-    @contextlib.contextmanager
-    def _known(self, accepted: Accepted, number: int) -> Iterator[bool]:
-        """While `close` must end a connection, and its other end is watched."""
-        with self._lock:
-            is_open = not self._closed
-            if is_open:
+            accepted, number = self.accepted(end), end.fileno()
+            with self._lock:
+                if self._closed:
+                    return
                 self._accepted[number] = accepted
-        try:
-            if is_open and self._watch is not None:
+            stack.callback(self._forget, number)
+            stack.callback(accepted.finish)
+            if self._watch is not None:
                 events = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLONESHOT
                 self._watch.register(number, events)
-            yield is_open
-        finally:
-            try:
-                accepted.finish()
-            finally:
-                with self._lock:
-                    self._accepted.pop(number, None)
-                    if self._watch is not None:
-                        with contextlib.suppress(OSError, ValueError):
-                            self._watch.unregister(number)
+            self._talk(accepted)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._accepted.pop(number, None)
+            if self._watch is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._watch.unregister(number)
 
     def _greets(self, end: socket.socket) -> bool:
         """Whether it is a worker's that knows the key, and may come."""
@@ -403,7 +304,7 @@ class SocketListener(Listener):
             raise
         except Exception as error:
             _log.exception("a worker's call failed")
-            refused = pb.Refused(kind="CenterError", details=f"it failed: {error!r}")
+            refused = _status.refused(error)
         accepted.refuse(refused)
 
     def _look(self) -> None:
@@ -418,56 +319,50 @@ class SocketListener(Listener):
             accepted = self._accepted.get(number)
             if accepted is None or not accepted.is_cut():
                 return
-        try:
-            accepted.finish()
-        except RuntimeError as error:  # no more threads
-            _log.warning("a worker is gone, which nobody hears: %s", error)
+        accepted.finish()
 
 
-class Accepted:
+class Accepted(Reader):
     """The service's end of one direct connection.
 
-    It is `Incoming`, and what the context of a gRPC call is otherwise.
+    It is what the context of a gRPC call is otherwise, too.
 
     Args:
       end: the socket.
-      reader: of what comes there.
+      buffers: to receive in.
       sending: where it says that it sends.
+      receive: as of any `Reader`; None for what comes over the socket.
     """
 
-    def __init__(self, end: socket.socket, reader: Reader, sending: Sending) -> None:
+    def __init__(
+        self,
+        end: socket.socket,
+        buffers: Buffers,
+        sending: _transport.Sending,
+        receive: Callable[[memoryview], int] | None = None,
+    ) -> None:
+        super().__init__(receive or end.recv_into, buffers)
         self._end = end
-        self._reader = reader
         self._sending = sending
-        self._lock = threading.Lock()
-        self._finished = False
-        self._callbacks: list[Callable[[], None]] = []
-
-    # As `Incoming`.
+        self._gone: Future[None] = Future()  # has a result when the worker is
 
     def control(self) -> pb.Frame | None:
         """The control part of the next packet; None when the worker is gone."""
         try:
-            return self._reader.control()
+            return super().control()
         except ConnectionError:
             return None
-
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
-        """The buffer of that packet."""
-        return self._reader.buffer(schema, what)
 
     # As the context of a gRPC call.
 
     def is_active(self) -> bool:
         """Whether the worker is there."""
-        return not self._finished
+        return not self._gone.done()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Has ``callback`` called when it is gone; False if that is so already."""
-        with self._lock:
-            if not self._finished:
-                self._callbacks.append(callback)
-            return not self._finished
+        self._gone.add_done_callback(lambda _: callback())
+        return self.is_active()
 
     # For the listener.
 
@@ -480,7 +375,17 @@ class Accepted:
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel."""
         with parcel, self._sending.to(self.cancel) as moved:
-            self._send(parcel, moved)
+            pieces = parcel.pieces(in_memory=self.shares(parcel))
+            try:
+                send(self._end, pieces, moved)
+            except errors.AgnOptaxError as error:  # of parcel.until
+                # Nothing can be said within a packet; the next connection will hear it.
+                raise ConnectionAbortedError from error
+
+    def shares(self, parcel: Parcel) -> bool:
+        """Whether a parcel's buffer lies in shared memory by now."""
+        del parcel
+        return False
 
     def refuse(self, refused: pb.Refused) -> None:
         """Says why the connection ends, and ends it."""
@@ -497,20 +402,8 @@ class Accepted:
 
     def finish(self) -> None:
         """The worker is gone, or about to."""
-        with self._lock:
-            self._finished = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def _send(
-        self, parcel: Parcel, moved: Callable[[], None], *, in_memory: bool = False
-    ) -> None:
-        try:
-            send(self._end, parcel.pieces(in_memory=in_memory), moved)
-        except errors.AgnOptaxError as error:  # of parcel.until
-            # Nothing can be said within a packet; the next connection will hear it.
-            raise ConnectionAbortedError from error
+        with contextlib.suppress(InvalidStateError):  # somebody else has said so
+            self._gone.set_result(None)
 
 
 # Both ends.
@@ -616,3 +509,39 @@ def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
             return [piece[sent:], *of[i + 1 :]]
         sent -= len(piece)
     return []
+
+
+# At a port, or at a Unix socket where gRPC has one.
+
+
+def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
+    """At the port that was asked for, or one that is free."""
+    if place.credentials is not None and place.tls is None:
+        if place.direct_address is not None:
+            raise errors.InvalidArgumentError(
+                "direct_address needs tls= instead of credentials=: those of gRPC "
+                "cannot encrypt any other connection"
+            )
+        _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
+        return None
+    context = None if place.tls is None else place.tls.server_context()
+    if not place.address.startswith("unix:"):
+        return SocketListener(servicer, listening_at(place), context)
+    if place.direct_address is not None:
+        raise errors.InvalidArgumentError(
+            "direct_address is for a center at a port, and this one is at "
+            f"{place.address}"
+        )
+    if not HAS_NAMES:
+        return None
+    return SocketListener(servicer, listening_by_name(), context)
+
+
+def _dial(target: _transport.Target) -> _transport.Link:
+    """Connected, and greeted."""
+    if target.is_encrypted and target.tls is None:
+        raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
+    return SocketLink(dialled(target, target.tls), target.buffers)
+
+
+SOCKET = _transport.Transport("socket", _listen, _dial)

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
-import numpy as np
 
 from agn_optax import errors
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
-from agn_optax.service.wire import _schema
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
-
-if TYPE_CHECKING:
-    from agn_optax.service._servicer import Servicer
+from agn_optax.service.wire._schema import Schema
 
 
 class Place(NamedTuple):
@@ -67,43 +65,16 @@ class Target(NamedTuple):
     begin: Callable[[str, Iterator[bytes]], Any]
 
 
-class Transport(abc.ABC):
-    """A way for packets between a worker and a center.
-
-    Attributes:
-      name: as `connect(transports=[...])` has it.
-    """
-
-    name: ClassVar[str]
-
-    @abc.abstractmethod
-    def listen(self, servicer: Servicer, place: Place) -> Listener | None:
-        """The service's end; None where there is none, as on another system.
-
-        Raises:
-          InvalidArgumentError: nothing can listen where it was told to.
-          OSError: nothing can listen, where nobody insists.
-        """
-
-    @abc.abstractmethod
-    def dial(self, target: Target) -> Link:
-        """The worker's end, connected.
-
-        Raises:
-          OSError: there is no way; another transport may have one.
-        """
-
-
 class Listener(abc.ABC):
     """The service's end of a transport, for all workers.
 
     Attributes:
       offer: what workers must know to dial it; None for nothing.
-      address: where it listens, for people; None where that says nothing.
+      address: where it listens, for people; "" where that says nothing.
     """
 
     offer: pb.Offer | None = None
-    address: str | None = None
+    address = ""
 
     def __init__(self) -> None:
         self.sending = Sending()
@@ -155,36 +126,30 @@ class Sending:
             cancel()
 
 
-class Link(abc.ABC):
+class Link(Reader, abc.ABC):
     """The worker's end of its call, each way. One thread at a time uses it.
 
     Args:
-      reader: of the packets that come.
+      receive, buffers: as of any `Reader`.
 
     Attributes:
       ended: what its methods raise when the call has ended; `why_it_ended` has more.
-      sent: called when something went out.
+      sent: called when something went out, as ``heard`` is when something came.
+      deadline: when whoever watches it cancels it; monotonic seconds.
+      is_late: whether that has happened.
+      instead_of: the transports that did not work before.
     """
 
     ended: tuple[type[Exception], ...]
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.watched_by()
+    def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
+        super().__init__(receive, buffers)
+        self.sent = nothing
+        self.deadline = math.inf
+        self.is_late = False
+        self.instead_of: set[str] = set()
 
-    def watched_by(
-        self, sent: Callable[[], None] = nothing, heard: Callable[[], None] = nothing
-    ) -> None:
-        """Calls these from now on: when something went out, and when something came."""
-        self.sent = sent
-        self._reader.heard = heard
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Around a use of it, during which its resources stay."""
-        yield
-
-    def expect(self, schema: _schema.Schema) -> None:  # noqa: B027 most need not know
+    def expect(self, schema: Schema) -> None:
         """The next parcel asks for a buffer of ``schema`` in return."""
 
     @abc.abstractmethod
@@ -193,16 +158,12 @@ class Link(abc.ABC):
 
     def control(self) -> pb.Frame:
         """The control part of the next packet."""
-        frame = self._reader.control()
+        frame = super().control()
         if frame is None:
             raise EOFError("the call has ended")
         if frame.HasField("refused"):
             raise _status.exception_in(frame.refused)
         return frame
-
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
-        """The buffer of that packet."""
-        return self._reader.buffer(schema, what)
 
     @abc.abstractmethod
     def why_it_ended(self) -> errors.AgnOptaxError:
@@ -215,3 +176,20 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def cancel(self) -> None:
         """Ends it, from any thread."""
+
+
+class Transport(NamedTuple):
+    """A way for packets between a worker and a center.
+
+    Attributes:
+      name: as `connect(transports=[...])` has it.
+      listen: makes the service's end; None where there is none, as on another system.
+        Raises `InvalidArgumentError` where nothing can listen where it was told to, and
+        OSError where nothing can listen and nobody insists.
+      dial: makes the worker's end, connected. Raises OSError if there is no way;
+        another transport may have one.
+    """
+
+    name: str
+    listen: Callable[[Servicer, Place], Listener | None]
+    dial: Callable[[Target], Link]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agn_optax._internal import in_background
-from agn_optax.service.wire import _schema
+from agn_optax.service.wire._schema import Schema, allocate, assign
 
 _LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
 
@@ -36,7 +36,7 @@ class Buffers:
         """An aligned buffer of ``size`` bytes; free when the last view of it is."""
         raw = self._pop()
         if raw is None or raw.size < size:
-            raw = _schema.allocate(size)
+            raw = allocate(size)
         return lent(raw, size, self._give_back)
 
     def _give_back(self, raw: np.ndarray) -> None:
@@ -59,9 +59,7 @@ def lent(
     return array
 
 
-def write(
-    schema: _schema.Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray
-) -> None:
+def write(schema: Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
     """Copies arrays to their places in a buffer, in its dtypes; gaps stay as they are.
 
     Raises:
@@ -73,18 +71,16 @@ def write(
 def copy(places: list[_Place], size: int) -> None:
     """Copies each second array to the first one; ``size`` bytes in all."""
     if size < _LEAST_FOR_TWO:
-        _schema.assign(places)
+        assign(places)
         return
     # One core alone does not reach what memory can do; the other side waits meanwhile.
     first, second = _halves(places, size)
     try:
-        other = in_background(
-            functools.partial(_schema.assign, second), "agn-optax copy"
-        )
+        other = in_background(functools.partial(assign, second), "agn-optax copy")
     except RuntimeError:  # no more threads
-        _schema.assign(places)
+        assign(places)
         return
-    _schema.assign(first)
+    assign(first)
     other.result()
 
 

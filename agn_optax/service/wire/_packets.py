@@ -6,26 +6,29 @@ and the buffer holds the leaves of a tree. See center.proto.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.wire import _casting, _schema
+from agn_optax.service.wire import _casting
 from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._schema import Schema
 
 HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
 MAX_CONTROL = 64 << 20  # bytes; most have a hundred, a schema of very many leaves more
 
 
+@dataclasses.dataclass(eq=False)
 class Parcel:
     """What one side says at a time; it travels as a packet.
 
-    A context manager, or `release`, lets go of its arrays once they are sent.
+    As a context manager it lets go of its arrays once they are sent, whoever still
+    holds the parcel itself.
 
     Args:
       control: the control part.
@@ -34,32 +37,21 @@ class Parcel:
       until: called before the last of it is sent: without that, nobody has it.
     """
 
-    def __init__(
-        self,
-        control: pb.Frame,
-        schema: _schema.Schema | None = None,
-        arrays: Sequence[np.ndarray] = (),
-        until: Callable[[], None] | None = None,
-    ) -> None:
-        self.control = control
-        self.schema = schema
-        self.arrays = arrays
-        self.until = until
+    control: pb.Frame
+    schema: Schema | None = None
+    arrays: Sequence[np.ndarray] = ()
+    until: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
         return 0 if self.schema is None else self.schema.size
 
-    def release(self) -> None:
-        """Lets go of the arrays, whoever still holds the parcel itself."""
-        self.arrays = ()
-
     def __enter__(self) -> Parcel:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.release()
+        self.arrays = ()
 
     def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
         """The packet in pieces, none empty, most of which lie in the arrays.
@@ -99,20 +91,8 @@ def joined(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-class Incoming(Protocol):
-    """What comes from a worker, over whatever it travels."""
-
-    def control(self) -> pb.Frame | None:
-        """The control part of the next packet; None when the worker is gone."""
-        ...
-
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
-        """The buffer of that packet; nobody else writes there."""
-        ...
-
-
 class Reader:
-    """Packets as they come, one after the other: `Incoming`.
+    """Packets as they come, one after the other.
 
     Args:
       receive: puts the bytes that come next into a view, and returns how many these
@@ -157,8 +137,10 @@ class Reader:
         self._follows = follows
         return frame
 
-    def buffer(self, schema: _schema.Schema, what: str) -> np.ndarray:
+    def buffer(self, schema: Schema, what: str) -> np.ndarray:
         """The buffer of that packet, which must be as long as its schema says.
+
+        Nobody else writes there.
 
         Raises:
           ProtocolError: it is not.

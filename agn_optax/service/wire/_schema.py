@@ -63,7 +63,8 @@ class Schema(Description):
     def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
         super().__init__(leaves, structure)
         paths = set()
-        offsets, end = [], 0
+        views: list[tuple[tuple[int, ...], Any, int]] = []
+        end = 0
         for leaf in self.leaves:
             if leaf.dtype not in _DTYPES:
                 raise errors.ProtocolError(
@@ -79,21 +80,18 @@ class Schema(Description):
                 raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
             paths.add(leaf.path)
             # As a packed center has them, so that its array is this buffer.
-            unit = layout.ALIGNMENT * np.dtype(leaf.dtype).itemsize
-            offset = -(-end // unit) * unit
-            offsets.append(offset)
-            end = offset + leaf.nbytes
+            dtype = np.dtype(leaf.dtype)
+            unit = layout.ALIGNMENT * dtype.itemsize
+            views.append((leaf.shape, dtype, -(-end // unit) * unit))
+            end = views[-1][2] + leaf.nbytes
         if end > sys.maxsize - _ALIGNMENT:
             raise errors.ProtocolError(f"no buffer has {end} bytes")
-        self.offsets = tuple(offsets)
+        self.offsets = tuple(offset for _, _, offset in views)
         self.size = end  # bytes of the buffer
         self.paths = tuple(leaf.path for leaf in self.leaves)
-        self.numpy_dtypes = tuple(np.dtype(leaf.dtype) for leaf in self.leaves)
+        self.numpy_dtypes = tuple(dtype for _, dtype, _ in views)
         self.dtypes = frozenset(leaf.dtype for leaf in self.leaves)
-        self._views = [
-            (leaf.shape, np.dtype(leaf.dtype), offset)
-            for leaf, offset in zip(self.leaves, offsets, strict=True)
-        ]
+        self._views = views
         self._casts: dict[str, Schema] = {"": self}
 
     def cast(self, dtype: str) -> Schema:

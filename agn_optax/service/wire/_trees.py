@@ -176,13 +176,15 @@ def _name(key: Any) -> str | int:
     return str(key)
 
 
+def is_representable(dtype: str) -> bool:
+    """Whether JAX can keep it as it is; wide ones it can only if it is told so."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype).name == dtype)
+
+
 def to_proto(schema: Schema) -> pb.Schema:
     """A schema as it is sent."""
     return pb.Schema(
-        leaves=[
-            pb.Leaf(path=leaf.path, dtype=leaf.dtype, shape=leaf.shape)
-            for leaf in schema.leaves
-        ],
+        leaves=[pb.Leaf(**leaf._asdict()) for leaf in schema.leaves],
         structure=schema.structure,
     )
 
@@ -193,10 +195,7 @@ def from_proto(schema: pb.Schema) -> Schema:
     Raises:
       ProtocolError: it makes no sense.
     """
-    leaves = [
-        Leaf(leaf.path, leaf.dtype, tuple(int(size) for size in leaf.shape))
-        for leaf in schema.leaves
-    ]
+    leaves = [Leaf(leaf.path, leaf.dtype, tuple(leaf.shape)) for leaf in schema.leaves]
     return Schema(leaves, schema.structure)
 
 
@@ -222,15 +221,12 @@ def to_device(arrays: Sequence[np.ndarray]) -> list[jax.Array]:
 
     Small ones are copied, all by one program: handing each over takes longer.
     """
-    small = [i for i, array in enumerate(arrays) if array.nbytes < _SMALL]
-    large = [i for i, array in enumerate(arrays) if array.nbytes >= _SMALL]
-    made: list[Any] = [None] * len(arrays)
+    small = [array for array in arrays if array.nbytes < _SMALL]
+    large = [array for array in arrays if array.nbytes >= _SMALL]
     with jax.transfer_guard_host_to_device("allow"):  # it is what this is for
-        copied = _copied([arrays[i] for i in small]) if small else []
-    placed = jax.device_put([arrays[i] for i in large]) if large else []
-    for i, array in zip(small + large, [*copied, *placed], strict=True):
-        made[i] = array
-    return made
+        copied = iter(_copied(small) if small else [])
+    placed = iter(jax.device_put(large))
+    return [next(copied if array.nbytes < _SMALL else placed) for array in arrays]
 
 
 @jax.jit
