@@ -22,21 +22,22 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-CLIENT_OPTIONS: list[tuple[str, Any]] = [
-    *OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # What an attempt may take, greetings of TCP, TLS and HTTP included; gRPC calls it a
-    # backoff, but one that is refused is over at once.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A channel that takes the place of one that went silent must not share its socket.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 def client_options(address: str) -> list[tuple[str, Any]]:
-    """Of a channel; no proxy of the environment is on the way to this machine."""
-    return [*CLIENT_OPTIONS, ("grpc.enable_http_proxy", int(not is_local(address)))]
+    """Of a channel."""
+    return [
+        *OPTIONS,
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        # What an attempt may take, greetings of TCP, TLS and HTTP included; gRPC calls
+        # it a backoff, but one that is refused is over at once.
+        ("grpc.min_reconnect_backoff_ms", 5_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # One that takes the place of one that went silent must not share its socket.
+        ("grpc.use_local_subchannel_pool", 1),
+        # No proxy of the environment is on the way to this machine.
+        ("grpc.enable_http_proxy", int(not is_local(address))),
+    ]
 
 
 def check(address: Any) -> str:
@@ -59,20 +60,6 @@ def check(address: Any) -> str:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise errors.InvalidArgumentError(wanted)
     return address
-
-
-def check_direct(address: Any) -> str:
-    """``address`` if it is "host:port", as direct connections need one.
-
-    Raises:
-      InvalidArgumentError: it is not.
-    """
-    if check(address).startswith("unix:"):
-        raise errors.InvalidArgumentError(
-            f'direct_address must be "host:port", got {address!r}: beside a Unix '
-            "socket there is another one anyway"
-        )
-    return str(address)
 
 
 def is_local(address: str) -> bool:

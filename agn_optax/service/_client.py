@@ -104,14 +104,16 @@ def connect(
         )
     _tls.check(tls, credentials, insecure, *addresses)
     ways = named(transports)
+    is_whole = len(addresses) == 1
     with contextlib.ExitStack() as made:
         centers = []
         for each in addresses:
             connection = Connection(each, timeout, tls, credentials)
-            remote = Remote(connection, rule, ways, tls)
-            centers.append(made.enter_context(RemoteCenter(remote, like)))
+            remote = Remote(connection, rule, ways)
+            center = RemoteCenter(remote, like if is_whole else None)
+            centers.append(made.enter_context(center))
         made.pop_all()
-    return centers[0] if len(centers) == 1 else ShardedCenter(centers, like=like)
+    return centers[0] if is_whole else ShardedCenter(centers, like=like)
 
 
 class RemoteCenter:

@@ -44,7 +44,7 @@ class Connection:
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
-      is_encrypted: whether by credentials.
+      is_encrypted: whether it is, by ``tls`` or other credentials.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Connection:
             credentials = tls.client_credentials()
         self.address = address
         self.timeout = timeout
+        self.tls = tls
         self.unreachable_since: float | None = None
         self.is_encrypted = credentials is not None
         self._credentials = credentials
@@ -135,13 +136,14 @@ class Connection:
           CenterClosedError: the connection is closed.
         """
         while True:
-            channel = self._open_channel()
+            with self._lock:
+                self.check_open()
+                channel = self._channel = self._channel or self._new_channel()
             try:
                 return call(channel)
             except ValueError:  # of a channel that has been closed meanwhile
-                with self._lock:
-                    if channel is self._channel and not self.closed:
-                        raise
+                if channel is self._channel and not self.closed:
+                    raise
 
     def stream(self, name: str, messages: Iterator[bytes]) -> Any:
         """A call of two streams, of bytes each way."""
@@ -166,8 +168,7 @@ class Connection:
         try:
             return self.begin(call)
         except grpc.RpcError as error:
-            is_late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            if timeout is None and is_late:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and timeout is None:
                 self._renew()
             raise self._failure(_status.exception_of(error, self.address)) from None
 
@@ -183,19 +184,15 @@ class Connection:
     def check_open(self) -> None:
         """Raises `CenterClosedError` once it takes no more calls."""
         if self.closed:
-            raise self._is_closed()
+            raise errors.CenterClosedError(
+                f"the connection to the center at {self.address} is closed"
+            ) from None
 
-    def _open_channel(self) -> Any:
-        with self._lock:
-            self.check_open()
-            if self._channel is None:
-                options = _address.client_options(self.address)
-                self._channel = (
-                    grpc.insecure_channel(self.address, options)
-                    if self._credentials is None
-                    else grpc.secure_channel(self.address, self._credentials, options)
-                )
-            return self._channel
+    def _new_channel(self) -> Any:
+        options = _address.client_options(self.address)
+        if self._credentials is None:
+            return grpc.insecure_channel(self.address, options)
+        return grpc.secure_channel(self.address, self._credentials, options)
 
     def _renew(self) -> None:
         """Calls begin on a new channel, if nothing came over any link for too long.
@@ -266,13 +263,9 @@ class Connection:
 
     def _failure(self, error: BaseException) -> BaseException:
         """An error as the caller is to see it: a closed connection is the cause."""
-        is_lost = isinstance(error, errors.CenterUnreachableError)
-        return self._is_closed() if self.closed and is_lost else error
-
-    def _is_closed(self) -> errors.CenterClosedError:
-        return errors.CenterClosedError(
-            f"the connection to the center at {self.address} is closed"
-        )
+        if isinstance(error, errors.CenterUnreachableError):
+            self.check_open()
+        return error
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

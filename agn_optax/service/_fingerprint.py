@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from agn_optax import errors, rules
@@ -10,7 +9,6 @@ from agn_optax.rules import Rule
 from agn_optax.service import center_pb2 as pb
 
 
-@functools.lru_cache(maxsize=32)
 def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
     """What tells ``rule`` from others."""
     return tuple(

@@ -17,7 +17,6 @@ from agn_optax.rules import Rule
 from agn_optax.service import _address, _fingerprint
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
-from agn_optax.service._tls import Tls
 from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
@@ -43,7 +42,6 @@ class Remote:
       connection: to it.
       rule: the rule that it must run.
       transports: how exchanges may travel, the preferred way first.
-      tls: what encrypts sockets; None for plain text.
 
     Attributes:
       connection: to it.
@@ -54,18 +52,13 @@ class Remote:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        rule: Rule,
-        transports: Sequence[Transport],
-        tls: Tls | None,
+        self, connection: Connection, rule: Rule, transports: Sequence[Transport]
     ) -> None:
         self.connection = connection
         self.address = connection.address
         self.rule = rule
         self.travelling: _trees.Travelling | None = None
         self.description: pb.Description
-        self._tls = tls
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # of the center's transports
@@ -246,14 +239,13 @@ class Remote:
           CenterUnreachableError: none of the transports works.
         """
         failed: dict[str, OSError] = {}
-        has_asked = False
-        left = [each for each in self._transports if each.name not in self._useless]
-        while left:
-            transport = left.pop(0)
+        for transport in self._transports:
+            if transport.name in self._useless:
+                continue
             target = Target(
                 self.address,
                 self._offers.get(transport.name),
-                self._tls,
+                self.connection.tls,
                 self.connection.is_encrypted,
                 self._buffers,
                 self.connection.stream,
@@ -267,11 +259,11 @@ class Remote:
                     _log.info("%s: not by %s", self.address, failed)
                 link.instead_of = set(failed)
                 return link
-            if not has_asked:  # it may have been started anew, somewhere else
-                has_asked, known = True, self._offers
+            if len(failed) == 1:  # it may have been started anew, somewhere else
+                known = self._offers
                 self._learn(self.connection.describe())
                 if self._offers is not known:
-                    failed, left = {}, list(self._transports)
+                    return self.dial()
         why = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise errors.CenterUnreachableError(
             f"no way to the center at {self.address}: "

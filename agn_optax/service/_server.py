@@ -180,8 +180,12 @@ def serve(
             raise errors.InvalidArgumentError(
                 f"direct_address={direct_address!r} and direct=False exclude each other"
             )
-        _address.check_direct(direct_address)
-        _tls.check(tls, credentials, insecure, direct_address)
+        _tls.check(tls, credentials, insecure, _address.check(direct_address))
+        if direct_address.startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'direct_address must be "host:port", got {direct_address!r}: beside a '
+                "Unix socket there is another one anyway"
+            )
     if parent is not None and durability is not None:
         raise errors.InvalidArgumentError(
             "a center with a parent cannot outlive its process: what it owes to its "

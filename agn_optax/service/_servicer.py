@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -107,8 +106,7 @@ class Servicer:
 
     def initialize(self, reader: Reader, context: Any) -> pb.Initialized:
         """The chief's parameters."""
-        start = _first(reader).start
-        _check_protocol(start.protocol)
+        start = _first(reader, "start")
         schema = _trees.from_proto(start.schema)
         own = self.schema()
         params: PyTree = ()  # which are not looked at any more, if there are some
@@ -150,8 +148,7 @@ class Servicer:
           context: knows whether the worker is there: ``is_active()``, and
             ``add_callback(gone)``, which returns whether it will be called.
         """
-        join = _first(reader).join
-        _check_protocol(join.protocol)
+        join = _first(reader, "join")
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
         if join.center not in ("", self.core.life):
@@ -271,7 +268,7 @@ class Servicer:
         self, session: LocalSession, message: pb.Message, reader: Reader
     ) -> Iterator[Parcel]:
         traffic = self._traffic[session.worker]
-        with self._counting("_talking"), contextlib.ExitStack() as busy:
+        with self._counting("_talking"), ExitStack() as busy:
             answer = yield from self._settled(session, message, reader, busy)
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
@@ -285,7 +282,7 @@ class Servicer:
         session: LocalSession,
         message: pb.Message,
         reader: Reader,
-        busy: contextlib.ExitStack,
+        busy: ExitStack,
     ) -> Generator[Parcel, None, Answer]:
         """The answer to a message, whose memory is let go of when this returns."""
         schema = self._schema_of(message)
@@ -385,11 +382,14 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
 
 
-def _first(reader: Reader) -> pb.Frame:
+def _first(reader: Reader, kind: str) -> Any:
+    """What the first packet of a call says, which must be of our protocol."""
     control = reader.control()
     if control is None:
         raise errors.ProtocolError("a call ended before its first packet")
-    return control
+    said = getattr(control, kind)
+    _check_protocol(said.protocol)
+    return said
 
 
 def _check_protocol(protocol: int) -> None:

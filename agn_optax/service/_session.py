@@ -76,8 +76,7 @@ class RemoteSession(Session):
         steps: int = 0,
     ) -> None:
         """As `Session.submit`."""
-        is_int = isinstance(anchor_version, int | np.integer) and anchor_version >= 0
-        if not is_int:
+        if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
             raise errors.InvalidArgumentError(
                 "anchor_version must be a version that the center has had, "
                 f"got {anchor_version!r}"

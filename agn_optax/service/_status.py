@@ -43,7 +43,7 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     """The exception that a failed call stands for."""
     named = dict(error.trailing_metadata() or ()).get(_KIND)
     if named in errors.__all__:
-        return _named(named, error.details())
+        return getattr(errors, named)(error.details())
     if error.code() in _TRANSIENT:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
@@ -70,7 +70,7 @@ def refused(error: Exception) -> pb.Refused:
 def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
     """The exception that a center has sent."""
     if said.kind in errors.__all__:
-        return _named(said.kind, said.details)
+        return getattr(errors, said.kind)(said.details)
     return errors.CenterError(f"{said.kind}: {said.details}")
 
 
@@ -83,7 +83,3 @@ def _told(error: Exception) -> tuple[type[Exception], str]:
     elif not isinstance(error, errors.AgnOptaxError):
         error = errors.CenterError(f"it failed: {error!r}")
     return type(error), str(error)[:4000]  # headers of gRPC are bounded
-
-
-def _named(kind: str, details: str) -> errors.AgnOptaxError:
-    return getattr(errors, kind)(details)

@@ -890,7 +890,7 @@ def test_a_stopped_service_has_no_thread_that_holds_the_center(transport):
     with made(transport) as (server, center):
         sessions.exchange(center, center_params(), anchor_version=0, worker="anna")
         threads = [
-            each._threads
+            each._threads._running
             for name, each in server._listeners.items()
             if name in ("memory", "socket")
         ]

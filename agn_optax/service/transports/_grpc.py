@@ -12,7 +12,6 @@ import operator
 import queue
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import grpc
@@ -21,7 +20,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._servicer import Servicer
@@ -96,7 +94,6 @@ class GrpcListener(_transport.Listener):
 
     def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
         super().__init__()
-        self._threads = _Threads()
         self._server = grpc.server(
             self._threads,
             options=[
@@ -167,29 +164,6 @@ def _check_free(address: str) -> None:
     raise errors.InvalidArgumentError(
         f"cannot listen at {address}: another server does"
     )
-
-
-class _Threads(ThreadPoolExecutor):
-    """A thread for every call, for which the end of the process does not wait.
-
-    As many as there are calls: a worker's life is one, and whoever watches must be
-    answered however many workers there are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._running: set[Future[Any]] = set()
-
-    def wait(self, timeout: float) -> None:
-        """Until all calls have ended: in a process that ends, a thread is cut off."""
-        wait(set(self._running), timeout)
-
-    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(call, *args, **kwargs)
-        future = in_background(bound, "agn-optax center", lasting=True)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
 
 
 def _handlers(servicer: Servicer, sending: _transport.Sending) -> Any:

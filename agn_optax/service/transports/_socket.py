@@ -7,7 +7,6 @@ gRPC; the center greets back in a line.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import secrets
 import select
@@ -18,10 +17,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._servicer import Servicer
@@ -195,14 +193,12 @@ class SocketListener(_transport.Listener):
             self.address = f"{host}:{bound[1]}"
         self._key = secrets.token_bytes(KEY_SIZE)
         self.offer = pb.Offer(transport=name, address=where, key=self._key)
-        # Each holds the center as long as it runs, and so `close` waits for them all.
-        self._threads: set[Future[None]] = set()
-        self._start(self._accept, "agn-optax direct")
+        self._threads.submit(self._accept)
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
             self._watch.register(listening, select.EPOLLHUP)  # when it is shut
-            self._start(self._look, "agn-optax direct watch")
+            self._threads.submit(self._look)
 
     def close(self, timeout: float) -> None:
         with self._lock:
@@ -213,7 +209,7 @@ class SocketListener(_transport.Listener):
         shut(self._listening)
         for each in accepted:
             each.cancel()
-        wait(tuple(self._threads), timeout)
+        self._threads.wait(timeout)  # each holds the center as long as it runs
         self._listening.close()
 
     def accepted(self, end: socket.socket) -> Accepted:
@@ -225,11 +221,6 @@ class SocketListener(_transport.Listener):
         del end
         return ""
 
-    def _start(self, call: Callable[[], None], name: str) -> None:
-        thread = in_background(call, name, lasting=True)
-        self._threads.add(thread)
-        thread.add_done_callback(self._threads.discard)
-
     def _accept(self) -> None:
         while not self._closed:
             try:
@@ -239,7 +230,7 @@ class SocketListener(_transport.Listener):
                     time.sleep(0.1)  # too many open files, perhaps not for long
                 continue
             try:
-                self._start(functools.partial(self._serve, end), "agn-optax direct")
+                self._threads.submit(self._serve, end)
             except RuntimeError as error:  # no more threads
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()

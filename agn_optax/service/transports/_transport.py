@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import grpc
 
 from agn_optax import errors
+from agn_optax._internal import in_background
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._servicer import Servicer
@@ -78,6 +81,7 @@ class Listener(abc.ABC):
 
     def __init__(self) -> None:
         self.sending = Sending()
+        self._threads = Threads()
 
     def start(self) -> None:  # noqa: B027 most have nothing to wait for
         """Answers, now that every transport listens and the servicer knows of them."""
@@ -88,6 +92,29 @@ class Listener(abc.ABC):
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
         """Takes no more workers, ends what there is, and waits for its threads."""
+
+
+class Threads(ThreadPoolExecutor):
+    """A thread for every call, for which the end of the process does not wait.
+
+    As many as there are calls: a worker's life is one, and whoever watches must be
+    answered however many workers there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: set[Future[Any]] = set()
+
+    def wait(self, timeout: float) -> None:
+        """Until all calls have ended: in a process that ends, a thread is cut off."""
+        wait(set(self._running), timeout)
+
+    def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(call, *args, **kwargs)
+        future = in_background(bound, "agn-optax center", lasting=True)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
 
 class Sending:

@@ -201,12 +201,8 @@ def from_proto(schema: pb.Schema) -> Schema:
 
 def cast(tree: PyTree, schema: Schema) -> PyTree:
     """``tree`` in the dtypes of ``schema``; itself if it has them."""
-    leaves = wire_leaves(tree)
-    dtypes = schema.numpy_dtypes
-    if all(
-        getattr(leaf, "dtype", None) == dtype
-        for leaf, dtype in zip(leaves, dtypes, strict=True)
-    ):
+    leaves, dtypes = wire_leaves(tree), schema.numpy_dtypes
+    if [getattr(leaf, "dtype", None) for leaf in leaves] == list(dtypes):
         return tree
     return build(schema, _cast(leaves, dtypes), tree)
 
