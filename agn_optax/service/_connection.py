@@ -151,18 +151,14 @@ class Connection:
         return self.begin(lambda channel: channel.stream_stream(path)(messages))
 
     def unary(
-        self,
-        name: str,
-        request: Any,
-        reply: Any,
-        timeout: float | None = None,
-        service: str = _address.SERVICE,
+        self, name: str, request: Any, reply: Any, timeout: float | None = None
     ) -> Any:
-        """The reply to a call without streams, which is of a type."""
+        """The reply, of a type, to a call without streams; of others by its path."""
+        path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
 
         def call(channel: Any) -> Any:
             return channel.unary_unary(
-                f"/{service}/{name}", type(request).SerializeToString, reply.FromString
+                path, type(request).SerializeToString, reply.FromString
             )(request, timeout=timeout or self.timeout)
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -83,8 +82,8 @@ class Observer:
         """
         request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
         reply = health_pb2.HealthCheckResponse
-        check = functools.partial(self._connection.unary, "Check", request, reply)
-        said = self._ask(lambda: check(service=health.SERVICE_NAME))
+        path = f"/{health.SERVICE_NAME}/Check"
+        said = self._ask(lambda: self._connection.unary(path, request, reply))
         return reply.ServingStatus.Name(said.status)
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class Server:
             end = time.monotonic() + grace
             while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
                 for listener in self._listeners.values():
-                    listener.sending.cut(_UNREAD)
+                    listener.cut(_UNREAD)
             if self.uplink is not None:
                 self.uplink.stop(grace)
             for listener in self._listeners.values():

@@ -8,30 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from agn_optax import errors
-from agn_optax.service.transports._grpc import GRPC, GrpcLink
+from agn_optax.service.transports._grpc import GRPC
+from agn_optax.service.transports._grpc import GrpcLink as GrpcLink
 from agn_optax.service.transports._memory import MEMORY
 from agn_optax.service.transports._socket import SOCKET
-from agn_optax.service.transports._transport import (
-    Link,
-    Listener,
-    Place,
-    Target,
-    Transport,
-)
+from agn_optax.service.transports._transport import Link as Link
+from agn_optax.service.transports._transport import Listener as Listener
+from agn_optax.service.transports._transport import Place as Place
+from agn_optax.service.transports._transport import Target as Target
+from agn_optax.service.transports._transport import Transport as Transport
 
 # In order of preference.
 TRANSPORTS: list[Transport] = [MEMORY, SOCKET, GRPC]
-
-__all__ = [
-    "TRANSPORTS",
-    "GrpcLink",
-    "Link",
-    "Listener",
-    "Place",
-    "Target",
-    "Transport",
-    "named",
-]
 
 
 def named(given: Any) -> list[Transport]:

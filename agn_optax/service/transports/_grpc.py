@@ -112,7 +112,7 @@ class GrpcListener(_transport.Listener):
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(names, self._server)
-        calls = _handlers(servicer, self.sending)
+        calls = _handlers(servicer, self)
         self._server.add_generic_rpc_handlers((calls,))
         self.address = _listening(self._server, place)
 
@@ -166,7 +166,7 @@ def _check_free(address: str) -> None:
     )
 
 
-def _handlers(servicer: Servicer, sending: _transport.Sending) -> Any:
+def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
     """The calls of center.proto."""
     serialized = operator.methodcaller("SerializeToString")
 
@@ -188,7 +188,7 @@ def _handlers(servicer: Servicer, sending: _transport.Sending) -> Any:
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
                 for parcel in call(said, context):
-                    with parcel, sending.to(context.cancel) as moved:
+                    with parcel, listener.sending(context.cancel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
                             yield message
                             moved()

@@ -147,7 +147,7 @@ class MemoryListener(_socket.SocketListener):
     """Takes connections of processes of the same user, or of root."""
 
     def accepted(self, end: socket.socket) -> _socket.Accepted:
-        return MemoryAccepted(end, self._servicer.buffers, self.sending)
+        return MemoryAccepted(end, self._servicer.buffers, self)
 
     def why_not(self, end: socket.socket) -> str:
         said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -164,14 +164,14 @@ class MemoryAccepted(_socket.Accepted):
     Args:
       end: the socket.
       buffers: that messages are received in.
-      sending: where it says that it sends.
+      listener: that has it.
     """
 
     def __init__(
-        self, end: socket.socket, buffers: Buffers, sending: _transport.Sending
+        self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
     ) -> None:
         self._receiver = _Receiver(end)
-        super().__init__(end, buffers, sending, self._receiver)
+        super().__init__(end, buffers, listener, self._receiver)
         self._segments: dict[int, np.ndarray] = {}
         self._segment = 0  # where the buffer of the last packet lies
         self._answer_segment = 0  # where the worker wants its next answer

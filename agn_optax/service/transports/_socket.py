@@ -13,7 +13,6 @@ import select
 import socket
 import ssl
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -131,10 +130,8 @@ def listening_at(place: _transport.Place) -> socket.socket:
       InvalidArgumentError: it was asked for, and somebody else has it.
       OSError: there is none.
     """
-    host, port = _address.host(place.address), 0
-    if place.direct_address is not None:
-        host = _address.host(place.direct_address)
-        port = int(place.direct_address.rpartition(":")[2])
+    address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
+    host, port = _address.host(address), int(address.rpartition(":")[2])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
@@ -181,7 +178,6 @@ class SocketListener(_transport.Listener):
         self._servicer = servicer
         self._listening = listening
         self._context = context
-        self._lock = threading.Lock()
         self._accepted: dict[int, Accepted] = {}  # by file descriptor
         self._closed = False
         bound = listening.getsockname()
@@ -214,7 +210,7 @@ class SocketListener(_transport.Listener):
 
     def accepted(self, end: socket.socket) -> Accepted:
         """The service's end of a connection that has greeted."""
-        return Accepted(end, self._servicer.buffers, self.sending)
+        return Accepted(end, self._servicer.buffers, self)
 
     def why_not(self, end: socket.socket) -> str:
         """Why somebody who connected is refused; "" if he is not."""
@@ -321,7 +317,7 @@ class Accepted(Reader):
     Args:
       end: the socket.
       buffers: to receive in.
-      sending: where it says that it sends.
+      listener: that has it, and knows what is on its way to the worker.
       receive: as of any `Reader`; None for what comes over the socket.
     """
 
@@ -329,12 +325,12 @@ class Accepted(Reader):
         self,
         end: socket.socket,
         buffers: Buffers,
-        sending: _transport.Sending,
+        listener: _transport.Listener,
         receive: Callable[[memoryview], int] | None = None,
     ) -> None:
         super().__init__(receive or end.recv_into, buffers)
         self._end = end
-        self._sending = sending
+        self._listener = listener
         self._gone: Future[None] = Future()  # has a result when the worker is
 
     def control(self) -> pb.Frame | None:
@@ -365,7 +361,7 @@ class Accepted(Reader):
 
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel."""
-        with parcel, self._sending.to(self.cancel) as moved:
+        with parcel, self._listener.sending(self.cancel) as moved:
             pieces = parcel.pieces(in_memory=self.shares(parcel))
             try:
                 send(self._end, pieces, moved)

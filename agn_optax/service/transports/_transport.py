@@ -80,14 +80,47 @@ class Listener(abc.ABC):
     address = ""
 
     def __init__(self) -> None:
-        self.sending = Sending()
         self._threads = Threads()
+        self._lock = threading.Lock()
+        # What is on its way to workers: when some of it went last, and how to end it.
+        self._moved: dict[object, tuple[float, Callable[[], None]]] = {}
 
     def start(self) -> None:  # noqa: B027 most have nothing to wait for
         """Answers, now that every transport listens and the servicer knows of them."""
 
     def drain(self) -> None:  # noqa: B027 most have nobody to tell
         """Tells those who ask that the service is about to end."""
+
+    @contextlib.contextmanager
+    def sending(self, cancel: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Around one parcel's way to a worker; to be called whenever some of it went.
+
+        Args:
+          cancel: ends the connection to that worker, from any thread.
+        """
+        key = object()
+
+        def moved() -> None:
+            self._moved[key] = time.monotonic(), cancel
+
+        with self._lock:
+            moved()
+        try:
+            yield moved
+        finally:
+            with self._lock:
+                del self._moved[key]
+
+    def cut(self, seconds: float) -> None:
+        """Ends connections to workers that have taken nothing for so many seconds.
+
+        One that reads nothing must not be waited for.
+        """
+        now = time.monotonic()
+        with self._lock:
+            late = [c for moved, c in self._moved.values() if now - moved > seconds]
+        for cancel in late:
+            cancel()
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
@@ -115,42 +148,6 @@ class Threads(ThreadPoolExecutor):
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
-
-
-class Sending:
-    """What is on its way to workers: one that reads nothing must not be waited for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._moved: dict[object, tuple[float, Callable[[], None]]] = {}
-
-    @contextlib.contextmanager
-    def to(self, cancel: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Around one parcel's way to a worker; to be called whenever some of it went.
-
-        Args:
-          cancel: ends the connection to that worker, from any thread.
-        """
-        key = object()
-
-        def moved() -> None:
-            self._moved[key] = time.monotonic(), cancel
-
-        with self._lock:
-            moved()
-        try:
-            yield moved
-        finally:
-            with self._lock:
-                del self._moved[key]
-
-    def cut(self, seconds: float) -> None:
-        """Ends connections to workers that have taken nothing for so many seconds."""
-        now = time.monotonic()
-        with self._lock:
-            late = [c for moved, c in self._moved.values() if now - moved > seconds]
-        for cancel in late:
-            cancel()
 
 
 class Link(Reader, abc.ABC):

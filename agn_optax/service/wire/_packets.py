@@ -60,10 +60,9 @@ class Parcel:
           in_memory: whether the buffer lies in shared memory, and does not follow.
         """
         control = self.control.SerializeToString()
-        follows = self.schema is not None and not in_memory
-        head = HEAD.pack(len(control), self.nbytes if follows else 0)
+        head = HEAD.pack(len(control), 0 if in_memory else self.nbytes)
         last = memoryview(head + control)
-        if self.schema is not None and follows:
+        if self.schema is not None and not in_memory:
             for piece in self.schema.pieces(self.arrays, _casting.pieces):
                 if len(piece):
                     yield last
