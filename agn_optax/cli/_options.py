@@ -1,6 +1,6 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
-A field is an option of the same name, and None if it was not given, so that defaults
+A `field` is an option of the same name, and None if it was not given, so that defaults
 are those of the library and written down there only.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
 import pathlib
 import tomllib
-import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -35,77 +35,85 @@ Config = Annotated[
 ]
 
 
+def field(help_: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+    """A field of a record, as an option.
+
+    Args:
+      help_: what it is.
+      metavar: what stands for its value; None for its type.
+      names: how it is written, where not as `option` says.
+      more: other arguments of `typer.Option`, such as the panel that it is in.
+    """
+    made: Any = typer.Option(None, *names, help=help_, metavar=metavar, **more)
+    return dataclasses.field(default=None, metadata={"option": made})
+
+
 def spread(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters that are records are options, field by field."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    parameters, records = [], {}
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
+    parameters = []
+    records: dict[str, Any] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind = parameter.annotation
         if dataclasses.is_dataclass(kind):
-            records[name] = typing.cast(Any, kind)
+            record = records[name] = typing.cast(Any, kind)
+            own = inspect.signature(record, eval_str=True).parameters
             parameters += [
-                inspect.Parameter(
-                    field,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=None,
-                    annotation=annotation,
-                )
-                for field, annotation in _annotations(kind).items()
+                own[each.name].replace(default=each.metadata["option"])
+                for each in dataclasses.fields(record)
             ]
         else:
-            parameters.append(
-                parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind)
-            )
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
+    @functools.wraps(command)
     def spread_command(**given: Any) -> None:
-        made = {
-            name: record(**{field: given.pop(field) for field in _annotations(record)})
-            for name, record in records.items()
-        }
-        command(**given, **made)
+        for name, record in records.items():
+            fields = dataclasses.fields(record)
+            given[name] = record(**{each.name: given.pop(each.name) for each in fields})
+        command(**given)
 
-    spread_command.__name__ = command.__name__
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     spread_command.__doc__ = "\n\n".join(" ".join(p.split()) for p in paragraphs)
     spread_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    spread_command.__annotations__ = {each.name: each.annotation for each in parameters}
     return spread_command
 
 
 def given(record: Any) -> dict[str, Any]:
     """The fields of a record that were given."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(record)
-        if (value := getattr(record, field.name)) is not None
-    }
+    return {name: value for name, value in vars(record).items() if value is not None}
 
 
-def option(field: str) -> str:
+def option(name: str) -> str:
     """The option of a field, as it is written on a command line."""
-    return "--" + field.replace("_", "-")
+    return "--" + name.replace("_", "-")
 
 
 def arguments(record: Any) -> list[str]:
     """The command line that fills in a record as this one is."""
     made = []
-    for field, value in given(record).items():
+    for name, value in given(record).items():
         if isinstance(value, bool):
-            made.append(option(field) if value else option(f"no_{field}"))
+            made.append(option(name if value else f"no_{name}"))
         else:
-            made.append(f"{option(field)}={value}")
+            made.append(f"{option(name)}={value}")
     return made
 
 
-def refuse(record: Any, why: str, *, but: tuple[str, ...] = ()) -> None:
-    """No option of a record, but these, was given.
+def refuse(
+    record: Any,
+    why: str,
+    *,
+    only: Collection[str] | None = None,
+    but: Collection[str] = (),
+) -> None:
+    """No option of a record was given; or none of some, or none but some.
 
     Raises:
       InvalidArgumentError: one was; says why it must not be.
     """
-    for field in given(record):
-        if field not in but:
-            raise errors.InvalidArgumentError(f"{option(field)} {why}")
+    for name in given(record):
+        if name not in but and (only is None or name in only):
+            raise errors.InvalidArgumentError(f"{option(name)} {why}")
 
 
 def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
@@ -122,9 +130,9 @@ def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
     known = {
-        option(field).removeprefix("--"): (field, annotation)
+        option(name).removeprefix("--"): (name, annotation)
         for kind in kinds
-        for field, annotation in _annotations(kind).items()
+        for name, annotation in typing.get_type_hints(kind).items()
     }
     values = {}
     for key, value in table.items():
@@ -135,16 +143,15 @@ def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
                 f"{path} has an unknown key {key!r}{hint}; known keys are "
                 f"{', '.join(sorted(known))}"
             )
-        field, annotation = known[key]
-        values[field] = _converted(value, annotation, f"{key} in {path}")
+        name, annotation = known[key]
+        values[name] = _converted(value, annotation, f"{key} in {path}")
     return values
 
 
 def filled(record: T, values: dict[str, Any]) -> T:
     """A record in which values stand where it was not given any."""
-    fields = {field.name for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    values = {field: value for field, value in values.items() if field in fields}
-    return type(record)(**(values | given(record)))
+    own = {name: value for name, value in values.items() if name in vars(record)}
+    return type(record)(**(own | given(record)))
 
 
 def print_json(value: Any, *, err: bool = False) -> None:
@@ -162,16 +169,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _annotations(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
 def _converted(value: Any, annotation: Any, what: str) -> Any:
-    (kind,) = (
-        each
-        for each in typing.get_args(typing.get_args(annotation)[0])
-        if each is not types.NoneType
-    )
+    kind, _ = typing.get_args(annotation)  # and None
     if kind is float and type(value) is int:
         return float(value)
     if kind is pathlib.Path and type(value) is str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import rich.console
@@ -17,31 +18,7 @@ from agn_optax.cli._rules import RuleOptions
 from agn_optax.planning import Cluster, Cost, Machine
 from agn_optax.rules import codecs
 
-_MACHINE = "Machine"
-_TIMES = (
-    "rule",
-    "message",
-    "answer",
-    "exchange",
-    "hidden",
-    "period",
-    "busy",
-    "overlap",
-)
-_MEMORY = (
-    "rule",
-    "model and optimizer",
-    "record, anchor",
-    "worker",
-    "overlap",
-    "center",
-)
-
-
-def _of_machine(help_: str, metavar: str, default: str) -> Any:
-    return typer.Option(
-        help=help_, metavar=metavar, show_default=default, rich_help_panel=_MACHINE
-    )
+_of_machine = functools.partial(_options.field, rich_help_panel="Machine")
 
 
 def _rate(number: float) -> str:
@@ -52,34 +29,24 @@ def _rate(number: float) -> str:
 class MachineOptions:
     """What an exchange takes beside the links."""
 
-    overhead: Annotated[
-        float | None,
-        _of_machine("Of an exchange of nothing.", "SECONDS", f"{Machine().overhead}"),
-    ] = None
-    endpoint_rate: Annotated[
-        str | None,
-        _of_machine(
-            "Message and answer, through both ends.",
-            "RATE",
-            _rate(Machine().endpoint_rate),
-        ),
-    ] = None
-    apply_rate: Annotated[
-        str | None,
-        _of_machine(
-            "What the center's arithmetic reads and writes.",
-            "RATE",
-            _rate(Machine().apply_rate),
-        ),
-    ] = None
-    measure: Annotated[
-        bool | None,
-        typer.Option(
-            "--measure",
-            help="Measure these on this machine, with a center in another process.",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = None
+    overhead: float | None = _of_machine(
+        "Of an exchange of nothing.", "SECONDS", show_default=f"{Machine().overhead}"
+    )
+    endpoint_rate: str | None = _of_machine(
+        "Message and answer, through both ends.",
+        "RATE",
+        show_default=_rate(Machine().endpoint_rate),
+    )
+    apply_rate: str | None = _of_machine(
+        "What the center's arithmetic reads and writes.",
+        "RATE",
+        show_default=_rate(Machine().apply_rate),
+    )
+    measure: bool | None = _of_machine(
+        "Measure these on this machine, with a center in another process.",
+        None,
+        "--measure",
+    )
 
 
 def plan(
@@ -196,14 +163,11 @@ def _machine(options: MachineOptions) -> Machine:
 
 def _as_dict(cost: Cost) -> dict[str, Any]:
     worker, center = cost.worker, cost.center
+    sums = {"waiting": worker.waiting, "overlapping": worker.overlapping}
     return {
         **cost._asdict(),
-        "worker": {
-            **worker._asdict(),
-            "waiting": worker.waiting,
-            "overlapping": worker.overlapping,
-        },
-        "center": {**center._asdict(), "total": center.total},
+        "worker": worker._asdict() | sums,
+        "center": center._asdict() | {"total": center.total},
     }
 
 
@@ -212,51 +176,52 @@ def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
     return rich.console.Group(
         f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
         f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at the center",
-        _as_table(_TIMES, [_times(cost) for cost in costs]),
+        _as_table(costs, _TIMES),
         f"An exchange of nothing takes {cluster.latency:g} s on its way and "
         f"{machine.overhead:.2g} s at its ends, which take "
         f"{_rate(machine.endpoint_rate)}; the center's arithmetic takes "
         f"{_rate(machine.apply_rate)}.",
-        _as_table(_MEMORY, [_memory(cost) for cost in costs]),
+        _as_table(costs, _MEMORY),
         "Beside activations and gradients. The center's has a message of every worker.",
     )
 
 
-def _times(cost: Cost) -> list[str]:
-    hidden = cost.hidden_period
-    return [
-        cost.rule,
-        _table.size(cost.message),
-        _table.size(cost.answer),
-        f"{cost.exchange:.3g} s",
-        "never" if hidden is None else str(hidden),
-        str(cost.period),
-        f"{cost.utilization:.1%}",
-        f"{cost.utilization_overlapping:.1%}",
-    ]
+_Column = Callable[[Cost], str]
+_TIMES: dict[str, _Column] = {
+    "message": lambda cost: _table.size(cost.message),
+    "answer": lambda cost: _table.size(cost.answer),
+    "exchange": lambda cost: f"{cost.exchange:.3g} s",
+    "hidden": lambda cost: str(cost.hidden_period or "never"),
+    "period": lambda cost: str(cost.period),
+    "busy": lambda cost: f"{cost.utilization:.1%}",
+    "overlap": lambda cost: f"{cost.utilization_overlapping:.1%}",
+}
+_MEMORY: dict[str, _Column] = {
+    "model and optimizer": lambda cost: _size(
+        cost.worker.params + cost.worker.inner_state
+    ),
+    "record, anchor": lambda cost: _size(
+        cost.worker.record + cost.worker.codec_state + cost.worker.anchor
+    ),
+    "worker": lambda cost: _size(cost.worker.waiting),
+    "overlap": lambda cost: _size(cost.worker.overlapping),
+    "center": lambda cost: _size(cost.center.total),
+}
 
 
-def _memory(cost: Cost) -> list[str]:
-    worker, center = cost.worker, cost.center
-    parts = [
-        worker.params + worker.inner_state,
-        worker.record + worker.codec_state + worker.anchor,
-        worker.waiting,
-        worker.overlapping,
-        center.total,
-    ]
-    return [cost.rule, *(_table.size(part) if part else "-" for part in parts)]
+def _size(number: int) -> str:
+    return _table.size(number) if number else "-"
 
 
-def _as_table(columns: Sequence[str], rows: Sequence[list[str]]) -> rich.table.Table:
+def _as_table(costs: Sequence[Cost], columns: dict[str, _Column]) -> rich.table.Table:
     """A row for each rule, and what they are compared with at the end."""
     table = rich.table.Table()
+    table.add_column("rule", no_wrap=True)
     for name in columns:
-        is_rule = name == "rule"
-        table.add_column(name, justify="left" if is_rule else "right", no_wrap=is_rule)
-    *rules, compared = rows
-    for row in rules:
-        table.add_row(*map(rich.text.Text, row))
-    table.add_section()
-    table.add_row(*map(rich.text.Text, compared))
+        table.add_column(name, justify="right")
+    for cost in costs:
+        if cost is costs[-1]:
+            table.add_section()
+        cells = [cost.rule, *(column(cost) for column in columns.values())]
+        table.add_row(*map(rich.text.Text, cells))
     return table

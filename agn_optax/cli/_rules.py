@@ -10,41 +10,28 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import optax
-import typer
 
 from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.cli import _options
 from agn_optax.rules import Rule, codecs
 
-_RULE = "Rule"
-_OPTIMIZER = "Center optimizer"
+_of_rule = functools.partial(_options.field, rich_help_panel="Rule")
+_of_optimizer = functools.partial(_options.field, rich_help_panel="Center optimizer")
 
 # Of optax. Their signatures say which options they have.
 _OPTIMIZERS = (
-    "adabelief",
-    "adagrad",
-    "adam",
-    "adamw",
-    "lamb",
-    "lion",
-    "nadam",
-    "nadamw",
-    "rmsprop",
-    "sgd",
-    "yogi",
+    *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
+    *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
 )
 _NAMES = tuple(name for name in rules.__all__ if name != "Rule")
 _CODECS = {
-    **{name: functools.partial(codecs.cast, name) for name in ("bfloat16", "float16")},
+    **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
     **{
-        f"int{bits}": functools.partial(
-            lambda bits: codecs.error_feedback(codecs.quantize(bits)), bits
-        )
-        for bits in (8, 4, 2)
+        f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
     },
 }
 # What an option may be.
@@ -60,59 +47,41 @@ _RANGES = {
 _OF_OPTIMIZER = (*_RANGES, "nesterov")
 
 
-def _of_rule(help_: str, metavar: str | None = None) -> Any:
-    return typer.Option(help=help_, metavar=metavar, rich_help_panel=_RULE)
-
-
-def _of_optimizer(help_: str, metavar: str | None = None) -> Any:
-    return typer.Option(help=help_, metavar=metavar, rich_help_panel=_OPTIMIZER)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleOptions:
     """Which rule a center runs."""
 
-    rule: Annotated[str | None, _of_rule(f"One of {', '.join(_NAMES)}.", "NAME")] = None
-    rule_from: Annotated[
-        str | None,
-        _of_rule(
-            "A rule of your own, or a function without arguments that returns it; "
-            "modules in the current directory are found.",
-            "MODULE:OBJECT",
-        ),
-    ] = None
-    moving_rate: Annotated[float | None, _of_rule("Of easgd: alpha, in (0, 1].")] = None
-    rho: Annotated[
-        float | None,
-        _of_rule("Of easgd: the elastic penalty in the local gradients; 0 unless set."),
-    ] = None
-    record_dtype: Annotated[
-        str | None, _of_rule("Of agn: dtype of the workers' gradient sum.", "DTYPE")
-    ] = None
-    codec: Annotated[
-        str | None,
-        _of_rule(
-            f"How contributions travel: {', '.join(_CODECS)}. A float, the center "
-            "too; what an int loses goes into the next contribution.",
-            "NAME",
-        ),
-    ] = None
-    center_optimizer: Annotated[
-        str | None,
-        _of_optimizer(f"Of agn and diloco: one of {', '.join(_OPTIMIZERS)}.", "NAME"),
-    ] = None
-    learning_rate: Annotated[float | None, _of_optimizer("Its learning rate.")] = None
-    momentum: Annotated[float | None, _of_optimizer("Of sgd and rmsprop.")] = None
-    nesterov: Annotated[
-        bool | None, _of_optimizer("Nesterov's momentum, of sgd, rmsprop and adam.")
-    ] = None
-    b1: Annotated[float | None, _of_optimizer("Decay of the first moment.")] = None
-    b2: Annotated[float | None, _of_optimizer("Decay of the second moment.")] = None
-    eps: Annotated[float | None, _of_optimizer("Added to denominators.")] = None
-    decay: Annotated[float | None, _of_optimizer("Of rmsprop.")] = None
-    weight_decay: Annotated[
-        float | None, _of_optimizer("Of adamw, lamb, lion and nadamw.")
-    ] = None
+    rule: str | None = _of_rule(f"One of {', '.join(_NAMES)}.", "NAME")
+    rule_from: str | None = _of_rule(
+        "A rule of your own, or a function without arguments that returns it; "
+        "modules in the current directory are found.",
+        "MODULE:OBJECT",
+    )
+    moving_rate: float | None = _of_rule("Of easgd: alpha, in (0, 1].")
+    rho: float | None = _of_rule(
+        "Of easgd: the elastic penalty in the local gradients; 0 unless set."
+    )
+    record_dtype: str | None = _of_rule(
+        "Of agn: dtype of the workers' gradient sum.", "DTYPE"
+    )
+    codec: str | None = _of_rule(
+        f"How contributions travel: {', '.join(_CODECS)}. A float, the center "
+        "too; what an int loses goes into the next contribution.",
+        "NAME",
+    )
+    center_optimizer: str | None = _of_optimizer(
+        f"Of agn and diloco: one of {', '.join(_OPTIMIZERS)}.", "NAME"
+    )
+    learning_rate: float | None = _of_optimizer("Its learning rate.")
+    momentum: float | None = _of_optimizer("Of sgd and rmsprop.")
+    nesterov: bool | None = _of_optimizer(
+        "Nesterov's momentum, of sgd, rmsprop and adam."
+    )
+    b1: float | None = _of_optimizer("Decay of the first moment.")
+    b2: float | None = _of_optimizer("Decay of the second moment.")
+    eps: float | None = _of_optimizer("Added to denominators.")
+    decay: float | None = _of_optimizer("Of rmsprop.")
+    weight_decay: float | None = _of_optimizer("Of adamw, lamb, lion and nadamw.")
 
 
 def make(options: RuleOptions) -> Rule:
@@ -139,25 +108,20 @@ def make(options: RuleOptions) -> Rule:
             f"--rule must be one of {', '.join(_NAMES)}, got {options.rule!r}"
         )
     factory = getattr(rules, options.rule)
-    own = _settings(options, factory, f"rule {options.rule}")
+    settings = _settings(options, factory, f"rule {options.rule}")
+    has_center = "center" in inspect.signature(factory).parameters
+    of_center = ("center_optimizer", *_OF_OPTIMIZER) if has_center else ()
     does_not_apply = f"does not apply to rule {options.rule}"
-    _options.refuse(
-        options,
-        does_not_apply,
-        but=("rule", "center_optimizer", *own, *_OF_OPTIMIZER),
-    )
-    settings: dict[str, Any] = {name: getattr(options, name) for name in own}
-    if "center" not in inspect.signature(factory).parameters:
-        _options.refuse(options, does_not_apply, but=("rule", *own))
-    elif options.center_optimizer is not None:
+    _options.refuse(options, does_not_apply, but=("rule", *settings, *of_center))
+    if options.center_optimizer is not None:
         settings["center"] = _optimizer(options)
-    elif _is_required(factory, "center"):
+    elif has_center and _is_required(factory, "center"):
         raise errors.InvalidArgumentError(
             f"rule {options.rule} needs --center-optimizer, one of "
             f"{', '.join(_OPTIMIZERS)}"
         )
     else:
-        _options.refuse(options, "needs --center-optimizer", but=("rule", *own))
+        _options.refuse(options, "needs --center-optimizer", only=_OF_OPTIMIZER)
     if options.codec is not None:
         settings["codec"] = codec(options.codec)
     return factory(**settings)
@@ -173,7 +137,7 @@ def codec(name: str) -> codecs.Codec:
         raise errors.InvalidArgumentError(
             f"--codec must be one of {', '.join(_CODECS)}, got {name!r}"
         )
-    return _CODECS[name]()
+    return _CODECS[name]
 
 
 def inner(name: str) -> optax.GradientTransformation:
@@ -193,17 +157,16 @@ def is_given(options: RuleOptions) -> bool:
 def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
     name = options.center_optimizer
     factory = _optimizer_factory(name, "--center-optimizer")
-    own = _settings(options, factory, f"center optimizer {name}")
-    for field in _options.given(options):
-        if field in _OF_OPTIMIZER and field not in own:
-            raise errors.InvalidArgumentError(
-                f"{_options.option(field)} does not apply to center optimizer {name}, "
-                f"which has {', '.join(map(_options.option, _known(factory)))}"
-            )
-    settings = {each: getattr(options, each) for each in own}
-    for each, (low, high) in _RANGES.items():
-        if each in settings:
-            check.rate(settings[each], _options.option(each), low=low, high=high)
+    settings = _settings(options, factory, f"center optimizer {name}")
+    _options.refuse(
+        options,
+        f"does not apply to center optimizer {name}, which has "
+        f"{', '.join(map(_options.option, _known(factory)))}",
+        only=set(_OF_OPTIMIZER) - set(settings),
+    )
+    for each in settings.keys() & _RANGES.keys():
+        low, high = _RANGES[each]
+        check.rate(settings[each], _options.option(each), low=low, high=high)
     return factory(**settings)
 
 
@@ -217,18 +180,21 @@ def _optimizer_factory(name: str | None, what: str) -> Callable[..., Any]:
 
 def _settings(
     options: RuleOptions, factory: Callable[..., Any], what: str
-) -> list[str]:
-    """The options of a factory that were given."""
+) -> dict[str, Any]:
+    """The arguments of a factory that were given."""
     given = _options.given(options)
     for name in _known(factory):
         if name not in given and _is_required(factory, name):
             raise errors.InvalidArgumentError(f"{what} needs {_options.option(name)}")
-    return [name for name in _known(factory) if name in given]
+    return {name: given[name] for name in _known(factory) if name in given}
 
 
 def _known(factory: Callable[..., Any]) -> list[str]:
-    fields = {field.name for field in dataclasses.fields(RuleOptions)}
-    return [name for name in inspect.signature(factory).parameters if name in fields]
+    return [
+        name
+        for name in inspect.signature(factory).parameters
+        if name in RuleOptions.__dataclass_fields__
+    ]
 
 
 def _is_required(factory: Callable[..., Any], name: str) -> bool:

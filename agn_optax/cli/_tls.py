@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
-from typing import Annotated, Any
-
-import typer
 
 from agn_optax import errors, service
+from agn_optax.cli import _options
 
-_TLS = "TLS"
-
-
-def _file(help_: str) -> Any:
-    return typer.Option(help=help_, metavar="FILE.pem", rich_help_panel=_TLS)
-
-
-Certificate = Annotated[
-    pathlib.Path | None, _file("This end's certificate, with those that vouch for it.")
-]
-Key = Annotated[pathlib.Path | None, _file("The certificate's private key.")]
-Insecure = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure",
-        help="Allow plain text beyond this machine, in a network that you trust.",
-        rich_help_panel=_TLS,
-    ),
-]
+file = functools.partial(_options.field, metavar="FILE.pem", rich_help_panel="TLS")
+certificate = functools.partial(
+    file, "This end's certificate, with those that vouch for it."
+)
+key = functools.partial(file, "The certificate's private key.")
+plain_text = functools.partial(
+    _options.field,
+    "Allow plain text beyond this machine, in a network that you trust.",
+    None,
+    "--insecure",
+    rich_help_panel="TLS",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientTls:
     """How a center is reached."""
 
-    tls_ca: Annotated[
-        pathlib.Path | None,
-        _file("Who vouches for the center; plain text is spoken without it."),
-    ] = None
-    tls_certificate: Certificate = None
-    tls_key: Key = None
-    insecure: Insecure = None
+    tls_ca: pathlib.Path | None = file(
+        "Who vouches for the center; plain text is spoken without it."
+    )
+    tls_certificate: pathlib.Path | None = certificate()
+    tls_key: pathlib.Path | None = key()
+    insecure: bool | None = plain_text()
 
 
 def client(
