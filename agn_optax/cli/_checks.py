@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
 import socket
 import ssl
 import statistics
@@ -21,6 +22,9 @@ _SLOW = 0.25  # seconds: a round trip that is felt at every exchange
 _ROUND_TRIPS = 5
 
 Result = Literal["ok", "warning", "failed"]
+_Found = tuple[Result, str]
+# Without what these are about, there is nothing to check further.
+_NEEDED = ("address", "connection", "encryption", "health", "description")
 
 
 class Finding(NamedTuple):
@@ -31,10 +35,21 @@ class Finding(NamedTuple):
     said: str
 
 
-class _FailedError(Exception):
-    """A check failed; what it says is for the user."""
+def _failed(said: str) -> _Found:
+    return "failed", said
 
 
+def _warning(said: str) -> _Found:
+    return "warning", said
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+@dataclasses.dataclass
 class Checks:
     """The checks of one center.
 
@@ -47,35 +62,24 @@ class Checks:
       encrypted: whether TLS is spoken.
     """
 
-    def __init__(
-        self,
-        address: str,
-        observer: Callable[[], Observer],
-        rule: Rule | None,
-        *,
-        timeout: float,
-        client_timeout: float,
-        encrypted: bool,
-    ) -> None:
-        self._address = address
-        self._open = observer
-        self._rule = rule
-        self._timeout = timeout
-        self._client_timeout = client_timeout
-        self._encrypted = encrypted
-        self._center: Any = None
-        self._described: Any = None
+    address: str
+    observer: Callable[[], Observer]
+    rule: Rule | None
+    _: dataclasses.KW_ONLY
+    timeout: float
+    client_timeout: float
+    encrypted: bool
+    _center: Any = dataclasses.field(init=False, default=None)
+    _described: Any = dataclasses.field(init=False, default=None)
 
     def run(self) -> Iterator[Finding]:
         """All checks, as they are made; ends at one that the rest needs."""
-        needed = {
+        checks = {
             "address": self._check_address,
             "connection": self._check_connection,
             "encryption": self._check_encryption,
             "health": self._check_health,
             "description": self._check_description,
-        }
-        others = {
             "release": self._check_release,
             "round trip": self._check_round_trip,
             "clocks": self._check_clocks,
@@ -83,103 +87,99 @@ class Checks:
             "ports": self._check_ports,
             "timeouts": self._check_timeouts,
         }
-        if self._rule is not None:
-            others["rule"] = self._check_rule
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._center and self._center.close())
-            for name, check in needed.items():
-                finding = _finding(name, check)
+        if self.rule is not None:
+            checks["rule"] = functools.partial(self._check_rule, self.rule)
+        try:
+            for name, check in checks.items():
+                try:
+                    finding = Finding(name, *check())
+                except errors.AgnOptaxError as error:
+                    finding = Finding(name, "failed", str(error))
                 yield finding
-                if finding.result == "failed":
+                if finding.result == "failed" and name in _NEEDED:
                     return
-            for name, check in others.items():
-                yield _finding(name, check)
+        finally:
+            if self._center is not None:
+                self._center.close()
 
-    def _check_address(self) -> tuple[Result, str]:
-        address.check(self._address)
-        if self._address.startswith("unix:"):
-            return "ok", f"{self._address} is a socket of this machine"
+    def _check_address(self) -> _Found:
+        address.check(self.address)
+        if self.address.startswith("unix:"):
+            return "ok", f"{self.address} is a socket of this machine"
         host, port = self._host_and_port()
         if port == 0:
-            raise _FailedError(
+            return _failed(
                 "with port 0 a server takes any; give the one that it printed"
             )
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise _FailedError(f"{host} is not found: {error}") from None
+            return _failed(f"{host} is not found: {error}")
         numbers = dict.fromkeys(str(each[4][0]) for each in found)
-        return "ok", f"{self._address} is {', '.join(numbers)}, port {port}"
+        return "ok", f"{self.address} is {', '.join(numbers)}, port {port}"
 
-    def _check_connection(self) -> tuple[Result, str]:
-        begin = time.monotonic()
+    def _check_connection(self) -> _Found:
         try:
-            self._connect().close()
+            seconds = _seconds(lambda: self._connect().close())
         except OSError as error:
-            raise _FailedError(
-                f"nobody listens at {self._address}: {error}. Is the center there, and "
+            return _failed(
+                f"nobody listens at {self.address}: {error}. Is the center there, and "
                 "does a firewall let you through?"
-            ) from None
-        return "ok", f"connected in {(time.monotonic() - begin) * 1e3:.1f} ms"
+            )
+        return "ok", f"connected in {seconds * 1e3:.1f} ms"
 
-    def _check_encryption(self) -> tuple[Result, str]:
-        self._center = self._open()
+    def _check_encryption(self) -> _Found:
+        self._center = self.observer()
         speaks_tls = self._speaks_tls()
-        if self._encrypted:
+        if self.encrypted:
             if not speaks_tls:
-                raise _FailedError("the center does not speak TLS: leave --tls-ca out")
+                return _failed("the center does not speak TLS: leave --tls-ca out")
             return "ok", "TLS"
         if speaks_tls:
-            raise _FailedError("the center speaks TLS: give --tls-ca FILE.pem")
-        if address.is_local(self._address):
+            return _failed("the center speaks TLS: give --tls-ca FILE.pem")
+        if address.is_local(self.address):
             return "ok", "plain text, which does not leave this machine"
-        return (
-            "warning",
-            "plain text leaves this machine: anybody on the way can read and change it",
+        return _warning(
+            "plain text leaves this machine: anybody on the way can read and change it"
         )
 
-    def _check_health(self) -> tuple[Result, str]:
+    def _check_health(self) -> _Found:
         try:
             said = self._center.health()
         except errors.CenterUnreachableError as error:
-            raise _FailedError(
+            return _failed(
                 f"what listens there is no gRPC server, or refuses us: {error}"
-            ) from None
+            )
         if said != "SERVING":
-            raise _FailedError(f"the center is {said}: it is going down")
+            return _failed(f"the center is {said}: it is going down")
         return "ok", said
 
-    def _check_description(self) -> tuple[Result, str]:
+    def _check_description(self) -> _Found:
         said = self._described = self._center.describe()
         return "ok", f"protocol {said.protocol}, {said.mode}"
 
-    def _check_release(self) -> tuple[Result, str]:
+    def _check_release(self) -> _Found:
         said = self._described
         if said.protocol != address.PROTOCOL:
-            raise _FailedError(
+            return _failed(
                 f"the center speaks version {said.protocol} of the protocol, and this "
                 f"release {address.PROTOCOL}"
             )
         if said.release != __version__:
-            return (
-                "warning",
-                f"the center runs agn_optax {said.release}, and here is {__version__}",
+            return _warning(
+                f"the center runs agn_optax {said.release}, and here is {__version__}"
             )
         return "ok", f"agn_optax {__version__} at both ends"
 
-    def _check_round_trip(self) -> tuple[Result, str]:
-        times = []
-        for _ in range(_ROUND_TRIPS):
-            begin = time.monotonic()
-            self._center.status()
-            times.append(time.monotonic() - begin)
+    def _check_round_trip(self) -> _Found:
+        times = [_seconds(self._center.status) for _ in range(_ROUND_TRIPS)]
         median = statistics.median(times)
         said = f"{median * 1e3:.1f} ms"
         if median > _SLOW:
-            return "warning", f"{said}: long periods or overlap=True hide it"
+            return _warning(f"{said}: long periods or overlap=True hide it")
         return "ok", said
 
-    def _check_clocks(self) -> tuple[Result, str]:
+    def _check_clocks(self) -> _Found:
         looks = []
         for _ in range(_ROUND_TRIPS):
             begin = time.time()
@@ -193,77 +193,75 @@ class Checks:
         )
         return ("warning" if abs(ahead) > _CLOCKS else "ok"), said
 
-    def _check_schema(self) -> tuple[Result, str]:
+    def _check_schema(self) -> _Found:
         if not self._described.HasField("schema"):
-            return "warning", "no parameters yet: no worker has started as chief"
+            return _warning("no parameters yet: no worker has started as chief")
         schema = wire.from_proto(self._described.schema)
         if schema.hash != self._described.schema_hash:
-            raise _FailedError(
+            return _failed(
                 f"the hash of the leaves is {schema.hash.hex()}, and the center says "
                 f"{self._described.schema_hash.hex()}"
             )
         size = sum(leaf.nbytes for leaf in schema.leaves)
         return "ok", f"{len(schema.leaves)} leaves, {_table.size(size)}"
 
-    def _check_ports(self) -> tuple[Result, str]:
+    def _check_ports(self) -> _Found:
         """Whether exchanges can take the way beside gRPC that others need."""
         direct = self._center.status()["direct_address"]
         if not direct:
             return "ok", "the center has no port for exchanges beside that of gRPC"
         host, port = self._host_and_port()[0], int(direct.rpartition(":")[2])
         try:
-            socket.create_connection((host, port), self._timeout).close()
+            socket.create_connection((host, port), self.timeout).close()
         except OSError as error:
-            said = (
+            return _warning(
                 f"nobody listens at {host}:{port}: {error}. Exchanges from here are as "
                 "slow as gRPC is: let that port through, or give serve another one by "
                 "--direct-address"
             )
-            return "warning", said
         return "ok", f"exchanges go to {host}:{port}"
 
-    def _check_timeouts(self) -> tuple[Result, str]:
+    def _check_timeouts(self) -> _Found:
         waiting, lease = self._described.waiting_interval, self._described.lease
         options = dict(address.OPTIONS)
         keepalive = (
             options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]
         ) / 1000
-        client = self._client_timeout
+        client = self.client_timeout
         said = (
             f"signs of life every {waiting:g} s, lost hosts are noticed after "
             f"{keepalive:g} s, workers give up after {client:g} s, and are given up "
             f"{lease:g} s after their connection"
         )
         if waiting >= client:
-            raise _FailedError(
+            return _failed(
                 f"{said}: workers that wait would give up a center that is well; "
                 f"give connect() a timeout above {waiting:g}"
             )
         if lease <= waiting:
-            return "warning", f"{said}: hardly time to come back; serve --lease is it"
+            return _warning(f"{said}: hardly time to come back; serve --lease is it")
         if keepalive >= client:
-            return "warning", f"{said}: before they notice"
+            return _warning(f"{said}: before they notice")
         return "ok", said
 
-    def _check_rule(self) -> tuple[Result, str]:
-        assert self._rule is not None
-        fingerprint.compare(self._described.rule, self._rule, self._address)
-        return "ok", f"{self._rule.name} at both ends"
+    def _check_rule(self, rule: Rule) -> _Found:
+        fingerprint.compare(self._described.rule, rule, self.address)
+        return "ok", f"{rule.name} at both ends"
 
     def _connect(self) -> socket.socket:
-        if not self._address.startswith("unix:"):
-            return socket.create_connection(self._host_and_port(), self._timeout)
+        if not self.address.startswith("unix:"):
+            return socket.create_connection(self._host_and_port(), self.timeout)
         made = socket.socket(socket.AF_UNIX)
-        made.settimeout(self._timeout)
+        made.settimeout(self.timeout)
         try:
-            made.connect(self._address.removeprefix("unix:").removeprefix("//"))
+            made.connect(self.address.removeprefix("unix:").removeprefix("//"))
         except BaseException:
             made.close()
             raise
         return made
 
     def _host_and_port(self) -> tuple[str, int]:
-        host, _, port = self._address.rpartition(":")
+        host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
     def _speaks_tls(self) -> bool:
@@ -276,10 +274,3 @@ class Checks:
                 return True
         except OSError:
             return False
-
-
-def _finding(name: str, check: Callable[[], tuple[Result, str]]) -> Finding:
-    try:
-        return Finding(name, *check())
-    except (_FailedError, errors.AgnOptaxError) as error:
-        return Finding(name, "failed", str(error))

@@ -11,25 +11,13 @@ import rich.live
 import rich.table
 import rich.text
 
-_COLUMNS = (
-    "worker",
-    "connected",
-    "period",
-    "exchanges",
-    "staleness",
-    "last seen",
-    "message norm",
-    "dropped",
-    "waits",
-    "received",
-    "sent",
-)
-
 
 def console(*, stderr: bool = False) -> rich.console.Console:
     """Where tables are printed; as wide as they are if that is no terminal."""
     made = rich.console.Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else _wide(made)
+    if not made.is_terminal:
+        made.width = 160
+    return made
 
 
 @contextlib.contextmanager
@@ -50,22 +38,12 @@ def of(said: dict[str, Any]) -> Any:
     table = rich.table.Table(
         title=_title(said), title_justify="left", caption=_caption(said)
     )
+    table.add_column("worker")
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "worker" else "right")
+        table.add_column(name, justify="right")
     for worker in said["workers"]:
-        table.add_row(
-            rich.text.Text(worker["name"]),
-            _yes(worker["connected"]),
-            str(worker["period"] or "-"),
-            str(worker["exchanges"]),
-            _number(worker["staleness"]),
-            f"{worker['seen']:.1f} s",
-            _number(worker["norm"]),
-            str(worker["dropped"]),
-            _yes(worker["waits"]),
-            size(worker["bytes_received"]),
-            size(worker["bytes_sent"]),
-        )
+        cells = [column(worker) for column in _COLUMNS.values()]
+        table.add_row(rich.text.Text(worker["name"]), *cells)
     return table
 
 
@@ -112,5 +90,15 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _wide(narrow: rich.console.Console) -> rich.console.Console:
-    return rich.console.Console(file=narrow.file, width=160, highlight=False)
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "connected": lambda worker: _yes(worker["connected"]),
+    "period": lambda worker: str(worker["period"] or "-"),
+    "exchanges": lambda worker: str(worker["exchanges"]),
+    "staleness": lambda worker: _number(worker["staleness"]),
+    "last seen": lambda worker: f"{worker['seen']:.1f} s",
+    "message norm": lambda worker: _number(worker["norm"]),
+    "dropped": lambda worker: str(worker["dropped"]),
+    "waits": lambda worker: _yes(worker["waits"]),
+    "received": lambda worker: size(worker["bytes_received"]),
+    "sent": lambda worker: size(worker["bytes_sent"]),
+}
