@@ -1,6 +1,7 @@
 """A network that can break: TCP proxies between workers and their center."""
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -110,10 +111,9 @@ class Network:
                 self._threads.append(thread)
 
     def _forward(self, source, sink, link, gate):
+        arriving = iter(lambda: source.recv(1 << 16), b"")
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if link is not None:
-                    link.carry(len(data))
+            for data in arriving if link is None else link.carry(arriving):
                 if gate is not None:
                     gate.wait()
                 if source not in self._stranded:
@@ -124,19 +124,33 @@ class Network:
 
 
 class _Link:
-    """One direction of a slow network: a bucket of tokens, empty most of the time."""
-
-    _BURST = 0.01  # seconds of carrying that an idle link has saved up
+    """One direction of a slow network, with room for all that waits to be carried."""
 
     def __init__(self, bandwidth):
         self._bandwidth = bandwidth
         self._lock = threading.Lock()
         self._free = 0.0  # when all that it has taken is through
 
-    def carry(self, size):
-        """Returns when so many bytes are through, after those of earlier callers."""
-        with self._lock:
-            earliest = time.monotonic() - self._BURST
-            self._free = max(self._free, earliest) + size / self._bandwidth
-            through = self._free
-        time.sleep(max(0.0, through - time.monotonic()))
+    def carry(self, arriving):
+        """Yields what arrives when it is through, after all that came before.
+
+        What arrives is taken at once, by a thread of its own. So the link is as fast as
+        it should be however late a busy machine lets somebody run, who then finds that
+        more has come through meanwhile.
+        """
+        carried = queue.SimpleQueue()
+        taking = threading.Thread(target=self._take, args=(arriving, carried))
+        taking.start()
+        for through, data in iter(carried.get, None):
+            time.sleep(max(0.0, through - time.monotonic()))
+            yield data
+        taking.join()
+
+    def _take(self, arriving, carried):
+        with contextlib.suppress(OSError):
+            for data in arriving:
+                with self._lock:
+                    begin = max(self._free, time.monotonic())
+                    through = self._free = begin + len(data) / self._bandwidth
+                carried.put((through, data))
+        carried.put(None)
