@@ -13,8 +13,6 @@ from agn_optax.launch._program import Ended, Program
 from agn_optax.launch._signals import signals_to
 from agn_optax.launch._supervisor import FORWARDED, Supervisor
 
-__all__ = ["Ended", "Program", "run"]
-
 
 def run(
     programs: Sequence[Program],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import itertools
 import math
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agn_optax.launch import _guard
 
@@ -84,7 +85,7 @@ class Process:
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.output, _CHUNK)
             self.at_end = not data
-        return list(self._lines.feed(data, final=last or self.at_end))
+        return self._lines.feed(data, final=last or self.at_end)
 
     def close(self) -> int:
         """Ends what is left of the group, and gives the program's exit status.
@@ -116,18 +117,17 @@ class _Lines:
         self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
         self._rest = ""
 
-    def feed(self, data: bytes, final: bool) -> Iterator[str]:
+    def feed(self, data: bytes, final: bool) -> list[str]:
         text = self._rest + self._decoder.decode(data, final)
-        *lines, self._rest = text.split("\n")
-        for line in lines:
-            yield from _cut(line)
-        *lines, self._rest = _cut(self._rest)
-        yield from lines
+        *lines, self._rest = itertools.chain.from_iterable(
+            map(_pieces, text.split("\n"))
+        )
         if final and self._rest:
-            yield self._rest
+            lines.append(self._rest)
             self._rest = ""
+        return lines
 
 
-def _cut(line: str) -> list[str]:
+def _pieces(line: str) -> list[str]:
     starts = range(0, max(len(line), 1), LONGEST_LINE)
     return [line[start : start + LONGEST_LINE] for start in starts]

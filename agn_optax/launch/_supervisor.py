@@ -27,9 +27,9 @@ class _Course:
     """How one program is doing: it runs, or is to start (again), or has ended."""
 
     program: Program
+    began: float
+    start_at: float
     process: Process | None = None
-    start_at: float = math.inf
-    began: float = 0.0
     seconds: float = 0.0
     returncode: int = 0
     restarts: int = -1  # the first start is none
@@ -67,8 +67,7 @@ class Supervisor:
         restart_delay: float,
     ) -> None:
         self.signals: list[int] = []
-        self._signals_seen = 0
-        self._courses = [_Course(program) for program in programs]
+        self._courses: list[_Course] = []
         self._output = output
         self._grace = grace
         self._restart_delay = restart_delay
@@ -78,11 +77,23 @@ class Supervisor:
         for end in (self._woken, self.waker):
             os.set_blocking(end, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._add(programs)
 
     def run(self) -> list[Ended]:
         """Runs all programs to their end, whatever is raised meanwhile."""
         with contextlib.closing(Guard()) as self._guard:
-            self._run_guarded()
+            try:
+                self._loop()
+            except BaseException:
+                # Their last words are still read, lest they block; nobody hears them.
+                self._output = lambda name, line: None
+                self._stop(signal.SIGTERM)
+                self._loop()
+                raise
+            finally:
+                for course in self._courses:
+                    if course.process is not None:  # only if the lines above failed
+                        self._close(course, course.process)
         return [
             Ended(
                 c.program.name, c.returncode, max(0, c.restarts), c.seconds, c.stopped
@@ -97,27 +108,13 @@ class Supervisor:
         os.close(self._woken)
         os.close(self.waker)
 
-    def _run_guarded(self) -> None:
-        try:
-            self._begin(self._courses)
-            self._loop()
-        except BaseException:
-            # Their last words are still read, lest they block, but nobody hears them.
-            self._output = lambda name, line: None
-            self._stop(signal.SIGTERM)
-            self._loop()
-            raise
-        finally:
-            for course in self._courses:
-                if course.process is not None:  # only if the lines above have failed
-                    self._close(course, course.process)
+    def _add(self, programs: Sequence[Program]) -> None:
+        now = time.monotonic()
+        self._courses += [_Course(each, now, now + each.delay) for each in programs]
 
     def _loop(self) -> None:
         while any(course.going_on for course in self._courses):
             self._wait()
-            for signum in self.signals[self._signals_seen :]:
-                self._signals_seen += 1
-                self._stop(signum)
             for course in self._courses:
                 self._tend(course, time.monotonic())
             if not self._stopping and not any(
@@ -158,14 +155,6 @@ class Supervisor:
             self._say(course, f"killed what had not ended within {self._grace:g} s")
         if exited and (process.at_end or process.killed):
             self._end(course, process, now)
-
-    def _begin(self, courses: Sequence[_Course]) -> None:
-        for course in courses:
-            course.began = time.monotonic()
-            if course.program.delay:
-                course.start_at = course.began + course.program.delay
-            else:
-                self._start(course)
 
     def _start(self, course: _Course) -> None:
         course.start_at = math.inf
@@ -232,13 +221,9 @@ class Supervisor:
             self._output(course.program.name, line)
             if course.awaits_followers and not self._stopping:
                 assert course.program.followers is not None
-                self._follow(course, course.program.followers(line))
-
-    def _follow(self, course: _Course, programs: Sequence[Program]) -> None:
-        courses = [_Course(program) for program in programs]
-        course.followed = bool(courses)
-        self._courses += courses
-        self._begin(courses)
+                followers = course.program.followers(line)
+                course.followed = bool(followers)
+                self._add(followers)
 
     def _unregister(self, process: Process) -> None:
         with contextlib.suppress(KeyError):  # it is no more
@@ -252,10 +237,12 @@ class Supervisor:
             os.write(self.waker, _AWAKE)
 
     def _listen(self) -> None:
-        """Takes note of the signals that have come."""
+        """Ends all at the signals that have come."""
         with contextlib.suppress(BlockingIOError):
-            said = os.read(self._woken, 1 << 16)
-            self.signals += [each for each in said if each in FORWARDED]
+            for said in os.read(self._woken, 1 << 16):
+                if said in FORWARDED:
+                    self.signals.append(said)
+                    self._stop(said)
 
 
 def _describe(returncode: int) -> str:
