@@ -132,11 +132,11 @@ class WorkerMemory(NamedTuple):
 
     params: int
     inner_state: int  # the inner optimizer's
-    record: int
-    codec_state: int  # what the rule's codec keeps from one exchange to the next
-    anchor: int  # the center as last adopted, where the rule reads it
-    staged: int  # during an exchange: the message, and the answer
-    overlap: int  # the parameters as sent, where local steps go on meanwhile
+    record: int = 0
+    codec_state: int = 0  # what the rule's codec keeps from one exchange to the next
+    anchor: int = 0  # the center as last adopted, where the rule reads it
+    staged: int = 0  # during an exchange: the message, and the answer
+    overlap: int = 0  # the parameters as sent, where local steps go on meanwhile
 
     @property
     def waiting(self) -> int:
@@ -152,10 +152,10 @@ class WorkerMemory(NamedTuple):
 class CenterMemory(NamedTuple):
     """Bytes that the center keeps."""
 
-    center: int
-    center_state: int  # the center optimizer's
-    version: int  # the next one, while somebody reads the current one
-    messages: int  # one for every worker, if all exchange at once
+    center: int = 0
+    center_state: int = 0  # the center optimizer's
+    version: int = 0  # the next one, while somebody reads the current one
+    messages: int = 0  # one for every worker, if all exchange at once
 
     @property
     def total(self) -> int:
@@ -226,12 +226,11 @@ def plan(
       (5200000000, 416, 1.0)
     """
     check_rule(rule)
-    check.float_leaves(params, "params")
+    params = _shapes(params)
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
     if period is not None:
         period = int(check.positive_int(period, "period"))
 
-    params = _shapes(params)
     center = _cast(params, center_dtype)
     center_state = jax.eval_shape(rule.center.init, center)
     message = _nbytes(rounds.contribution_like(rule, center, params))
@@ -313,10 +312,9 @@ def all_reduce(
       >>> cost.hidden_period, round(cost.utilization_overlapping, 3)
       (None, 0.011)
     """
-    check.float_leaves(params, "params")
+    params = _shapes(params)
     inner = check.optimizer(inner, "inner")
     wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
-    params = _shapes(params)
     gradients = _nbytes(_cast(params, wire_dtype))
     others = cluster.workers - 1
     sent = 2 * others * gradients // cluster.workers
@@ -336,13 +334,8 @@ def all_reduce(
         worker=WorkerMemory(
             params=_nbytes(params),
             inner_state=_nbytes(jax.eval_shape(inner.init, params)),
-            record=0,
-            codec_state=0,
-            anchor=0,
-            staged=0,
-            overlap=0,
         ),
-        center=CenterMemory(0, 0, 0, 0),
+        center=CenterMemory(),
     )
 
 
@@ -401,12 +394,12 @@ def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Ru
     made = []
     for name in sorted(set(rules.__all__) - {"Rule"}):
         factory = getattr(rules, name)
-        wanted = [
-            each.name
+        wanted = {
+            each.name: settings[each.name]
             for each in inspect.signature(factory).parameters.values()
             if each.default is each.empty
-        ]
-        made.append(factory(**{each: settings[each] for each in wanted}))
+        }
+        made.append(factory(**wanted))
     return made
 
 
@@ -436,8 +429,9 @@ def _worker(
     )
 
 
-def _shapes(tree: PyTree) -> PyTree:
-    return jax.eval_shape(lambda tree: tree, tree)
+def _shapes(params: PyTree) -> PyTree:
+    check.float_leaves(params, "params")
+    return jax.eval_shape(lambda params: params, params)
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:

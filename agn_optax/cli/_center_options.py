@@ -195,16 +195,12 @@ def _named(options: CenterOptions, names: dict[str, str]) -> dict[str, Any]:
 
 def _mode_of(options: CenterOptions) -> Mode:
     name = options.mode or "asynchronous"
-    if name not in _MODES:
-        raise errors.InvalidArgumentError(
-            f"--mode must be one of {', '.join(_MODES)}, got {name!r}"
-        )
+    kind, own_names = _options.choose(name, _MODES, "--mode")
     for other, (_, names) in _MODES.items():
         if other != name:
             why = f"applies to --mode {other}, and the mode is {name}"
             _options.refuse(options, why, only=names)
-    kind, names = _MODES[name]
-    own = _named(options, names)
+    own = _named(options, own_names)
     if name == "bounded" and not own:
         raise errors.InvalidArgumentError(
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"

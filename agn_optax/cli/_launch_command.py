@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_
 import sys
 import time
@@ -23,6 +24,28 @@ _CENTER = "center"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Which workers, and how they are started and ended."""
+
+    workers: int = _options.field("How many workers to start.", default=..., min=1)
+    center: str = _options.field(
+        "A center of our own, or where one is.",
+        "embedded|HOST:PORT",
+        default="embedded",
+    )
+    restarts: int = _options.field(
+        "How often a worker that failed is started again.", default=0, min=0
+    )
+    restart_delay: float = _options.field("Seconds before it is.", default=1.0, min=0.0)
+    start_delay: float = _options.field(
+        "Seconds between the starts of two workers.", default=0.0, min=0.0
+    )
+    stop_grace: float = _options.field(
+        "Seconds that programs have to end when told to.", default=10.0, min=0.0
+    )
+
+
 def launch_command(
     command: Annotated[
         list[str],
@@ -32,28 +55,8 @@ def launch_command(
         ),
     ],
     rule: RuleOptions,
-    options: CenterOptions,
-    workers: Annotated[int, typer.Option(min=1, help="How many workers to start.")],
-    center: Annotated[
-        str,
-        typer.Option(
-            metavar="embedded|HOST:PORT", help="A center of our own, or where one is."
-        ),
-    ] = "embedded",
-    restarts: Annotated[
-        int,
-        typer.Option(min=0, help="How often a worker that failed is started again."),
-    ] = 0,
-    restart_delay: Annotated[
-        float, typer.Option(min=0.0, help="Seconds before it is.")
-    ] = 1.0,
-    start_delay: Annotated[
-        float, typer.Option(min=0.0, help="Seconds between the starts of two workers.")
-    ] = 0.0,
-    stop_grace: Annotated[
-        float,
-        typer.Option(min=0.0, help="Seconds that programs have to end when told to."),
-    ] = 10.0,
+    center: CenterOptions,
+    options: LaunchOptions,
     config: _options.Config = None,
     json: _options.Json = False,
 ) -> None:
@@ -66,43 +69,44 @@ def launch_command(
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
     """
-    own = center == "embedded"
-    _check(rule, options, config, center)
+    own = options.center == "embedded"
+    _check(rule, center, config, options.center)
+    names = [f"worker-{rank}" for rank in range(options.workers)]
 
     def with_center(address: str) -> list[Program]:
         return [
             Program(
-                f"worker-{rank}",
+                name,
                 [sys.executable, *command],
                 {
                     "AGN_OPTAX_CENTER": address,
                     "AGN_OPTAX_RANK": str(rank),
-                    "AGN_OPTAX_WORKERS": str(workers),
-                    "AGN_OPTAX_WORKER": f"worker-{rank}",
+                    "AGN_OPTAX_WORKERS": str(options.workers),
+                    "AGN_OPTAX_WORKER": name,
                 },
-                restarts=restarts,
-                delay=rank * start_delay,
+                restarts=options.restarts,
+                delay=rank * options.start_delay,
             )
-            for rank in range(workers)
+            for rank, name in enumerate(names)
         ]
 
     def when_it_serves(line: str) -> Sequence[Program]:
         address = _address_in(line)
         return with_center(address) if address else ()
 
-    programs = with_center(center)
+    programs = with_center(options.center)
     if own:
         serve = [sys.executable, "-m", "agn_optax.cli", "serve", "--json"]
         serve += [] if config is None else [f"--config={config}"]
-        serve += _options.arguments(rule) + _options.arguments(options)
+        serve += _options.arguments(rule) + _options.arguments(center)
         programs = [Program(_CENTER, serve, waited_for=False, followers=when_it_serves)]
     begin = time.monotonic()
     try:
         ended = launch.run(
             programs,
-            output=_Output([_CENTER, *(f"worker-{i}" for i in range(workers))], json),
-            grace=stop_grace,
-            restart_delay=restart_delay,
+            output=_Output([_CENTER, *names], json),
+            grace=options.stop_grace,
+            restart_delay=options.restart_delay,
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -122,15 +126,15 @@ def launch_command(
         raise typer.Exit(code)
 
 
-def _check(rule: RuleOptions, options: CenterOptions, config: Any, center: str) -> None:
-    if center != "embedded":
-        for each in center.split(","):
+def _check(rule: RuleOptions, center: CenterOptions, config: Any, where: str) -> None:
+    if where != "embedded":
+        for each in where.split(","):
             addresses.check(each.strip())
-        why = f"is for an embedded center, and --center is {center}"
+        why = f"is for an embedded center, and --center is {where}"
         if config is not None:
             raise errors.InvalidArgumentError(f"--config {why}")
         _options.refuse(rule, why)
-        _options.refuse(options, why)
+        _options.refuse(center, why)
         return
     values = _options.read(config, RuleOptions, CenterOptions)
     rule = _options.filled(rule, values)
@@ -143,7 +147,7 @@ def _check(rule: RuleOptions, options: CenterOptions, config: Any, center: str) 
     # What is wrong is better said before anything is started.
     if rule.rule_from is None:
         _rules.make(rule)
-    _center_options.settings(_options.filled(options, values))
+    _center_options.settings(_options.filled(center, values))
 
 
 def _address_in(line: str) -> str:

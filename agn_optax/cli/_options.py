@@ -1,7 +1,7 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
-A `field` is an option of the same name, and None if it was not given, so that defaults
-are those of the library and written down there only.
+A `field` is an option of the same name. Where the library has a default for it, it is
+None if it was not given, so that this is written down there only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import pathlib
 import tomllib
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -35,17 +35,24 @@ Config = Annotated[
 ]
 
 
-def field(help_: str, metavar: str | None = None, *names: str, **more: Any) -> Any:
+def field(
+    help_: str,
+    metavar: str | None = None,
+    *names: str,
+    default: Any = None,
+    **more: Any,
+) -> Any:
     """A field of a record, as an option.
 
     Args:
       help_: what it is.
       metavar: what stands for its value; None for its type.
       names: how it is written, where not as `option` says.
+      default: the field's value where the option is not given; ``...`` if it must be.
       more: other arguments of `typer.Option`, such as the panel that it is in.
     """
-    made: Any = typer.Option(None, *names, help=help_, metavar=metavar, **more)
-    return dataclasses.field(default=None, metadata={"option": made})
+    made: Any = typer.Option(default, *names, help=help_, metavar=metavar, **more)
+    return dataclasses.field(default=default, metadata={"option": made})
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,10 +73,13 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def spread_command(**given: Any) -> None:
-        for name, record in records.items():
-            fields = dataclasses.fields(record)
-            given[name] = record(**{each.name: given.pop(each.name) for each in fields})
-        command(**given)
+        made = {
+            name: record(
+                **{f.name: given.pop(f.name) for f in dataclasses.fields(record)}
+            )
+            for name, record in records.items()
+        }
+        command(**given, **made)
 
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     spread_command.__doc__ = "\n\n".join(" ".join(p.split()) for p in paragraphs)
@@ -114,6 +124,19 @@ def refuse(
     for name in given(record):
         if name not in but and (only is None or name in only):
             raise errors.InvalidArgumentError(f"{option(name)} {why}")
+
+
+def choose(name: str | None, among: Mapping[str, T], what: str) -> T:
+    """What has a name.
+
+    Raises:
+      InvalidArgumentError: nothing has; says which names there are.
+    """
+    if name is None or name not in among:
+        raise errors.InvalidArgumentError(
+            f"{what} must be one of {', '.join(among)}, got {name!r}"
+        )
+    return among[name]
 
 
 def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:

@@ -5,19 +5,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import rich.console
 import rich.table
 import rich.text
-import typer
 
 from agn_optax import planning
 from agn_optax.cli import _calibrate, _options, _rules, _table, _units
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.planning import Cluster, Cost, Machine
-from agn_optax.rules import codecs
 
+_Column = Callable[[Cost], str]
+_TIMES: dict[str, _Column] = {
+    "message": lambda cost: _table.size(cost.message),
+    "answer": lambda cost: _table.size(cost.answer),
+    "exchange": lambda cost: f"{cost.exchange:.3g} s",
+    "hidden": lambda cost: str(cost.hidden_period or "never"),
+    "period": lambda cost: str(cost.period),
+    "busy": lambda cost: f"{cost.utilization:.1%}",
+    "overlap": lambda cost: f"{cost.utilization_overlapping:.1%}",
+}
+_MEMORY: dict[str, _Column] = {
+    "model and optimizer": lambda cost: _size(
+        cost.worker.params + cost.worker.inner_state
+    ),
+    "record, anchor": lambda cost: _size(
+        cost.worker.record + cost.worker.codec_state + cost.worker.anchor
+    ),
+    "worker": lambda cost: _size(cost.worker.waiting),
+    "overlap": lambda cost: _size(cost.worker.overlapping),
+    "center": lambda cost: _size(cost.center.total),
+}
 _of_machine = functools.partial(_options.field, rich_help_panel="Machine")
 
 
@@ -49,42 +68,37 @@ class MachineOptions:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The model, its workers and their links."""
+
+    parameters: float = _options.field("Of the model; 1.3e9, say.", default=...)
+    step_time: float = _options.field("Seconds of a local step.", default=...)
+    bandwidth: str = _options.field(
+        "Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a bit, B a "
+        "byte).",
+        "RATE",
+        default=...,
+    )
+    workers: int = _options.field("How many.", default=1)
+    period: int | None = _options.field(
+        "Local steps between exchanges.", show_default="each rule's hidden one"
+    )
+    latency: float = _options.field("Seconds of a round trip.", default=0.0)
+    center_bandwidth: str | None = _options.field(
+        "Of the center's link, for all workers.", "RATE", show_default="--bandwidth"
+    )
+    inner: str = _options.field(
+        "The workers' optimizer, of optax.", "NAME", default="adam"
+    )
+    dtype: str = _options.field("Of the parameters.", default="float32")
+    center_dtype: str | None = _options.field("Of the center.", show_default="--dtype")
+
+
 def plan(
     rule: RuleOptions,
     machine: MachineOptions,
-    parameters: Annotated[float, typer.Option(help="Of the model; 1.3e9, say.")],
-    step_time: Annotated[float, typer.Option(help="Seconds of a local step.")],
-    bandwidth: Annotated[
-        str,
-        typer.Option(
-            metavar="RATE",
-            help="Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a "
-            "bit, B a byte).",
-        ),
-    ],
-    workers: Annotated[int, typer.Option(help="How many.")] = 1,
-    period: Annotated[
-        int | None,
-        typer.Option(
-            help="Local steps between exchanges.", show_default="each rule's hidden one"
-        ),
-    ] = None,
-    latency: Annotated[float, typer.Option(help="Seconds of a round trip.")] = 0.0,
-    center_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help="Of the center's link, for all workers.",
-            show_default="--bandwidth",
-        ),
-    ] = None,
-    inner: Annotated[
-        str, typer.Option(metavar="NAME", help="The workers' optimizer, of optax.")
-    ] = "adam",
-    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "float32",
-    center_dtype: Annotated[
-        str | None, typer.Option(help="Of the center.", show_default="--dtype")
-    ] = None,
+    options: ClusterOptions,
     json: _options.Json = False,
 ) -> None:
     """Say what each rule will cost: bytes, time and memory.
@@ -98,28 +112,23 @@ def plan(
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
     """
-    optimizer = _rules.inner(inner)
-    params = planning.abstract(parameters, dtype)
+    optimizer = _rules.inner(options.inner)
+    params = planning.abstract(options.parameters, options.dtype)
     cluster = Cluster(
-        step_time=step_time,
-        bandwidth=_units.rate(bandwidth, "--bandwidth"),
-        workers=workers,
-        latency=latency,
-        center_bandwidth=(
-            None
-            if center_bandwidth is None
-            else _units.rate(center_bandwidth, "--center-bandwidth")
-        ),
+        step_time=options.step_time,
+        workers=options.workers,
+        latency=options.latency,
         machine=_machine(machine),
+        **_rates(options, "bandwidth", "center_bandwidth"),
     )
-    codec = codecs.identity() if rule.codec is None else _rules.codec(rule.codec)
+    codec = _rules.codec(rule)
     if _rules.is_given(rule):
         planned = [_rules.make(rule)]
     else:
         _options.refuse(rule, "needs --rule", but=("codec",))
         planned = [
             dataclasses.replace(each, codec=codec)
-            for each in planning.built_in_rules(optimizer, workers)
+            for each in planning.built_in_rules(optimizer, options.workers)
         ]
     costs = [
         planning.plan(
@@ -127,8 +136,8 @@ def plan(
             params,
             cluster,
             inner=optimizer,
-            period=period,
-            center_dtype=center_dtype,
+            period=options.period,
+            center_dtype=options.center_dtype,
         )
         for each in planned
     ]
@@ -138,9 +147,9 @@ def plan(
     if json:
         _options.print_json(
             {
-                "parameters": int(parameters),
-                "dtype": dtype,
-                "inner": inner,
+                "parameters": int(options.parameters),
+                "dtype": options.dtype,
+                "inner": options.inner,
                 **dataclasses.asdict(cluster),
                 "center_bandwidth": cluster.shared,
                 "rules": [_as_dict(cost) for cost in costs],
@@ -154,11 +163,18 @@ def _machine(options: MachineOptions) -> Machine:
     if options.measure:
         _options.refuse(options, "does not go with --measure", but=("measure",))
         return _calibrate.calibrate()
-    settings = _options.given(options)
-    for each in ("endpoint_rate", "apply_rate"):
-        if each in settings:
-            settings[each] = _units.rate(settings[each], _options.option(each))
-    return Machine(**settings)
+    rates = _rates(options, "endpoint_rate", "apply_rate")
+    return Machine(**(_options.given(options) | rates))
+
+
+def _rates(options: ClusterOptions | MachineOptions, *names: str) -> dict[str, float]:
+    """Those that were given, in bytes a second."""
+    given = _options.given(options)
+    return {
+        name: _units.rate(given[name], _options.option(name))
+        for name in names
+        if name in given
+    }
 
 
 def _as_dict(cost: Cost) -> dict[str, Any]:
@@ -184,29 +200,6 @@ def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
         _as_table(costs, _MEMORY),
         "Beside activations and gradients. The center's has a message of every worker.",
     )
-
-
-_Column = Callable[[Cost], str]
-_TIMES: dict[str, _Column] = {
-    "message": lambda cost: _table.size(cost.message),
-    "answer": lambda cost: _table.size(cost.answer),
-    "exchange": lambda cost: f"{cost.exchange:.3g} s",
-    "hidden": lambda cost: str(cost.hidden_period or "never"),
-    "period": lambda cost: str(cost.period),
-    "busy": lambda cost: f"{cost.utilization:.1%}",
-    "overlap": lambda cost: f"{cost.utilization_overlapping:.1%}",
-}
-_MEMORY: dict[str, _Column] = {
-    "model and optimizer": lambda cost: _size(
-        cost.worker.params + cost.worker.inner_state
-    ),
-    "record, anchor": lambda cost: _size(
-        cost.worker.record + cost.worker.codec_state + cost.worker.anchor
-    ),
-    "worker": lambda cost: _size(cost.worker.waiting),
-    "overlap": lambda cost: _size(cost.worker.overlapping),
-    "center": lambda cost: _size(cost.center.total),
-}
 
 
 def _size(number: int) -> str:

@@ -23,11 +23,16 @@ _of_rule = functools.partial(_options.field, rich_help_panel="Rule")
 _of_optimizer = functools.partial(_options.field, rich_help_panel="Center optimizer")
 
 # Of optax. Their signatures say which options they have.
-_OPTIMIZERS = (
-    *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
-    *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
-)
-_NAMES = tuple(name for name in rules.__all__ if name != "Rule")
+_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    name: getattr(optax, name)
+    for name in (
+        *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
+        *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
+    )
+}
+_RULES: dict[str, Callable[..., Rule]] = {
+    name: getattr(rules, name) for name in rules.__all__ if name != "Rule"
+}
 _CODECS = {
     **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
     **{
@@ -51,7 +56,7 @@ _OF_OPTIMIZER = (*_RANGES, "nesterov")
 class RuleOptions:
     """Which rule a center runs."""
 
-    rule: str | None = _of_rule(f"One of {', '.join(_NAMES)}.", "NAME")
+    rule: str | None = _of_rule(f"One of {', '.join(_RULES)}.", "NAME")
     rule_from: str | None = _of_rule(
         "A rule of your own, or a function without arguments that returns it; "
         "modules in the current directory are found.",
@@ -100,14 +105,10 @@ def make(options: RuleOptions) -> Rule:
         return _load(options.rule_from)
     if options.rule is None:
         raise errors.InvalidArgumentError(
-            f"no rule: give --rule NAME ({', '.join(_NAMES)}), or --rule-from "
+            f"no rule: give --rule NAME ({', '.join(_RULES)}), or --rule-from "
             "MODULE:OBJECT, on the command line or in a file with --config"
         )
-    if options.rule not in _NAMES:
-        raise errors.InvalidArgumentError(
-            f"--rule must be one of {', '.join(_NAMES)}, got {options.rule!r}"
-        )
-    factory = getattr(rules, options.rule)
+    factory = _options.choose(options.rule, _RULES, "--rule")
     settings = _settings(options, factory, f"rule {options.rule}")
     has_center = "center" in inspect.signature(factory).parameters
     of_center = ("center_optimizer", *_OF_OPTIMIZER) if has_center else ()
@@ -122,22 +123,19 @@ def make(options: RuleOptions) -> Rule:
         )
     else:
         _options.refuse(options, "needs --center-optimizer", only=_OF_OPTIMIZER)
-    if options.codec is not None:
-        settings["codec"] = codec(options.codec)
+    settings["codec"] = codec(options)
     return factory(**settings)
 
 
-def codec(name: str) -> codecs.Codec:
-    """A codec by its name.
+def codec(options: RuleOptions) -> codecs.Codec:
+    """How contributions travel.
 
     Raises:
-      InvalidArgumentError: none of ours has that name.
+      InvalidArgumentError: there is no codec of that name.
     """
-    if name not in _CODECS:
-        raise errors.InvalidArgumentError(
-            f"--codec must be one of {', '.join(_CODECS)}, got {name!r}"
-        )
-    return _CODECS[name]
+    if options.codec is None:
+        return codecs.identity()
+    return _options.choose(options.codec, _CODECS, "--codec")
 
 
 def inner(name: str) -> optax.GradientTransformation:
@@ -146,7 +144,7 @@ def inner(name: str) -> optax.GradientTransformation:
     Raises:
       InvalidArgumentError: none of ours has that name.
     """
-    return _optimizer_factory(name, "--inner")(1e-3)
+    return _options.choose(name, _OPTIMIZERS, "--inner")(1e-3)
 
 
 def is_given(options: RuleOptions) -> bool:
@@ -156,7 +154,7 @@ def is_given(options: RuleOptions) -> bool:
 
 def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
     name = options.center_optimizer
-    factory = _optimizer_factory(name, "--center-optimizer")
+    factory = _options.choose(name, _OPTIMIZERS, "--center-optimizer")
     settings = _settings(options, factory, f"center optimizer {name}")
     _options.refuse(
         options,
@@ -168,14 +166,6 @@ def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
         low, high = _RANGES[each]
         check.rate(settings[each], _options.option(each), low=low, high=high)
     return factory(**settings)
-
-
-def _optimizer_factory(name: str | None, what: str) -> Callable[..., Any]:
-    if name not in _OPTIMIZERS:
-        raise errors.InvalidArgumentError(
-            f"{what} must be one of {', '.join(_OPTIMIZERS)}, got {name!r}"
-        )
-    return getattr(optax, name)
 
 
 def _settings(

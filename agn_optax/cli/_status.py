@@ -80,15 +80,15 @@ def watch(
             # On time whatever a look takes, unless it takes longer than the interval.
             time.sleep(max(0.0, begin + look * interval - time.monotonic()))
             try:
-                said, failure = center.status(), None
+                now, failure = center.status(), None
             except errors.CenterUnreachableError as error:
                 if before is None:
                     raise
                 failure = error
-            if failure is None:
-                before, said = said, _with_rates(address, before or said, said)
+                said = {"address": address, "error": str(error)}
             else:
-                said = {"address": address, "error": str(failure)}
+                said = _with_rates(address, before or now, now)
+                before = now
             if json:
                 _options.print_json(said)
             else:

@@ -11,6 +11,19 @@ import rich.live
 import rich.table
 import rich.text
 
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "connected": lambda worker: _yes(worker["connected"]),
+    "period": lambda worker: str(worker["period"] or "-"),
+    "exchanges": lambda worker: str(worker["exchanges"]),
+    "staleness": lambda worker: _number(worker["staleness"]),
+    "last seen": lambda worker: f"{worker['seen']:.1f} s",
+    "message norm": lambda worker: _number(worker["norm"]),
+    "dropped": lambda worker: str(worker["dropped"]),
+    "waits": lambda worker: _yes(worker["waits"]),
+    "received": lambda worker: size(worker["bytes_received"]),
+    "sent": lambda worker: size(worker["bytes_sent"]),
+}
+
 
 def console(*, stderr: bool = False) -> rich.console.Console:
     """Where tables are printed; as wide as they are if that is no terminal."""
@@ -88,17 +101,3 @@ def _number(value: float | None) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "connected": lambda worker: _yes(worker["connected"]),
-    "period": lambda worker: str(worker["period"] or "-"),
-    "exchanges": lambda worker: str(worker["exchanges"]),
-    "staleness": lambda worker: _number(worker["staleness"]),
-    "last seen": lambda worker: f"{worker['seen']:.1f} s",
-    "message norm": lambda worker: _number(worker["norm"]),
-    "dropped": lambda worker: str(worker["dropped"]),
-    "waits": lambda worker: _yes(worker["waits"]),
-    "received": lambda worker: size(worker["bytes_received"]),
-    "sent": lambda worker: size(worker["bytes_sent"]),
-}
