@@ -154,9 +154,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     return {
         **_named(options, {name: name for name in _AS_THEY_ARE}),
         "mode": _mode_of(options),
-        "tls": _tls.server(
-            options.tls_certificate, options.tls_key, options.tls_client_ca
-        ),
+        "tls": _tls_of(options),
         "durability": _durability_of(options),
     }
 
@@ -174,14 +172,12 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
         )
         return {}
     # A center that has a certificate shows it to its parent.
-    has_ca = options.parent_tls_ca is not None
-    tls = _tls.client(
-        options.parent_tls_ca,
-        options.tls_certificate if has_ca else None,
-        options.tls_key if has_ca else None,
-    )
+    ca, own = options.parent_tls_ca, (options.tls_certificate, options.tls_key)
     connected = service.connect(
-        options.parent, rule, tls=tls, insecure=bool(options.insecure)
+        options.parent,
+        rule,
+        tls=None if ca is None else service.Tls(ca, *own),
+        insecure=bool(options.insecure),
     )
     named = _named(options, {"parent_period": "parent_period"})
     return {"parent": connected, **named}
@@ -206,6 +202,18 @@ def _mode_of(options: CenterOptions) -> Mode:
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"
         )
     return kind(**own)
+
+
+def _tls_of(options: CenterOptions) -> service.Tls | None:
+    certificate, key = options.tls_certificate, options.tls_key
+    _tls.check_pair(certificate, key)
+    if certificate is None:
+        why = "needs --tls-certificate and --tls-key"
+        _options.refuse(options, why, only=("tls_client_ca",))
+        return None
+    tls = service.Tls(options.tls_client_ca, certificate, key)
+    tls.server_credentials()  # what is wrong is said before anything is started
+    return tls
 
 
 def _durability_of(options: CenterOptions) -> Durability | None:

@@ -27,7 +27,7 @@ def observer(address: str, tls: ClientTls, timeout: float) -> service.Observer:
     return service.Observer(
         address,
         timeout=timeout,
-        tls=_tls.client(tls.tls_ca, tls.tls_certificate, tls.tls_key),
+        tls=_tls.client(tls),
         insecure=bool(tls.insecure),
     )
 

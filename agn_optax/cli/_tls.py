@@ -35,47 +35,27 @@ class ClientTls:
     insecure: bool | None = plain_text()
 
 
-def client(
-    ca: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
-) -> service.Tls | None:
+def client(options: ClientTls) -> service.Tls | None:
     """What encrypts calls; None for plain text.
 
     Raises:
       InvalidArgumentError: options do not go together, or a file cannot be read.
     """
-    _check_pair(certificate, key)
-    if ca is None:
-        if certificate is not None:
-            raise errors.InvalidArgumentError("--tls-certificate needs --tls-ca")
+    check_pair(options.tls_certificate, options.tls_key)
+    if options.tls_ca is None:
+        _options.refuse(options, "needs --tls-ca", only=("tls_certificate",))
         return None
-    tls = service.Tls(ca, certificate, key)
+    tls = service.Tls(options.tls_ca, options.tls_certificate, options.tls_key)
     tls.client_credentials()  # what is wrong is said before anything is started
     return tls
 
 
-def server(
-    certificate: pathlib.Path | None,
-    key: pathlib.Path | None,
-    client_ca: pathlib.Path | None,
-) -> service.Tls | None:
-    """What encrypts a center; None for plain text.
+def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
+    """Both are there, or none is.
 
     Raises:
-      InvalidArgumentError: options do not go together, or a file cannot be read.
+      InvalidArgumentError: one is missing.
     """
-    _check_pair(certificate, key)
-    if certificate is None:
-        if client_ca is not None:
-            raise errors.InvalidArgumentError(
-                "--tls-client-ca needs --tls-certificate and --tls-key"
-            )
-        return None
-    tls = service.Tls(client_ca, certificate, key)
-    tls.server_credentials()
-    return tls
-
-
-def _check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
     if (certificate is None) != (key is None):
         raise errors.InvalidArgumentError(
             "--tls-certificate and --tls-key go together: give both"
