@@ -68,14 +68,11 @@ def calibrate(sizes: Sequence[int] = _SIZES, repeats: int = _REPEATS) -> Machine
         for process, size in zip(processes, sizes, strict=True):
             center = stack.enter_context(_connected(process))
             forms.append(_exchange(center, size))
-        least = [float("inf")] * len(forms)
+        least = np.full(len(forms), np.inf)
         for _ in range(_ROUNDS):
             for _ in range(repeats):
-                least = [
-                    min(seconds, form())
-                    for seconds, form in zip(least, forms, strict=True)
-                ]
-            here, there = least[:2], least[2:]
+                least = np.minimum(least, [form() for form in forms])
+            here, there = least[:2].tolist(), least[2:].tolist()
             if (found := _line(costs, here, there)) is not None:
                 return found
     raise errors.CenterError(

@@ -177,9 +177,9 @@ def filled(record: T, values: dict[str, Any]) -> T:
     return type(record)(**(own | given(record)))
 
 
-def print_json(value: Any, *, err: bool = False) -> None:
+def print_json(value: Any) -> None:
     """One object, on a line of its own; what JSON has no word for is null."""
-    typer.echo(json.dumps(_plain(value), allow_nan=False), err=err)
+    typer.echo(json.dumps(_plain(value), allow_nan=False))
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 import pathlib
 import sys
 from collections.abc import Callable
@@ -162,9 +163,9 @@ def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
         f"{', '.join(map(_options.option, _known(factory)))}",
         only=set(_OF_OPTIMIZER) - set(settings),
     )
-    for each in settings.keys() & _RANGES.keys():
-        low, high = _RANGES[each]
-        check.rate(settings[each], _options.option(each), low=low, high=high)
+    for each, (low, high) in _RANGES.items():
+        if each in settings:
+            check.rate(settings[each], _options.option(each), low=low, high=high)
     return factory(**settings)
 
 
@@ -193,8 +194,8 @@ def _is_required(factory: Callable[..., Any], name: str) -> bool:
 
 
 def _load(name: str) -> Rule:
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
+    module, _, path = name.partition(":")
+    if not (module and path):
         raise errors.InvalidArgumentError(
             f'--rule-from must be "module:object", got {name!r}'
         )
@@ -202,9 +203,7 @@ def _load(name: str) -> Rule:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        found = operator.attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise errors.InvalidArgumentError(
             f"--rule-from {name}: {error} (looked for in {here} as well)"

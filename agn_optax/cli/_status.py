@@ -69,14 +69,13 @@ def watch(
     """
     before: dict[str, Any] | None = None
     failure: errors.AgnOptaxError | None = None
-    looks = itertools.count() if count is None else range(count)
     with (
         observer(address, tls, timeout) as center,
         _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
         begin = time.monotonic()
-        for look in looks:
+        for look in itertools.islice(itertools.count(), count):
             # On time whatever a look takes, unless it takes longer than the interval.
             time.sleep(max(0.0, begin + look * interval - time.monotonic()))
             try:
