@@ -1,8 +1,8 @@
 """Programs side by side on this machine: started, watched, started again, and ended.
 
-`run` is the whole of it for callers. `_program` is what they describe, `_supervisor`
-keeps the programs running, `_process` is one of them, `_signals` lets it hear what it
-is told, and `_guard` ends them all with the launcher.
+`run` is the whole of it for callers. `_program` is what they describe, `_launch` keeps
+the programs running, `_process` is one of them, `_signals` lets it hear what it is
+told, and `_guard` ends them all with the launcher.
 """
 
 from agn_optax.launch._launch import run

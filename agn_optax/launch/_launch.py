@@ -1,17 +1,31 @@
-"""Several programs side by side on one machine, ended all together."""
+"""Several programs side by side on one machine, ended all together.
+
+`run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
+reads what they say, and ends them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import os
+import selectors
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from agn_optax import errors
+from agn_optax.launch._guard import Guard
+from agn_optax.launch._process import Process
 from agn_optax.launch._program import Ended, Program
 from agn_optax.launch._signals import signals_to
-from agn_optax.launch._supervisor import FORWARDED, Supervisor
+
+# What a terminal, a shell or a scheduler ends the launcher with. The programs, in
+# sessions of their own, see nothing of it unless it is forwarded.
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_AWAKE = b"\0"  # no signal, but something has happened
 
 
 def run(
@@ -76,12 +90,12 @@ def run(
             raise errors.InvalidArgumentError(
                 f"{what} must be a number of seconds, got {seconds!r}"
             )
-    supervisor = Supervisor(programs, output, grace, restart_delay)
+    supervisor = _Supervisor(programs, output, grace, restart_delay)
     try:
         # It is closed after the handlers are restored, and has heard all signals then.
         with contextlib.closing(supervisor), contextlib.ExitStack() as heard:
             if threading.current_thread() is threading.main_thread():
-                heard.enter_context(signals_to(supervisor.waker, FORWARDED))
+                heard.enter_context(signals_to(supervisor.waker, _FORWARDED))
             return supervisor.run()
     finally:
         # Also when something else was raised: whoever reads the lines may have been
@@ -91,3 +105,235 @@ def run(
             if signum == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + signum)
+
+
+@dataclasses.dataclass
+class _Course:
+    """How one program is doing: it runs, or is to start (again), or has ended."""
+
+    program: Program
+    began: float
+    start_at: float
+    process: Process | None = None
+    seconds: float = 0.0
+    returncode: int = 0
+    restarts: int = -1  # the first start is none
+    stopped: bool = False
+    followed: bool = False
+
+    @property
+    def going_on(self) -> bool:
+        return self.process is not None or self.start_at < math.inf
+
+    @property
+    def waited_for(self) -> bool:
+        return self.program.waited_for or self.awaits_followers
+
+    @property
+    def awaits_followers(self) -> bool:
+        return self.program.followers is not None and not self.followed
+
+
+class _Supervisor:
+    """One call of `run`: a loop in one thread, which all events wake.
+
+    Its arguments are those of `run`.
+
+    Attributes:
+      signals: those that came, in order.
+      waker: the end of a pipe to which signals are written, each as one byte.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        output: Callable[[str, str], None],
+        grace: float,
+        restart_delay: float,
+    ) -> None:
+        self.signals: list[int] = []
+        self._courses: list[_Course] = []
+        self._output = output
+        self._grace = grace
+        self._restart_delay = restart_delay
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._woken, self.waker = os.pipe()
+        for end in (self._woken, self.waker):
+            os.set_blocking(end, False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._add(programs)
+
+    def run(self) -> list[Ended]:
+        """Runs all programs to their end, whatever is raised meanwhile."""
+        with contextlib.closing(Guard()) as self._guard:
+            try:
+                self._loop()
+            except BaseException:
+                # Their last words are still read, lest they block; nobody hears them.
+                self._output = lambda name, line: None
+                self._stop(signal.SIGTERM)
+                self._loop()
+                raise
+            finally:
+                for course in self._courses:
+                    if course.process is not None:  # only if the lines above failed
+                        self._close(course, course.process)
+        return [
+            Ended(
+                c.program.name, c.returncode, max(0, c.restarts), c.seconds, c.stopped
+            )
+            for c in self._courses
+        ]
+
+    def close(self) -> None:
+        """To be called when no signal comes any more."""
+        self._listen()
+        self._selector.close()
+        os.close(self._woken)
+        os.close(self.waker)
+
+    def _add(self, programs: Sequence[Program]) -> None:
+        now = time.monotonic()
+        self._courses += [_Course(each, now, now + each.delay) for each in programs]
+
+    def _loop(self) -> None:
+        while any(course.going_on for course in self._courses):
+            self._wait()
+            for course in self._courses:
+                self._tend(course, time.monotonic())
+            if not self._stopping and not any(
+                course.going_on for course in self._courses if course.waited_for
+            ):
+                self._stop(signal.SIGTERM)
+
+    def _wait(self) -> None:
+        """Waits for lines, an end, a signal or the next moment to act; reads lines."""
+        moments = [course.start_at for course in self._courses]
+        for course in self._courses:
+            if course.process is not None and not course.process.killed:
+                moments.append(course.process.deadline)
+        moment = min(moments)
+        left = None if moment == math.inf else max(0.0, moment - time.monotonic())
+        for key, _ in self._selector.select(left):
+            if key.data is None:
+                self._listen()
+            else:
+                self._read(key.data, key.data.process)
+
+    def _tend(self, course: _Course, now: float) -> None:
+        process = course.process
+        if process is None:
+            if now >= course.start_at:
+                self._start(course)
+                if course.restarts:
+                    number = f"{course.restarts} of {course.program.restarts}"
+                    cause = _describe(course.returncode).removeprefix("killed by ")
+                    self._say(course, f"restarted ({number}) after {cause}")
+            return
+        exited = process.exited  # once, as another thread sets it
+        if exited and not process.at_end and process.deadline == math.inf:
+            process.signal(signal.SIGTERM)  # the rest of its group
+            process.deadline = now + self._grace
+        if now >= process.deadline and not process.killed:
+            process.signal(signal.SIGKILL)
+            self._say(course, f"killed what had not ended within {self._grace:g} s")
+        if exited and (process.at_end or process.killed):
+            self._end(course, process, now)
+
+    def _start(self, course: _Course) -> None:
+        course.start_at = math.inf
+        course.restarts += 1
+        program = course.program
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            **program.environment,
+            "AGN_OPTAX_RESTARTS": str(course.restarts),
+        }
+        try:
+            course.process = Process(program.command, environment, self._wake)
+        except (OSError, ValueError) as error:
+            raise errors.InvalidArgumentError(
+                f"{program.name!r} cannot be started: {error}; its command is "
+                f"{list(program.command)}"
+            ) from error
+        self._guard.add(course.process.group)
+        self._selector.register(
+            course.process.output, selectors.EVENT_READ, data=course
+        )
+
+    def _end(self, course: _Course, process: Process, now: float) -> None:
+        if not process.at_end:
+            self._read(course, process, last=True)
+        self._close(course, process)
+        course.seconds = now - course.began
+        if course.returncode == 0:
+            return
+        self._say(course, _describe(course.returncode))
+        if self._stopping:
+            return
+        if course.restarts < course.program.restarts:
+            course.start_at = now + self._restart_delay
+        else:
+            self._stop(signal.SIGTERM)
+
+    def _close(self, course: _Course, process: Process) -> None:
+        self._unregister(process)
+        self._guard.remove(process.group)
+        course.returncode = process.close()
+        course.process = None
+
+    def _stop(self, signum: int) -> None:
+        """Nothing starts any more, and what runs has the grace to end."""
+        self._stopping = True
+        deadline = time.monotonic() + self._grace
+        for course in self._courses:
+            process = course.process
+            if process is not None:
+                course.stopped = course.stopped or not process.exited
+                process.signal(signum)
+                process.deadline = min(process.deadline, deadline)
+            elif course.going_on:
+                course.stopped = True
+                course.start_at = math.inf
+
+    def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
+        lines = process.read(last=last)
+        if process.at_end:
+            self._unregister(process)
+        for line in lines:  # may raise, so after all else
+            self._output(course.program.name, line)
+            if course.awaits_followers and not self._stopping:
+                assert course.program.followers is not None
+                followers = course.program.followers(line)
+                course.followed = bool(followers)
+                self._add(followers)
+
+    def _unregister(self, process: Process) -> None:
+        with contextlib.suppress(KeyError):  # it is no more
+            self._selector.unregister(process.output)
+
+    def _say(self, course: _Course, event: str) -> None:
+        self._output(course.program.name, f"agn-optax: {event}")
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            os.write(self.waker, _AWAKE)
+
+    def _listen(self) -> None:
+        """Ends all at the signals that have come."""
+        with contextlib.suppress(BlockingIOError):
+            for said in os.read(self._woken, 1 << 16):
+                if said in _FORWARDED:
+                    self.signals.append(said)
+                    self._stop(said)
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-returncode}"
