@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import pathlib
 from typing import Any
 
@@ -20,10 +18,6 @@ from agn_optax.center import (
 from agn_optax.cli import _options, _tls
 from agn_optax.rules import Rule
 
-_center, _mode, _durability, _parent = (
-    functools.partial(_options.field, rich_help_panel=panel)
-    for panel in ("Center", "Mode", "Durability", "Parent")
-)
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "dtype", "device"),
@@ -54,95 +48,83 @@ _DURABILITIES: dict[str, tuple[Any, dict[str, str]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_options.record(modes=", ".join(_MODES))
 class CenterOptions:
-    """How a center is served; its rule is apart."""
+    """How a center is served; its rule is apart.
 
-    address: str | None = _center(
-        "Where to listen; port 0 takes one that is free.",
-        "HOST:PORT|unix:PATH",
-        show_default="127.0.0.1:0",
-    )
-    barrier: int | None = _center(
-        "Workers that must have joined before any of them starts."
-    )
-    max_workers: int | None = _center(
-        "Workers that may be there at a time.", show_default="64"
-    )
-    lease: float | None = _center(
-        "Seconds after which a worker that lost its connection is given up.",
-        show_default="10",
-    )
-    dtype: str | None = _center(
-        "Floating dtype of the center, whatever its workers have."
-    )
-    device: str | None = _center("Platform the center lives on.", show_default="cpu")
-    direct: bool | None = _center(
-        "Exchanges beside gRPC too, on another port and in shared memory.",
-        show_default="direct",
-    )
-    direct_address: str | None = _center(
-        "Where that other port is; workers reach it at the host of --address.",
-        "HOST:PORT",
-        show_default="a port that is free",
-    )
-    mode: str | None = _mode(
-        f"When messages are applied: {', '.join(_MODES)}.",
-        "MODE",
-        show_default="asynchronous",
-    )
-    max_versions_behind: int | None = _mode(
-        "Of bounded: a message with an older anchor is dropped."
-    )
-    max_rounds_ahead: int | None = _mode(
-        "Of bounded: a worker further ahead of the slowest waits."
-    )
-    quorum: int | None = _mode(
-        "Of synchronous: messages that are enough once the grace is over."
-    )
-    grace: float | None = _mode("Of synchronous: seconds from a round's first message.")
-    late: str | None = _mode(
-        "Of synchronous: what becomes of a message that missed its round.",
-        "next|weighted|drop",
-        show_default="next",
-    )
-    journal: pathlib.Path | None = _durability(
-        "Where every exchange is on disk before it is answered; a center that is "
-        "found there goes on.",
-        "DIRECTORY",
-    )
-    journal_size: int | None = _durability(
-        "Of --journal: bytes after which a snapshot takes its place.",
-        show_default="1 GiB, or 4 snapshots",
-    )
-    snapshots: pathlib.Path | None = _durability(
-        "Where the center is written from time to time; one that is found there "
-        "goes on.",
-        "DIRECTORY",
-    )
-    snapshot_seconds: float | None = _durability(
-        "Of --snapshots: between two of them.",
-        show_default="60, without --snapshot-exchanges",
-    )
-    snapshot_exchanges: int | None = _durability(
-        "Of --snapshots: exchanges between two of them."
-    )
-    snapshots_kept: int | None = _durability(
-        "Of --snapshots: how many stay there.", show_default="2"
-    )
-    parent: str | None = _parent(
-        "A center that this one is a worker of.", "HOST:PORT|unix:PATH"
-    )
-    parent_period: int | None = _parent("Exchanges here between two with the parent.")
-    parent_tls_ca: pathlib.Path | None = _parent(
-        "Who vouches for the parent.", "FILE.pem"
-    )
-    tls_certificate: pathlib.Path | None = _tls.certificate()
-    tls_key: pathlib.Path | None = _tls.key()
-    tls_client_ca: pathlib.Path | None = _tls.file(
-        "Who vouches for workers, which must then have certificates."
-    )
-    insecure: bool | None = _tls.plain_text()
+    Center:
+      address HOST:PORT|unix:PATH [127.0.0.1:0]: Where to listen; port 0 takes one that
+        is free.
+      barrier: Workers that must have joined before any of them starts.
+      max_workers [64]: Workers that may be there at a time.
+      lease [10]: Seconds after which a worker that lost its connection is given up.
+      dtype: Floating dtype of the center, whatever its workers have.
+      device [cpu]: Platform the center lives on.
+      direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
+      direct_address HOST:PORT [a port that is free]: Where that other port is; workers
+        reach it at the host of --address.
+
+    Mode:
+      mode MODE [asynchronous]: When messages are applied: {modes}.
+      max_versions_behind: Of bounded: a message with an older anchor is dropped.
+      max_rounds_ahead: Of bounded: a worker further ahead of the slowest waits.
+      quorum: Of synchronous: messages that are enough once the grace is over.
+      grace: Of synchronous: seconds from a round's first message.
+      late next|weighted|drop [next]: Of synchronous: what becomes of a message that
+        missed its round.
+
+    Durability:
+      journal DIRECTORY: Where every exchange is on disk before it is answered; a center
+        that is found there goes on.
+      journal_size [1 GiB, or 4 snapshots]: Of --journal: bytes after which a snapshot
+        takes its place.
+      snapshots DIRECTORY: Where the center is written from time to time; one that is
+        found there goes on.
+      snapshot_seconds [60, without --snapshot-exchanges]: Of --snapshots: between two
+        of them.
+      snapshot_exchanges: Of --snapshots: exchanges between two of them.
+      snapshots_kept [2]: Of --snapshots: how many stay there.
+
+    Parent:
+      parent HOST:PORT|unix:PATH: A center that this one is a worker of.
+      parent_period: Exchanges here between two with the parent.
+      parent_tls_ca FILE.pem: Who vouches for the parent.
+
+    TLS:
+      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
+      tls_key FILE.pem: The certificate's private key.
+      tls_client_ca FILE.pem: Who vouches for workers, which must then have
+        certificates.
+      insecure: Allow plain text beyond this machine, in a network that you trust.
+    """
+
+    address: str | None = None
+    barrier: int | None = None
+    max_workers: int | None = None
+    lease: float | None = None
+    dtype: str | None = None
+    device: str | None = None
+    direct: bool | None = None
+    direct_address: str | None = None
+    mode: str | None = None
+    max_versions_behind: int | None = None
+    max_rounds_ahead: int | None = None
+    quorum: int | None = None
+    grace: float | None = None
+    late: str | None = None
+    journal: pathlib.Path | None = None
+    journal_size: int | None = None
+    snapshots: pathlib.Path | None = None
+    snapshot_seconds: float | None = None
+    snapshot_exchanges: int | None = None
+    snapshots_kept: int | None = None
+    parent: str | None = None
+    parent_period: int | None = None
+    parent_tls_ca: pathlib.Path | None = None
+    tls_certificate: pathlib.Path | None = None
+    tls_key: pathlib.Path | None = None
+    tls_client_ca: pathlib.Path | None = None
+    insecure: bool | None = _options.switch()
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_
 import sys
 import time
@@ -24,26 +23,25 @@ _CENTER = "center"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_options.record()
 class LaunchOptions:
-    """Which workers, and how they are started and ended."""
+    """Which workers, and how they are started and ended.
 
-    workers: int = _options.field("How many workers to start.", default=..., min=1)
-    center: str = _options.field(
-        "A center of our own, or where one is.",
-        "embedded|HOST:PORT",
-        default="embedded",
-    )
-    restarts: int = _options.field(
-        "How often a worker that failed is started again.", default=0, min=0
-    )
-    restart_delay: float = _options.field("Seconds before it is.", default=1.0, min=0.0)
-    start_delay: float = _options.field(
-        "Seconds between the starts of two workers.", default=0.0, min=0.0
-    )
-    stop_grace: float = _options.field(
-        "Seconds that programs have to end when told to.", default=10.0, min=0.0
-    )
+    Options:
+      workers: How many workers to start.
+      center embedded|HOST:PORT: A center of our own, or where one is.
+      restarts: How often a worker that failed is started again.
+      restart_delay: Seconds before it is.
+      start_delay: Seconds between the starts of two workers.
+      stop_grace: Seconds that programs have to end when told to.
+    """
+
+    workers: int = _options.at_least(1)
+    center: str = "embedded"
+    restarts: int = _options.at_least(0, 0)
+    restart_delay: float = _options.at_least(0.0, 1.0)
+    start_delay: float = _options.at_least(0.0, 0.0)
+    stop_grace: float = _options.at_least(0.0, 10.0)
 
 
 def launch_command(

@@ -1,7 +1,8 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
-A `field` is an option of the same name. Where the library has a default for it, it is
-None if it was not given, so that this is written down there only.
+A field is an option of the same name. Where the library has a default for it, it is
+None if it was not given, so that this is written down there only. What an option is
+stands in the docstring of its record, which is what ``--help`` prints.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import json
 import math
 import pathlib
+import re
 import tomllib
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +25,10 @@ import typer
 from agn_optax import errors
 
 T = TypeVar("T")
+
+_ENTRY = re.compile(
+    r"(\w+)(?: ([^\s\[]\S*?))?(?: \[(.+?)\])?: (.+)"  # name METAVAR [default]: help
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Config = Annotated[
@@ -35,24 +41,66 @@ Config = Annotated[
 ]
 
 
-def field(
-    help_: str,
-    metavar: str | None = None,
-    *names: str,
-    default: Any = None,
-    **more: Any,
-) -> Any:
-    """A field of a record, as an option.
+def switch() -> Any:
+    """A field that can be given, and not be denied."""
+    return dataclasses.field(default=None, metadata={"is_switch": True})
+
+
+def at_least(least: float, default: Any = dataclasses.MISSING) -> Any:
+    """A field with a smallest value."""
+    return dataclasses.field(default=default, metadata={"min": least})
+
+
+@typing.dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(switch, at_least)
+)
+def record(**words: str) -> Callable[[type[T]], type[T]]:
+    """Makes a record of a class whose docstring describes its fields.
+
+    A paragraph is a panel of ``--help``: its title, and below it for each option
+    ``name METAVAR [default]: help``. The metavar and what is said of the default may be
+    missing.
 
     Args:
-      help_: what it is.
-      metavar: what stands for its value; None for its type.
-      names: how it is written, where not as `option` says.
-      default: the field's value where the option is not given; ``...`` if it must be.
-      more: other arguments of `typer.Option`, such as the panel that it is in.
+      words: what stands for ``{name}`` in the docstring.
     """
-    made: Any = typer.Option(default, *names, help=help_, metavar=metavar, **more)
-    return dataclasses.field(default=default, metadata={"option": made})
+
+    def make(kind: type[T]) -> type[T]:
+        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+        described = _described(made.__doc__, words)
+        made.__options__ = {
+            field.name: _option_of(field, described.pop(field.name, {}))
+            for field in dataclasses.fields(made)
+        }
+        assert not described, described
+        return made
+
+    return make
+
+
+def _described(text: str, words: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What a docstring says of options, as arguments of `typer.Option`."""
+    described = {}
+    for paragraph in inspect.cleandoc(text).split("\n\n")[1:]:
+        panel, entries = paragraph.split(":\n  ", maxsplit=1)
+        for entry in re.split(r"\n  (?! )", entries):
+            found = _ENTRY.fullmatch(" ".join(entry.split()).format(**words))
+            assert found, entry
+            name, metavar, default, said = found.groups()
+            described[name] = {
+                "help": said,
+                "metavar": metavar,
+                "show_default": default or True,
+                "rich_help_panel": panel,
+            }
+    return described
+
+
+def _option_of(field: dataclasses.Field[Any], described: dict[str, Any]) -> Any:
+    more = dict(field.metadata)
+    names = [option(field.name)] if more.pop("is_switch", False) else []
+    default = ... if field.default is dataclasses.MISSING else field.default
+    return typer.Option(default, *names, **described, **more)
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,11 +110,10 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         if dataclasses.is_dataclass(kind):
-            record = records[name] = typing.cast(Any, kind)
-            own = inspect.signature(record, eval_str=True).parameters
+            own = records[name] = typing.cast(Any, kind)
             parameters += [
-                own[each.name].replace(default=each.metadata["option"])
-                for each in dataclasses.fields(record)
+                each.replace(default=own.__options__[each.name])
+                for each in inspect.signature(own, eval_str=True).parameters.values()
             ]
         else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))

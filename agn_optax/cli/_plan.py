@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,62 +36,64 @@ _MEMORY: dict[str, _Column] = {
     "overlap": lambda cost: _size(cost.worker.overlapping),
     "center": lambda cost: _size(cost.center.total),
 }
-_of_machine = functools.partial(_options.field, rich_help_panel="Machine")
 
 
 def _rate(number: float) -> str:
     return f"{_table.size(number)}/s"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+_DEFAULT = Machine()
+
+
+@_options.record(
+    overhead=str(_DEFAULT.overhead),
+    endpoint=_rate(_DEFAULT.endpoint_rate),
+    apply=_rate(_DEFAULT.apply_rate),
+)
 class MachineOptions:
-    """What an exchange takes beside the links."""
+    """What an exchange takes beside the links.
 
-    overhead: float | None = _of_machine(
-        "Of an exchange of nothing.", "SECONDS", show_default=f"{Machine().overhead}"
-    )
-    endpoint_rate: str | None = _of_machine(
-        "Message and answer, through both ends.",
-        "RATE",
-        show_default=_rate(Machine().endpoint_rate),
-    )
-    apply_rate: str | None = _of_machine(
-        "What the center's arithmetic reads and writes.",
-        "RATE",
-        show_default=_rate(Machine().apply_rate),
-    )
-    measure: bool | None = _of_machine(
-        "Measure these on this machine, with a center in another process.",
-        None,
-        "--measure",
-    )
+    Machine:
+      overhead SECONDS [{overhead}]: Of an exchange of nothing.
+      endpoint_rate RATE [{endpoint}]: Message and answer, through both ends.
+      apply_rate RATE [{apply}]: What the center's arithmetic reads and writes.
+      measure: Measure these on this machine, with a center in another process.
+    """
+
+    overhead: float | None = None
+    endpoint_rate: str | None = None
+    apply_rate: str | None = None
+    measure: bool | None = _options.switch()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_options.record()
 class ClusterOptions:
-    """The model, its workers and their links."""
+    """The model, its workers and their links.
 
-    parameters: float = _options.field("Of the model; 1.3e9, say.", default=...)
-    step_time: float = _options.field("Seconds of a local step.", default=...)
-    bandwidth: str = _options.field(
-        "Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a bit, B a "
-        "byte).",
-        "RATE",
-        default=...,
-    )
-    workers: int = _options.field("How many.", default=1)
-    period: int | None = _options.field(
-        "Local steps between exchanges.", show_default="each rule's hidden one"
-    )
-    latency: float = _options.field("Seconds of a round trip.", default=0.0)
-    center_bandwidth: str | None = _options.field(
-        "Of the center's link, for all workers.", "RATE", show_default="--bandwidth"
-    )
-    inner: str = _options.field(
-        "The workers' optimizer, of optax.", "NAME", default="adam"
-    )
-    dtype: str = _options.field("Of the parameters.", default="float32")
-    center_dtype: str | None = _options.field("Of the center.", show_default="--dtype")
+    Options:
+      parameters: Of the model; 1.3e9, say.
+      step_time: Seconds of a local step.
+      bandwidth RATE: Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a
+        bit, B a byte).
+      workers: How many.
+      period [each rule's hidden one]: Local steps between exchanges.
+      latency: Seconds of a round trip.
+      center_bandwidth RATE [--bandwidth]: Of the center's link, for all workers.
+      inner NAME: The workers' optimizer, of optax.
+      dtype: Of the parameters.
+      center_dtype [--dtype]: Of the center.
+    """
+
+    parameters: float
+    step_time: float
+    bandwidth: str
+    workers: int = 1
+    period: int | None = None
+    latency: float = 0.0
+    center_bandwidth: str | None = None
+    inner: str = "adam"
+    dtype: str = "float32"
+    center_dtype: str | None = None
 
 
 def plan(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib
 import inspect
 import math
@@ -19,9 +17,6 @@ from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.cli import _options
 from agn_optax.rules import Rule, codecs
-
-_of_rule = functools.partial(_options.field, rich_help_panel="Rule")
-_of_optimizer = functools.partial(_options.field, rich_help_panel="Center optimizer")
 
 # Of optax. Their signatures say which options they have.
 _OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -53,41 +48,51 @@ _RANGES = {
 _OF_OPTIMIZER = (*_RANGES, "nesterov")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_options.record(
+    rules=", ".join(_RULES),
+    codecs=", ".join(_CODECS),
+    optimizers=", ".join(_OPTIMIZERS),
+)
 class RuleOptions:
-    """Which rule a center runs."""
+    """Which rule a center runs.
 
-    rule: str | None = _of_rule(f"One of {', '.join(_RULES)}.", "NAME")
-    rule_from: str | None = _of_rule(
-        "A rule of your own, or a function without arguments that returns it; "
-        "modules in the current directory are found.",
-        "MODULE:OBJECT",
-    )
-    moving_rate: float | None = _of_rule("Of easgd: alpha, in (0, 1].")
-    rho: float | None = _of_rule(
-        "Of easgd: the elastic penalty in the local gradients; 0 unless set."
-    )
-    record_dtype: str | None = _of_rule(
-        "Of agn: dtype of the workers' gradient sum.", "DTYPE"
-    )
-    codec: str | None = _of_rule(
-        f"How contributions travel: {', '.join(_CODECS)}. A float, the center "
-        "too; what an int loses goes into the next contribution.",
-        "NAME",
-    )
-    center_optimizer: str | None = _of_optimizer(
-        f"Of agn and diloco: one of {', '.join(_OPTIMIZERS)}.", "NAME"
-    )
-    learning_rate: float | None = _of_optimizer("Its learning rate.")
-    momentum: float | None = _of_optimizer("Of sgd and rmsprop.")
-    nesterov: bool | None = _of_optimizer(
-        "Nesterov's momentum, of sgd, rmsprop and adam."
-    )
-    b1: float | None = _of_optimizer("Decay of the first moment.")
-    b2: float | None = _of_optimizer("Decay of the second moment.")
-    eps: float | None = _of_optimizer("Added to denominators.")
-    decay: float | None = _of_optimizer("Of rmsprop.")
-    weight_decay: float | None = _of_optimizer("Of adamw, lamb, lion and nadamw.")
+    Rule:
+      rule NAME: One of {rules}.
+      rule_from MODULE:OBJECT: A rule of your own, or a function without arguments that
+        returns it; modules in the current directory are found.
+      moving_rate: Of easgd: alpha, in (0, 1].
+      rho: Of easgd: the elastic penalty in the local gradients; 0 unless set.
+      record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
+      codec NAME: How contributions travel: {codecs}. A float, the center too; what an
+        int loses goes into the next contribution.
+
+    Center optimizer:
+      center_optimizer NAME: Of agn and diloco: one of {optimizers}.
+      learning_rate: Its learning rate.
+      momentum: Of sgd and rmsprop.
+      nesterov: Nesterov's momentum, of sgd, rmsprop and adam.
+      b1: Decay of the first moment.
+      b2: Decay of the second moment.
+      eps: Added to denominators.
+      decay: Of rmsprop.
+      weight_decay: Of adamw, lamb, lion and nadamw.
+    """
+
+    rule: str | None = None
+    rule_from: str | None = None
+    moving_rate: float | None = None
+    rho: float | None = None
+    record_dtype: str | None = None
+    codec: str | None = None
+    center_optimizer: str | None = None
+    learning_rate: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    b1: float | None = None
+    b2: float | None = None
+    eps: float | None = None
+    decay: float | None = None
+    weight_decay: float | None = None
 
 
 def make(options: RuleOptions) -> Rule:

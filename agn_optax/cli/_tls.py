@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import pathlib
 
 from agn_optax import errors, service
 from agn_optax.cli import _options
 
-file = functools.partial(_options.field, metavar="FILE.pem", rich_help_panel="TLS")
-certificate = functools.partial(
-    file, "This end's certificate, with those that vouch for it."
-)
-key = functools.partial(file, "The certificate's private key.")
-plain_text = functools.partial(
-    _options.field,
-    "Allow plain text beyond this machine, in a network that you trust.",
-    None,
-    "--insecure",
-    rich_help_panel="TLS",
-)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@_options.record()
 class ClientTls:
-    """How a center is reached."""
+    """How a center is reached.
 
-    tls_ca: pathlib.Path | None = file(
-        "Who vouches for the center; plain text is spoken without it."
-    )
-    tls_certificate: pathlib.Path | None = certificate()
-    tls_key: pathlib.Path | None = key()
-    insecure: bool | None = plain_text()
+    TLS:
+      tls_ca FILE.pem: Who vouches for the center; plain text is spoken without it.
+      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
+      tls_key FILE.pem: The certificate's private key.
+      insecure: Allow plain text beyond this machine, in a network that you trust.
+    """
+
+    tls_ca: pathlib.Path | None = None
+    tls_certificate: pathlib.Path | None = None
+    tls_key: pathlib.Path | None = None
+    insecure: bool | None = _options.switch()
 
 
 def client(options: ClientTls) -> service.Tls | None:

@@ -80,6 +80,48 @@ def test_every_option_is_optional_and_has_one_meaning():
     assert dataclasses.fields(_tls.ClientTls)
 
 
+def test_every_field_is_described():
+    for record in (RuleOptions, CenterOptions, _tls.ClientTls):
+        names = [field.name for field in dataclasses.fields(record)]
+        assert list(record.__options__) == names
+        assert all(option.help for option in record.__options__.values())
+
+
+def test_a_docstring_describes_options():
+    @_options.record(kinds="a, b")
+    class Record:
+        """What it is.
+
+        Panel:
+          kind NAME [a]: One of {kinds}, with a help that is
+            longer than a line.
+          quick: How: at once.
+        """
+
+        kind: str | None = None
+        quick: bool | None = _options.switch()
+        count: int = _options.at_least(1)
+
+    kind, quick, count = Record.__options__.values()
+    assert (kind.metavar, kind.show_default) == ("NAME", "a")
+    assert kind.help == "One of a, b, with a help that is longer than a line."
+    assert kind.rich_help_panel == quick.rich_help_panel == "Panel"
+    assert (quick.help, quick.param_decls) == ("How: at once.", ("--quick",))
+    assert (count.default, count.min, count.help) == (..., 1, None)
+
+
+def test_a_docstring_that_describes_no_field_is_refused():
+    with pytest.raises(AssertionError, match="speed"):
+
+        @_options.record()
+        class Record:
+            """What it is.
+
+            Panel:
+              speed: Of no field.
+            """
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
