@@ -121,10 +121,8 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def spread_command(**given: Any) -> None:
         made = {
-            name: record(
-                **{f.name: given.pop(f.name) for f in dataclasses.fields(record)}
-            )
-            for name, record in records.items()
+            name: kind(**{each: given.pop(each) for each in kind.__options__})
+            for name, kind in records.items()
         }
         command(**given, **made)
 
