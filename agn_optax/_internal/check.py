@@ -97,6 +97,18 @@ def positive_int(value: Any, argument: str) -> Any:
     return int(value)
 
 
+def whole_number(
+    value: object, argument: str, *, least: int, optional: bool = True
+) -> None:
+    """``value`` is an int of at least ``least``, or None if that is an option."""
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise errors.InvalidArgumentError(
+            f"{argument} must be a whole number >= {least}, got {value!r}"
+        )
+
+
 def rate(
     value: Any, argument: str, *, low: float, high: float, low_open: bool = False
 ) -> Any:
