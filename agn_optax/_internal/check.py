@@ -109,6 +109,18 @@ def whole_number(
         )
 
 
+def seconds(value: object, argument: str, *, positive: bool = False) -> None:
+    """``value`` is a finite number of seconds, and not negative."""
+    is_number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < math.inf
+    )
+    if not is_number or (positive and not value):
+        kind = "positive number of seconds" if positive else "number of seconds >= 0"
+        raise errors.InvalidArgumentError(f"{argument} must be a {kind}, got {value!r}")
+
+
 def rate(
     value: Any, argument: str, *, low: float, high: float, low_open: bool = False
 ) -> Any:

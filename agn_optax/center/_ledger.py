@@ -101,7 +101,7 @@ class Synchronous:
 
     def __post_init__(self) -> None:
         check.whole_number(self.quorum, "quorum", least=1)
-        _check_seconds(self.grace, "grace")
+        check.seconds(self.grace, "grace")
         if self.late not in ("next", "weighted", "drop"):
             raise errors.InvalidArgumentError(
                 f"late must be 'next', 'weighted' or 'drop', got {self.late!r}"
@@ -233,7 +233,7 @@ class Ledger:
                 "mode must be Asynchronous(), BoundedStaleness(...) or "
                 f"Synchronous(...), got {mode!r}"
             )
-        _check_seconds(lease, "lease")
+        check.seconds(lease, "lease")
         check.whole_number(max_workers, "max_workers", least=1)
         check.whole_number(barrier, "barrier", least=0, optional=False)
         if max_workers is not None and barrier > max_workers:
@@ -583,11 +583,3 @@ def _was_replaced(worker: str) -> errors.WorkerStateError:
         f"worker {worker!r} was replaced by another one of that name, or has been away "
         "for so long that it is forgotten; start() again"
     )
-
-
-def _check_seconds(value: object, name: str) -> None:
-    is_bool = isinstance(value, bool)
-    if not isinstance(value, int | float) or is_bool or not 0 <= value < math.inf:
-        raise errors.InvalidArgumentError(
-            f"{name} must be a number of seconds >= 0, got {value!r}"
-        )

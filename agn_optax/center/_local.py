@@ -103,6 +103,7 @@ class LocalCenter:
             durability=durability,
             packs=packs,
         )
+        self.life = self.core.life
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
@@ -141,11 +142,6 @@ class LocalCenter:
             center.close("it could not be restored")
             raise
         return center
-
-    @property
-    def life(self) -> str:
-        """Of this center; see above."""
-        return self.core.life
 
     @property
     def version(self) -> int:

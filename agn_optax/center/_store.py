@@ -71,8 +71,8 @@ class Store:
         self,
         rule: Rule,
         params: PyTree,
-        dtype: Any,
-        device: Any,
+        dtype: Any = None,
+        device: Any = None,
         *,
         packs: bool = False,
         center_state: PyTree = None,
@@ -102,28 +102,23 @@ class Store:
         self._center_state = center_state
 
     @classmethod
-    def restore(cls, rule: Rule, saved: CenterState, *, packs: bool = False) -> Store:
+    def restore(
+        cls, rule: Rule, saved: CenterState, device: Any = None, *, packs: bool = False
+    ) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        center_state = trees.copy(saved.center_state)
-        expected = jax.eval_shape(rule.center.init, saved.params)
+        params, state = jax.device_put((saved.params, saved.center_state), device)
+        expected = jax.eval_shape(rule.center.init, params)
         check.same_tree(
-            center_state, expected, "saved.center_state", "the rule's center_state"
+            state, expected, "saved.center_state", "the rule's center_state"
         )
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        return cls(
-            rule,
-            saved.params,
-            None,
-            None,
-            packs=packs,
-            center_state=center_state,
-            version=version,
-        )
+        state = trees.copy(state)
+        return cls(rule, params, packs=packs, center_state=state, version=version)
 
     def _check_answers(self) -> None:
         """Workers can adopt the first version, in the dtype that it travels in."""

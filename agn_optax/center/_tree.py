@@ -136,7 +136,7 @@ class Uplink:
         adopted = jax.tree.map(
             lambda c, x: c.astype(x.dtype), self._anchor.params, first
         )
-        if not _alike(first, adopted):
+        if not jax.tree.all(jax.tree.map(jnp.array_equal, first, adopted)):
             self._core.shift(adopted, first)
         return True
 
@@ -198,8 +198,3 @@ class Uplink:
 
     def _placed(self, snapshot: Snapshot, like: PyTree) -> Snapshot:
         return snapshot._replace(params=trees.place_like(snapshot.params, like))
-
-
-def _alike(tree: PyTree, other: PyTree) -> bool:
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return all(bool(jnp.array_equal(a, b)) for a, b in pairs)

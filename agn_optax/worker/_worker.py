@@ -1,12 +1,9 @@
 """The worker's side of a center, embedded or remote: one class for both.
 
-An exchange has two halves, and what lies between them is the only thing that differs:
-
-    depart      contribute, and begin the next round
-    land        adopt the answer
-
-Mostly the worker waits in between. With `overlap`, or when the center is lost, it goes
-on with local steps, and lands with the progress that it has made since.
+A worker that exchanges mostly sends a message, waits for the answer, and adopts it.
+With `overlap`, or when the center is lost, it does not wait. It goes on with local
+steps while the message is in flight, and when the answer is there, it lands: it adopts
+the answer, and keeps the progress that it has made since the message left.
 """
 
 from __future__ import annotations
@@ -130,12 +127,13 @@ class Worker:
         self._give_up = give_up
         self._period = rounds.as_schedule(period)
         self._session: Session | None = None
-        self._sent = 0  # sequence number of the session's last exchange that is over
+        self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
-        self._message: Message | None = None  # of an exchange not yet adopted
-        # Of an exchange that is over, to be written over: what it sent, and kept.
+        self._message: Message | None = None  # whose answer has not been adopted
+        # Buffers of a message that is over, and of the parameters it was made of: the
+        # next one that departs is written over them.
         self._spare: tuple[PyTree, PyTree] | None = None
-        self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
+        self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
         self._round_length: int | None = None  # None: the schedule is still to be asked
 
@@ -182,9 +180,8 @@ class Worker:
             )
         if chief:
             check.float_leaves(params, "params")
-            jax.eval_shape(
-                self._programs.start, params, params
-            )  # before others are let in
+            # What it raises, it is to raise before others are let in.
+            jax.eval_shape(self._programs.start, params, params)
         self._end()
         session = self.center.join(self.name, params, timeout=timeout)
         try:
@@ -206,9 +203,8 @@ class Worker:
             params = snapshot.params
         check.same_tree(params, snapshot.params, "params", "center")
         check.float_leaves(params, "params")
-        placed = trees.place_like(snapshot.params, params)
-        params, state = self._programs.start(placed, params)
-        anchor = snapshot._replace(params=placed)
+        anchor = _placed(snapshot, params)
+        params, state = self._programs.start(anchor.params, params)
         self._begin(session, params, state, anchor, length)
         return params, state
 
@@ -252,11 +248,14 @@ class Worker:
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
-        length = self._length()
+        length, message = self._length(), self._message
         self._local_steps += 1
-        if self._in_flight:
-            params, state = self._maybe_land(params, state)
-        if self._local_steps < length or self._in_flight:
+        if message is not None and message.flight is not None:
+            patience = length if self._patience is None else max(self._patience, 1)
+            if self._local_steps < patience and not message.flight.done():
+                return params, state
+            params, state = self._land(params, state)
+        if self._local_steps < length:
             return params, state
         return self._exchange(params, state, self._length_of_round(self.exchanges + 1))
 
@@ -371,8 +370,10 @@ class Worker:
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state, length)
         if message is None:
-            sent = self._programs.contribute(state, params, anchor.params)
-            message = self._message = self._new_message(*sent)
+            contribution, codec_state = self._programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._message = self._new_message(contribution, codec_state)
         if message.answer is None:
             try:
                 message.answer = message.send(session)
@@ -386,26 +387,21 @@ class Worker:
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
-        answer = self._place(message.answer, params)
+        answer = _placed(message.answer, params)
         state = state._replace(codec_state=message.codec_state)
         params, state = self._programs.adopt(params, state, answer.params)
-        self._landed(answer)
-        self._begin_round(answer, length)
+        self._adopted(answer)
+        self._begin_round(length)
         return params, state
 
     def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
-        anchor, _ = self._require_start()
         return Message(
-            self._sent + 1,
-            contribution,
-            anchor.version,
-            self._local_steps,
-            codec_state,
+            self._sent + 1, contribution, self.version, self._local_steps, codec_state
         )
 
     @property
     def _in_flight(self) -> bool:
-        return self._message is not None and self._message.left is not None
+        return self._message is not None and self._message.flight is not None
 
     def _depart(
         self, params: PyTree, state: LocalState, length: int | None
@@ -420,31 +416,17 @@ class Worker:
         contribution, left, state = self._programs.depart(
             spare, params, state, anchor.params
         )
-        message = self._new_message(contribution)
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(message, left, length)
+        self._take_off(self._new_message(contribution), left, length)
         return params, state
 
     def _take_off(self, message: Message, left: Left, length: int | None) -> None:
-        """A round begins while a message is on its way."""
+        """A round begins while a message is in flight."""
         _, session = self._require_start()
-        message.left = left
-        self._message = message
-        self._local_steps = 0
-        self._round_length = length
+        message.left, self._message = left, message
+        self._begin_round(length)
         message.take_off(session, self._give_up)
-
-    def _maybe_land(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Lands if the answer is there, or patience is at its end."""
-        assert self._message is not None
-        assert self._message.flight is not None
-        patience = self._length() if self._patience is None else self._patience
-        if self._message.flight.done() or self._local_steps >= max(patience, 1):
-            return self._land(params, state)
-        return params, state
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
@@ -461,7 +443,7 @@ class Worker:
         if error is not None:
             raise error
         assert message.answer is not None
-        answer, recovers = self._place(message.answer, params), self._programs.recovers
+        answer, recovers = _placed(message.answer, params), self._programs.recovers
         params, state = self._programs.land(
             params,
             state,
@@ -472,22 +454,21 @@ class Worker:
         )
         if self.overlap:
             self._spare = message.contribution, message.left.params
-        self._landed(answer)
-        self._keep_anchor(answer)
+        self._adopted(answer)
         return params, state
 
-    def _landed(self, answer: Snapshot) -> None:
+    def _adopted(self, answer: Snapshot) -> None:
+        """An exchange is over."""
         self._sent += 1
         self.exchanges += 1
         self.dropped += not answer.applied
         self.staleness = answer.staleness
         self.norm = answer.norm
-
-    def _place(self, answer: Snapshot, params: PyTree) -> Snapshot:
-        return answer._replace(params=trees.place_like(answer.params, params))
+        self._message = None
+        self._keep_anchor(answer)
 
     def _end(self) -> None:
-        """Leaves, with a message whose answer nobody waits for any more."""
+        """Leaves; nobody waits any more for the answer to a message in flight."""
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
@@ -506,19 +487,17 @@ class Worker:
         self._session, self._sent = session, 0
         self._spare = None
         self._like = jax.eval_shape(lambda loop: loop, (params, state))
-        self._begin_round(anchor, length)
-
-    def _begin_round(self, anchor: Snapshot, length: int | None) -> None:
         self._keep_anchor(anchor)
-        self._local_steps = 0
-        self._round_length = length
+        self._begin_round(length)
+
+    def _begin_round(self, length: int | None) -> None:
+        self._local_steps, self._round_length = 0, length
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
-        # Without a reader, the anchor's arrays are let go, so that old versions can be
-        # freed.
+        # Where nobody reads its arrays they are let go, so that the center can write
+        # over them.
         holds = self._programs.holds_anchor
         self._anchor = anchor if holds else anchor._replace(params=None)
-        self._message = None
 
     def _length(self) -> int:
         """Local steps of the current round."""
@@ -532,7 +511,6 @@ class Worker:
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Everything that can be wrong with the loop's arrays, before any is sent."""
-        assert self._like is not None
         check.params_given(params, f"worker {self.name!r}")
         check.same_tree(params, self._like[0], "params", "this worker's parameters")
         check.same_tree(state, self._like[1], "state", "this worker's state")
@@ -553,3 +531,7 @@ class Worker:
                 "local step"
             )
         return self._anchor, self._session
+
+
+def _placed(snapshot: Snapshot, like: PyTree) -> Snapshot:
+    return snapshot._replace(params=trees.place_like(snapshot.params, like))

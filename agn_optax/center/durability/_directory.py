@@ -36,7 +36,6 @@ _ADVICE = "Put back a copy of the whole directory, or begin with an empty one"
 # What is promised of the records that are made: "whole" that there will be no more of
 # them, "journal" that each is on disk before it is answered, and "memory" nothing.
 Promise = Literal["whole", "journal", "memory"]
-_PROMISES: tuple[Promise, ...] = get_args(Promise)
 
 
 class Directory:
@@ -56,10 +55,9 @@ class Directory:
         with contextlib.ExitStack() as opened:
             with explained(f"cannot keep a center in {self.path}"):
                 _make(self.path)
-                self._folder = os.open(self.path, os.O_RDONLY)
-                opened.callback(os.close, self._folder)
-                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-                opened.callback(os.close, self._lock)
+                self._folder = opened.enter_context(_opened(self.path, os.O_RDONLY))
+                lock = _opened(self.path / "lock", os.O_RDWR | os.O_CREAT)
+                self._lock = opened.enter_context(lock)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -171,12 +169,9 @@ class Directory:
         temporary = path.with_name(path.name + ".tmp")
         pieces, size = _records.encode(number, about, arrays)
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
+            with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _records.write(file, pieces, 0)
                 os.fsync(file)
-            finally:
-                os.close(file)
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -245,14 +240,20 @@ class Directory:
 
     @contextlib.contextmanager
     def _reading(self, path: pathlib.Path) -> Iterator[int]:
-        with explained(f"cannot read {path}"):
-            file = os.open(path, os.O_RDONLY)
+        with explained(f"cannot read {path}"), _opened(path, os.O_RDONLY) as file:
             try:
                 yield file
             except _records.DamagedError as error:
                 raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
-            finally:
-                os.close(file)
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -285,18 +286,15 @@ def _make(path: pathlib.Path) -> None:
     if not path.is_dir():
         _make(path.parent)
         path.mkdir(exist_ok=True)
-        parent = os.open(path.parent, os.O_RDONLY)
-        try:
+        with _opened(path.parent, os.O_RDONLY) as parent:
             os.fsync(parent)
-        finally:
-            os.close(parent)
 
 
 def _read_promise(lock: int) -> tuple[Promise | None, int]:
     """What an earlier process has promised, and of how many records."""
     words = os.pread(lock, 64, 0).decode("ascii", "replace").split()
     text = " ".join(words[:2])
-    for promise in _PROMISES:
+    for promise in get_args(Promise):
         if words[:1] == [promise] and words[2:] == [_checksum(text)]:
             return promise, int(words[1])
     return None, 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import threading
 import time
@@ -79,17 +78,10 @@ class Snapshots:
             raise errors.InvalidArgumentError(
                 "Snapshots needs seconds=, exchanges= or both, got neither"
             )
-        if self.seconds is not None and not (
-            isinstance(self.seconds, int | float)
-            and not isinstance(self.seconds, bool)
-            and 0 < self.seconds < math.inf
-        ):
-            raise errors.InvalidArgumentError(
-                f"seconds must be a positive number or None, got {self.seconds!r}"
-            )
-        if self.exchanges is not None:
-            _check_positive("exchanges", self.exchanges)
-        _check_positive("keep", self.keep)
+        if self.seconds is not None:
+            check.seconds(self.seconds, "seconds", positive=True)
+        check.whole_number(self.exchanges, "exchanges", least=1)
+        check.whole_number(self.keep, "keep", least=1, optional=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +123,7 @@ class Journal:
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
-        if self.size is not None:
-            _check_positive("size", self.size)
+        check.whole_number(self.size, "size", least=1)
 
 
 Durability = Snapshots | Journal
@@ -183,7 +174,7 @@ class Keeper:
         self._image: Callable[[], Image]
         self._rule: Rule
         self._writer: Writer | None = None
-        self._begun = self._closed = False
+        self._closed = False
         self._number = 0  # records so far
         self._on_disk = 0  # ... of which so many are in the journal for good
         self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
@@ -191,9 +182,7 @@ class Keeper:
         self._seen = 0  # records that were in it
         self._saved_size = 0
         self._exchanges = 0  # since then
-        self._saver = threading.Thread(
-            target=self._save_when_due, name="agn-optax snapshots", daemon=True
-        )
+        self._saver: threading.Thread | None = None  # once there is a center
 
     def restore(
         self,
@@ -229,9 +218,7 @@ class Keeper:
                 "and settings, or another directory"
             )
         state = _state(snapshot, rule, params, dtype, where)
-        # The version stays a Python int, which no number of exchanges is too large for.
-        placed = jax.device_put(state._replace(version=None), device)
-        store = Store.restore(rule, placed._replace(version=state.version), packs=packs)
+        store = Store.restore(rule, state, device, packs=packs)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -266,14 +253,16 @@ class Keeper:
         self._rule, self._image = rule, image
         try:
             with explained(f"cannot write to {self._directory.path}"):
-                self._begin(image)
+                self._begin()
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next parameters may be others
             raise
-        self._begun = True
         self._saved_at, self._seen = time.monotonic(), self._number
+        self._saver = threading.Thread(
+            target=self._save_when_due, name="agn-optax snapshots", daemon=True
+        )
         self._saver.start()
 
     def record(
@@ -294,7 +283,7 @@ class Keeper:
         Returns:
           What to wait for, see `is_kept`.
         """
-        if not self._begun or self._closed or self.failure:
+        if self._saver is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
         self._exchanges += bool(contributions)
@@ -327,7 +316,7 @@ class Keeper:
                 return
             self._closed = True
             self._changed.notify_all()
-        if self._begun:
+        if self._saver is not None:
             self._saver.join()
             if self._writer is not None:
                 self._writer.close()
@@ -343,7 +332,7 @@ class Keeper:
                 self._fail(error)
         self._directory.close()
 
-    def _begin(self, image: Callable[[], Image]) -> None:
+    def _begin(self) -> None:
         """Everything that has to be on disk before the first exchange.
 
         In this order, a process that is killed in between leaves what the promise that
@@ -351,7 +340,7 @@ class Keeper:
         """
         number = self._number
         if self._saved != (number, self.life):
-            self._save(number, image())
+            self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
             self._directory.promise("memory", number)
         else:
@@ -473,29 +462,26 @@ def _state(
         [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["params"]],
         about["containers"],
     )
-    if params is not None:
-        check.float_leaves(params, "params")
-        _check_same(described, trees.describe(params, dtype), where)
-        treedef = jax.tree.structure(params)
-    elif described.structure is None:
-        raise errors.DurabilityError(
-            f"{where} has parameters in containers other than dicts, lists and tuples; "
-            "give it parameters with the same containers, whose values do not matter"
-        )
-    else:
-        leaves = iter(range(len(described.leaves)))
-        tree = description.rebuild(described.structure, leaves)
-        treedef = jax.tree.structure(tree)
-        if dtype is not None:
-            wanted = [leaf._replace(dtype=dtype.name) for leaf in described.leaves]
-            _check_same(described, Description(wanted), where)
+    count = len(described.leaves)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
             raise errors.DurabilityError(
                 f"{where} has {array.dtype} arrays, which need "
                 "jax.config.update('jax_enable_x64', True) here"
             )
-    count = len(described.leaves)
+    if params is not None:
+        check.float_leaves(params, "params")
+    elif described.structure is None:
+        raise errors.DurabilityError(
+            f"{where} has parameters in containers other than dicts, lists and tuples; "
+            "give it parameters with the same containers, whose values do not matter"
+        )
+    else:
+        params = description.rebuild(described.structure, iter(snapshot.arrays))
+    wanted = trees.describe(params, dtype)
+    if words := described.difference(wanted, "it has", "the parameters have"):
+        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
+    treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(rule.center.init, restored)
     rest = snapshot.arrays[count:]
@@ -509,18 +495,6 @@ def _state(
     return CenterState(restored, center_state, about["version"])
 
 
-def _check_same(found: Description, wanted: Description, where: str) -> None:
-    if words := found.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
-
-
 def _check_directory(value: Any) -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise errors.InvalidTypeError(f"directory must be a path, got {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.InvalidArgumentError(
-            f"{name} must be a whole number >= 1, got {value!r}"
-        )
