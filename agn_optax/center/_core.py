@@ -199,9 +199,10 @@ class Core:
 
     # How it begins and ends.
 
-    def initialize(self, params: PyTree, *, worker: str) -> int:
+    def initialize(self, params: PyTree, *, worker: str | None) -> int:
         """Gives the center its first parameters: see `Center.initialize`.
 
+        If ``worker`` is None they come from above, and a chief then adopts them.
         Nobody has seen the version whose number is returned, so the first exchange may
         move it in place.
         """
@@ -220,13 +221,6 @@ class Core:
                 self._begin(store, worker)
             self._chief = worker
             return self.store.current.number
-
-    def initialize_from(self, params: PyTree) -> None:
-        """Parameters from above, if there are none; a chief then adopts them."""
-        with self._changed:
-            if self._store is None:
-                self.initialize(params, worker="")
-                self._chief = None
 
     def restore(self, saved: CenterState) -> None:
         """Goes on from what `save` returned: see `LocalCenter.restore`."""
@@ -373,15 +367,10 @@ class Core:
         store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
         contributions = [message.contribution for message in messages]
+        norms = [m.norm for m in messages] if self._refuse_nonfinite else None
         try:
             if batch.applies:
-                norms = [message.norm for message in messages]
-                store.apply(
-                    contributions,
-                    batch.staleness,
-                    batch.weights,
-                    norms if self._refuse_nonfinite else None,
-                )
+                store.apply(contributions, batch.staleness, batch.weights, norms)
         except Exception as error:  # whoever called, it is these workers' to hear
             for entry in batch.entries:
                 self._refusals[entry.worker] = entry.sequence, error
@@ -512,16 +501,11 @@ class LocalSession(Session):
         core = self._core
         message = core._examine(contribution)
         is_int = isinstance(anchor_version, int | np.integer)
-        anchor_version = int(anchor_version) if is_int else -1
+        anchor = int(anchor_version) if is_int else -1
         with core.atomically():
             core._check_open()
-            if core.ledger.submit(
-                self.worker,
-                self.incarnation,
-                sequence,
-                anchor_version,
-                time.monotonic(),
-            ):
+            now = time.monotonic()
+            if core.ledger.submit(self.worker, self.incarnation, sequence, anchor, now):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle()
@@ -601,8 +585,9 @@ class LocalSession(Session):
 
     def disconnect(self) -> None:
         """As `Session.disconnect`."""
-        core, now = self._core, time.monotonic()
+        core = self._core
         with core.atomically():
+            now = time.monotonic()
             core.ledger.disconnect(self.worker, self.incarnation, self.connection, now)
             core._settle()
 

@@ -193,7 +193,7 @@ class Store:
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
-            and all(_is_small(part) for part in contribution)
+            and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
             # A program takes longer to call.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
@@ -317,10 +317,6 @@ def growth(rule: Rule, center: PyTree) -> float | None:
     return tracing.unless_unfit(f"norms bound a center of rule {rule.name!r}", ask)
 
 
-def _is_small(part: Any) -> bool:
-    return part.dtype == np.float32 and part.nbytes < _SMALL
-
-
 def _square(part: np.ndarray) -> float:
     """The square of a norm, with little to round: blocks are added up in float64."""
     blocks = (part[i : i + _BLOCK] for i in range(0, part.size, _BLOCK))
@@ -365,14 +361,12 @@ def _programs(rule: Rule) -> _Programs:
             return jnp.sqrt(sum(squares, jnp.zeros((), wide)))
 
         plain = scaled(1.0)
+        # Where squares overflow, or vanish: of numbers closer to 1.
+        digits = int(jnp.finfo(plain.dtype).maxexp)
+        scale = jnp.where(plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits))
+        scale = scale.astype(plain.dtype)
 
         def carefully() -> jax.Array:
-            """Where squares overflow, or vanish: of numbers closer to 1."""
-            digits = int(jnp.finfo(plain.dtype).maxexp)
-            scale = jnp.where(
-                plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits)
-            )
-            scale = scale.astype(plain.dtype)
             found, most = scaled(scale), jnp.finfo(jnp.float32).max
             finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
             return jnp.where(jnp.isfinite(found), finite, found)

@@ -14,6 +14,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, in_background, trees
 from agn_optax.center._core import Core
 from agn_optax.center._protocol import Center, Session, Snapshot
 
@@ -78,15 +79,12 @@ class Uplink:
         self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
         self._adopt = jax.jit(functools.partial(rounds.adopt, rule))
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"{name} uplink", daemon=True
-        )
-        self._thread.start()
+        self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Exchanges once more, if there is something to say, and leaves the parent."""
         self._stopped.set()
-        self._thread.join(timeout)
+        wait([self._ended], timeout)
 
     def _run(self) -> None:
         try:
@@ -114,11 +112,11 @@ class Uplink:
     def _begin(self) -> bool:
         """Both centers have parameters, and the site has joined; False: stopped."""
         while not self._stopped.is_set():
-            try:
-                self._core.initialize_from(self._insist(self._parent.pull).params)
+            with contextlib.suppress(errors.NotInitializedError):
+                params = self._insist(self._parent.pull).params
+                with contextlib.suppress(errors.AlreadyInitializedError):
+                    self._core.initialize(params, worker=None)
                 break
-            except errors.NotInitializedError:
-                pass
             if self._core.wait_until_initialized(_POLL):
                 # If another site is quicker, this one adopts what that gave.
                 with contextlib.suppress(errors.AlreadyInitializedError):

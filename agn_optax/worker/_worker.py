@@ -191,22 +191,17 @@ class Worker:
                 snapshot = self.center.pull()
             else:
                 snapshot = self.center.wait(timeout)
-            return self._adopt_first(session, params, snapshot, length)
+            if params is None:
+                params = snapshot.params
+            check.same_tree(params, snapshot.params, "params", "center")
+            check.float_leaves(params, "params")
+            anchor = _placed(snapshot, params)
+            loop = self._programs.start(anchor.params, params)
         except BaseException:
             session.leave()
             raise
-
-    def _adopt_first(
-        self, session: Session, params: PyTree, snapshot: Snapshot, length: int
-    ) -> tuple[PyTree, LocalState]:
-        if params is None:
-            params = snapshot.params
-        check.same_tree(params, snapshot.params, "params", "center")
-        check.float_leaves(params, "params")
-        anchor = _placed(snapshot, params)
-        params, state = self._programs.start(anchor.params, params)
-        self._begin(session, params, state, anchor, length)
-        return params, state
+        self._begin(session, loop, anchor, length)
+        return loop
 
     @property
     def version(self) -> Any:
@@ -356,7 +351,7 @@ class Worker:
         self._end()
         session = self.center.join(self.name, params)
         self.exchanges = exchanges
-        self._begin(session, params, state, Snapshot(anchor, seen), length)
+        self._begin(session, (params, state), Snapshot(anchor, seen), length)
         self._local_steps = int(saved.local_steps)
         return params, state
 
@@ -443,17 +438,12 @@ class Worker:
         if error is not None:
             raise error
         assert message.answer is not None
-        answer, recovers = _placed(message.answer, params), self._programs.recovers
+        answer, left = _placed(message.answer, params), message.left
         params, state = self._programs.land(
-            params,
-            state,
-            message.contribution if recovers else None,
-            message.left,
-            anchor.params if recovers else None,
-            answer.params,
+            params, state, message.contribution, left, anchor.params, answer.params
         )
         if self.overlap:
-            self._spare = message.contribution, message.left.params
+            self._spare = message.contribution, left.params
         self._adopted(answer)
         return params, state
 
@@ -477,16 +467,11 @@ class Worker:
             session.leave()
 
     def _begin(
-        self,
-        session: Session,
-        params: PyTree,
-        state: LocalState,
-        anchor: Snapshot,
-        length: int,
+        self, session: Session, loop: PyTree, anchor: Snapshot, length: int
     ) -> None:
         self._session, self._sent = session, 0
         self._spare = None
-        self._like = jax.eval_shape(lambda loop: loop, (params, state))
+        self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
         self._begin_round(length)
 

@@ -11,6 +11,7 @@ journal may begin before that snapshot, where no new file could be had at the ti
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -138,7 +139,11 @@ class Directory:
             with self._reading(path) as file:
                 if begin > number:
                     raise _records.DamagedError(f"record {number} is missing before it")
-                for record in self._records(file, begin, path, is_last):
+                size = os.fstat(file).st_size
+                cut_off = functools.partial(_cut_off, path, is_last)
+                for record in _records.read_all(file, begin, cut_off):
+                    if record.file_size > size:
+                        self._missing = f"{path} is shorter than it was"
                     if record.number == number:
                         number += 1
                         yield record
@@ -210,26 +215,6 @@ class Directory:
         for each in self._numbers("snapshot")[:-keep]:
             self._file("snapshot", each).unlink()
 
-    def _records(
-        self, file: int, begin: int, path: pathlib.Path, is_last: bool
-    ) -> Iterator[Record]:
-        """The records of a journal that begins with record ``begin``."""
-
-        def cut_off(size: int) -> None:
-            if not is_last:  # it was on disk before the next one was begun
-                raise _records.DamagedError("its end is damaged")
-            _log.warning(
-                "%s ends with %d bytes of a write that was cut off, which are left out",
-                path,
-                size,
-            )
-
-        size = os.fstat(file).st_size
-        for record in _records.read_all(file, begin, cut_off):
-            if record.file_size > size:
-                self._missing = f"{path} is shorter than it was"
-            yield record
-
     def _file(self, kind: str, number: int) -> pathlib.Path:
         return self.path / f"{kind}-{number:012}"
 
@@ -265,6 +250,17 @@ def explained(what: str) -> Iterator[None]:
         if isinstance(error, errors.AgnOptaxError):
             raise
         raise errors.DurabilityError(f"{what}: {error}") from error
+
+
+def _cut_off(path: pathlib.Path, is_last: bool, size: int) -> None:
+    """A journal ends with bytes that are no whole record."""
+    if not is_last:  # it was on disk before the next one was begun
+        raise _records.DamagedError("its end is damaged")
+    _log.warning(
+        "%s ends with %d bytes of a write that was cut off, which are left out",
+        path,
+        size,
+    )
 
 
 def reserve(file: int, size: int, needed: int) -> int:

@@ -15,13 +15,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Description, Leaf, check, description, trees
+from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center.durability._directory import Directory, explained
@@ -169,6 +170,7 @@ class Keeper:
         self.chief: str | None = None
         self.failure = ""
         self._durability = durability
+        self._keep = getattr(durability, "keep", 1)  # snapshots
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -182,7 +184,7 @@ class Keeper:
         self._seen = 0  # records that were in it
         self._saved_size = 0
         self._exchanges = 0  # since then
-        self._saver: threading.Thread | None = None  # once there is a center
+        self._saver: Future[None] | None = None  # once there is a center
 
     def restore(
         self,
@@ -260,10 +262,8 @@ class Keeper:
             self._writer = self._saved = None  # the next parameters may be others
             raise
         self._saved_at, self._seen = time.monotonic(), self._number
-        self._saver = threading.Thread(
-            target=self._save_when_due, name="agn-optax snapshots", daemon=True
-        )
-        self._saver.start()
+        name = "agn-optax snapshots"
+        self._saver = in_background(self._save_when_due, name, lasting=True)
 
     def record(
         self,
@@ -317,7 +317,7 @@ class Keeper:
             self._closed = True
             self._changed.notify_all()
         if self._saver is not None:
-            self._saver.join()
+            self._saver.result()
             if self._writer is not None:
                 self._writer.close()
             try:
@@ -327,7 +327,7 @@ class Keeper:
                     if self._saved != (number, self.life):
                         self._save(number, image)
                     self._directory.promise("whole", number)
-                    self._forget(number + 1)
+                    self._directory.forget(number + 1, self._keep)
             except OSError as error:
                 self._fail(error)
         self._directory.close()
@@ -347,7 +347,7 @@ class Keeper:
             self._on_disk = number
             self._writer = Writer(self._directory, number, self._is_on_disk, self._fail)
             self._directory.promise("journal", number)
-        self._forget(number)
+        self._directory.forget(number, self._keep)
 
     def _is_on_disk(self, number: int) -> None:
         with self._changed:
@@ -364,7 +364,13 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while self._wait_until_due():
+        while True:
+            with self._changed:
+                while not (self._closed or self.failure) and self._time_left() != 0.0:
+                    self._changed.wait(self._time_left())
+                if self._closed or self.failure:
+                    return
+                self._exchanges, self._saved_at = 0, time.monotonic()
             try:
                 self._replace_journal()
             except Exception as error:  # whatever it is, the next one may go well
@@ -375,13 +381,18 @@ class Keeper:
                     error,
                 )
 
-    def _wait_until_due(self) -> bool:
-        """Whether a snapshot is to be written; False if there will be none any more."""
-        with self._changed:
-            while not (self._is_due() or self._closed or self.failure):
-                self._changed.wait(self._time_left())
-            self._exchanges, self._saved_at = 0, time.monotonic()
-            return not (self._closed or self.failure)
+    def _time_left(self) -> float | None:
+        """Seconds to the next snapshot; None if that is no matter of time."""
+        kept, records = self._durability, self._number - self._seen
+        if isinstance(kept, Journal):
+            assert self._writer is not None
+            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
+            is_due = self._writer.size >= size or records >= _RECORDS
+        else:
+            is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
+            if kept.seconds is not None and records and not is_due:
+                return max(0.0, self._saved_at + kept.seconds - time.monotonic())
+        return 0.0 if is_due else None
 
     def _replace_journal(self) -> None:
         """Writes a snapshot, after which nobody needs the records before it."""
@@ -394,25 +405,7 @@ class Keeper:
                 self._changed.wait_for(lambda: not writer.is_turning or self.failure)
                 begin = writer.begin
         self._save(number, image)
-        self._forget(begin)
-
-    def _is_due(self) -> bool:
-        """Whether it is time for a snapshot."""
-        kept = self._durability
-        if isinstance(kept, Journal):
-            assert self._writer is not None
-            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
-            records = self._number - self._seen
-            return self._writer.size >= size or records >= _RECORDS
-        enough = kept.exchanges is not None and self._exchanges >= kept.exchanges
-        return enough or self._time_left() == 0.0
-
-    def _time_left(self) -> float | None:
-        """Seconds to the next snapshot; None if that is no matter of time."""
-        seconds = getattr(self._durability, "seconds", None)
-        if seconds is None or self._number == self._seen:
-            return None
-        return max(0.0, self._saved_at + seconds - time.monotonic())
+        self._directory.forget(begin, self._keep)
 
     def _save(self, number: int, image: Image) -> None:
         params, center_state = image.state.params, image.state.center_state
@@ -430,12 +423,6 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
-
-    def _forget(self, journals: int) -> None:
-        """Removes journals that begin before a record, and old snapshots."""
-        kept = self._durability
-        keep = kept.keep if isinstance(kept, Snapshots) else 1
-        self._directory.forget(journals, keep)
 
 
 def _repeat(record: Record, store: Store) -> None:
@@ -458,8 +445,8 @@ def _state(
 ) -> CenterState:
     """A snapshot as the center that it is of."""
     about = snapshot.about
-    described = Description(
-        [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["params"]],
+    described = description.Description(
+        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
         about["containers"],
     )
     count = len(described.leaves)

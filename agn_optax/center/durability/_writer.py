@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from agn_optax._internal import in_background
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
 
@@ -66,10 +66,7 @@ class Writer:
         ] = queue.SimpleQueue()
         self.is_turning = False
         self._begin_file()
-        self._thread = threading.Thread(
-            target=self._run, name="agn-optax journal", daemon=True
-        )
-        self._thread.start()
+        self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
     @property
     def size(self) -> int:
@@ -88,7 +85,7 @@ class Writer:
     def close(self) -> None:
         """Returns when everything is on disk, or failed to be."""
         self._waiting.put("end")
-        self._thread.join()
+        self._ended.result()
 
     def _run(self) -> None:
         try:
