@@ -254,16 +254,20 @@ class Worker:
             return params, state
         return self._exchange(params, state, self._length_of_round(self.exchanges + 1))
 
-    def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def flush(
+        self, params: PyTree, state: LocalState, *, steps: int | None = None
+    ) -> tuple[PyTree, LocalState]:
         """Exchanges now, however many local steps the round has had, unless none.
 
         For the last words of a worker that leaves or is preempted: the message takes
         the number of steps really made. Waits for the answers of this exchange and of
         one that is in flight.
 
-        Args, returns and raises as `exchange`.
+        Args, returns and raises as `exchange`; and ``steps`` are the local steps that
+        the round has had, if not those after which `exchange` was called.
         """
         self._require_start()
+        self._local_steps = self._local_steps if steps is None else steps
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
