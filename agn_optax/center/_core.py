@@ -29,7 +29,7 @@ from agn_optax._internal import check
 from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._store import CenterState, Store, Version
-from agn_optax.center.durability import Durability, Image, Keeper
+from agn_optax.center.durability import Durability, Keeper
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
@@ -451,8 +451,8 @@ class Core:
             raise
         self._changed.notify_all()
 
-    def _image(self) -> Image:
-        return Image(self.store.save(), self.ledger.memory(), self._chief)
+    def _image(self) -> tuple[CenterState, dict[str, Any], str | None]:
+        return self.store.save(), self.ledger.memory(), self._chief
 
     def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """What has happened to some workers; returns what to wait for."""
@@ -473,6 +473,7 @@ class Core:
             raise errors.CenterClosedError(reason)
 
 
+@dataclasses.dataclass(eq=False)
 class LocalSession(Session):
     """One life of one worker at a `Core`; made by `Core.join`.
 
@@ -480,13 +481,10 @@ class LocalSession(Session):
     of an embedded center collects.
     """
 
-    def __init__(
-        self, core: Core, worker: str, incarnation: str, connection: int
-    ) -> None:
-        self.worker = worker
-        self.incarnation = incarnation
-        self.connection = connection  # 1, 2, 3, ... of this life
-        self._core = core
+    _core: Core
+    worker: str
+    incarnation: str
+    connection: int  # 1, 2, 3, ... of this life
 
     def submit(
         self,

@@ -387,30 +387,22 @@ def _programs(rule: Rule) -> _Programs:
         message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
-    def move(
-        contribution: PyTree, staleness: Any, center: PyTree, center_state: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        return rounds.move_center(
-            rule, contribution, center, center_state, staleness=staleness
-        )
+    def move(one: PyTree, staleness: Any, center: PyTree, state: PyTree) -> PyTree:
+        return rounds.move_center(rule, one, center, state, staleness=staleness)
 
     made = dataclasses.replace(
         rule, message=None, discount=None, codec=codecs.identity()
     )
 
-    def move_round(
-        total: PyTree, parts: Any, center: PyTree, center_state: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def move_round(total: PyTree, parts: Any, center: PyTree, state: PyTree) -> PyTree:
         message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
-        return rounds.move_center(made, message, center, center_state)
+        return rounds.move_center(made, message, center, state)
 
     def compiled(program: Any) -> _Move:
-        def stays_finite(
-            one: PyTree, about: Any, center: PyTree, center_state: PyTree
-        ) -> jax.Array:
-            moved, moved_state = program(one, about, center, center_state)
+        def stays_finite(one: PyTree, about: Any, center: PyTree, state: PyTree) -> Any:
+            moved, moved_state = program(one, about, center, state)
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), center_state))
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()

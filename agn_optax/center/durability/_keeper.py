@@ -130,13 +130,8 @@ class Journal:
 Durability = Snapshots | Journal
 
 
-@dataclasses.dataclass
-class Image:
-    """All that a center is at one moment, to be written down."""
-
-    state: CenterState
-    ledger: dict[str, Any]
-    chief: str | None
+# All that a center is at one moment: it, what its ledger remembers, and its chief.
+Image = tuple[CenterState, dict[str, Any], str | None]
 
 
 class Keeper:
@@ -228,14 +223,11 @@ class Keeper:
             self._number = record.number + 1
             _repeat(record, store)
             memories.append(record.about["ledger"])
-        ledger.version = store.current.number
+        version = ledger.version = store.current.number
         if lost := self._directory.lost(self._number):
             # Its workers may know more than it does, and are told to start again.
             _log.warning(
-                "%s goes on as another one, at version %d: %s",
-                where,
-                store.current.number,
-                lost,
+                "%s goes on as another one, at version %d: %s", where, version, lost
             )
         else:
             for memory in memories:
@@ -255,7 +247,7 @@ class Keeper:
         self._rule, self._image = rule, image
         try:
             with explained(f"cannot write to {self._directory.path}"):
-                self._begin()
+                self._write_first(self._number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
@@ -332,13 +324,12 @@ class Keeper:
                 self._fail(error)
         self._directory.close()
 
-    def _begin(self) -> None:
+    def _write_first(self, number: int) -> None:
         """Everything that has to be on disk before the first exchange.
 
         In this order, a process that is killed in between leaves what the promise that
         is on disk says.
         """
-        number = self._number
         if self._saved != (number, self.life):
             self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
@@ -408,18 +399,18 @@ class Keeper:
         self._directory.forget(begin, self._keep)
 
     def _save(self, number: int, image: Image) -> None:
-        params, center_state = image.state.params, image.state.center_state
-        described = trees.describe(params)
+        state, ledger, chief = image
+        described = trees.describe(state.params)
         about = {
-            "version": int(image.state.version),
+            "version": int(state.version),
             "life": self.life,
             "rule": dict(fingerprint(self._rule)),
             "params": described.leaves,
             "containers": described.structure,
-            "ledger": image.ledger,
-            "chief": image.chief,
+            "ledger": ledger,
+            "chief": chief,
         }
-        leaves = jax.tree.leaves((params, center_state))
+        leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
