@@ -42,8 +42,8 @@ class BoundedStaleness:
     Args:
       versions: a message whose anchor is more than so many versions old is dropped,
         and its worker goes on from the center as it is. None for no bound.
-      rounds: a worker that is more than so many rounds ahead of the slowest one that
-        is there waits for it. None for no bound.
+      rounds: a worker that is more than so many rounds ahead of the slowest one waits
+        for it. None for no bound.
 
     Raises:
       InvalidArgumentError: a bound is negative, or there is none.
@@ -74,8 +74,8 @@ class BoundedStaleness:
 class Synchronous:
     """Rounds: the messages of all workers become one, as on a mesh, by the rule.
 
-    A round ends when every worker that is there has sent its message, or when a quorum
-    has and the grace period is over. A worker that died is not waited for.
+    A round ends when every worker that is there has sent its message. It also ends when
+    a quorum has, and the grace period is over. Nobody waits for a worker that died.
 
     Args:
       quorum: messages that are enough once the grace period is over; None waits for
@@ -150,8 +150,8 @@ class Member:
     """What the ledger knows of one worker."""
 
     incarnation: str
-    turn: int  # version of the center that this worker's current round began with
-    clock: int  # rounds made, comparable between workers
+    turn: int  # version of the center with which its current round began
+    clock: int  # rounds made; a newcomer begins with those of the slowest worker
     joined: float  # when
     seen: float  # when it was last heard of
     state: State = State.IDLE
@@ -168,7 +168,7 @@ class Member:
 
     @property
     def gone(self) -> bool:
-        """It left, or was given up; only its last exchange is remembered."""
+        """It left, or was given up; it is remembered for its last exchange."""
         return self.state is State.GONE
 
 

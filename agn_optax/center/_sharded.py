@@ -50,7 +50,6 @@ class ShardedCenter:
         self.rule = centers[0].rule
         self.centers = tuple(centers)
         self._like = like
-        self._closed = False
         # Once the center is known: it, what workers send, and who keeps what of it.
         self._model: PyTree = None
         self._message_like: PyTree
@@ -93,7 +92,6 @@ class ShardedCenter:
 
     def close(self) -> None:
         """Closes the connections to all shards."""
-        self._closed = True
         for center in self.centers:
             if hasattr(center, "close"):
                 center.close()
@@ -106,10 +104,6 @@ class ShardedCenter:
 
     def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
         """``call(...)`` for every shard at once; raises when all have ended."""
-        if self._closed:
-            raise errors.CenterClosedError(
-                "the connections to the shards of this center are closed"
-            )
         futures = [
             in_background(functools.partial(call, *of_one), "agn-optax shard")
             for of_one in zip(*each, strict=True)

@@ -54,22 +54,22 @@ class Worker:
         up.
       overlap: sends in the background while local steps go on. When the answer comes,
         the worker adopts the center, and keeps the local progress made since the
-        message left. One exchange is in flight at most. The contribution's buffers stay
-        for the next one, and with AGN, whose contribution does not tell the parameters,
-        those of a copy of them. The first exchange waits for its answer, so that a
-        newcomer starts from a center that knows of it.
-      patience: local steps that the worker makes without an answer, when exchanges
-        overlap or the center is lost, before it waits; None for one round. With 0 a
-        lost center is an error of `exchange`, as soon as it counts as lost.
-      give_up: seconds that it then waits for a lost center, before it raises.
+        message left. One exchange is in flight at most. It takes memory: the buffers of
+        the contribution are kept for the next one, and with AGN also those of a copy of
+        the parameters, which its contribution does not tell. The first exchange waits
+        for its answer, so that a newcomer starts from a center that knows of it.
+      patience: local steps that the worker makes while an answer is missing, because
+        exchanges overlap or the center is lost. Then it waits. None is one round of
+        steps. With 0, `exchange` raises as soon as the center counts as lost.
+      give_up: seconds that it waits for a lost center before it raises.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
       exchanges: exchanges made.
-      staleness: of the last message sent; None before the first. Where the rule adopts
-        the center before the message, the worker's own last one counts.
+      staleness: of the last message sent; None before the first. If the rule adopts the
+        center as it was before the message, the worker's own message before that counts.
       norm: of the last message sent, as a scalar; None before the first.
       dropped: messages that the center did not apply (too stale, or too late).
       version: of the center that it adopted last; None before the start.
@@ -222,9 +222,9 @@ class Worker:
 
         On the other steps it returns what it was given, at the cost of one comparison.
         An exchange donates ``params`` and ``state``: go on with what is returned. If it
-        raises, nothing has changed, and the next call tries again; where a center was
-        unreachable, with the same message, and local steps made since the first attempt
-        give way to the center.
+        raises, nothing has changed, and the next call tries again. If the center was
+        unreachable, that sends the same message again, and local steps that were made
+        after the first attempt are lost when the answer is adopted.
 
         Args:
           params: the parameters after the local step.
@@ -257,11 +257,11 @@ class Worker:
     def flush(
         self, params: PyTree, state: LocalState, *, steps: int | None = None
     ) -> tuple[PyTree, LocalState]:
-        """Exchanges now, however many local steps the round has had, unless none.
+        """Exchanges now, however few local steps the round has had; not if it had none.
 
-        For the last words of a worker that leaves or is preempted: the message takes
-        the number of steps really made. Waits for the answers of this exchange and of
-        one that is in flight.
+        For a worker that is about to leave, or to be preempted. The message says how
+        many steps were really made. Waits for the answers of this exchange and of one
+        that is in flight.
 
         Args, returns and raises as `exchange`; and ``steps`` are the local steps that
         the round has had, if not those after which `exchange` was called.
@@ -278,8 +278,8 @@ class Worker:
     def leave(self) -> None:
         """Leaves the center, which then no longer waits for this worker.
 
-        What was not exchanged is lost: `flush` before, if it matters. Leaving a
-        ``with worker:`` block, by Ctrl-C too, does the same.
+        What was not exchanged is lost: call `flush` before, if it matters. A ``with
+        worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
         self._end()
         self._anchor = self._spare = None
