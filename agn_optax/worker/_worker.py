@@ -69,7 +69,7 @@ class Worker:
       name: the worker's name.
       exchanges: exchanges made.
       staleness: of the last message sent; None before the first. If the rule adopts the
-        center as it was before the message, the worker's own message before that counts.
+        center as it was before a message, the worker's own previous message counts too.
       norm: of the last message sent, as a scalar; None before the first.
       dropped: messages that the center did not apply (too stale, or too late).
       version: of the center that it adopted last; None before the start.
