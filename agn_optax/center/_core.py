@@ -418,13 +418,11 @@ class Core:
             self._refusals.pop(worker, None)
 
     def _cut(self, worker: str) -> None:
-        cut = self._cuts.pop(worker, None)
-        if cut is not None:
+        if cut := self._cuts.pop(worker, None):
             cut()
 
     def _forget(self, worker: str) -> None:
-        answer = self._answers.pop(worker, None)
-        if answer is not None:
+        if answer := self._answers.pop(worker, None):
             answer.version.readers -= 1
 
     # What of it outlives the process, if anything does.

@@ -420,10 +420,10 @@ def _programs(rule: Rule) -> _Programs:
         )
 
     def largest(center: PyTree) -> jax.Array:
-        each = [jnp.abs(c).max(initial=0) for c in jax.tree.leaves(center)]
-        wide = trees.wider(jnp.float32, *(e.dtype for e in each))
-        none = jnp.zeros((), wide)
-        return functools.reduce(jnp.maximum, [e.astype(wide) for e in each], none)
+        leaves = jax.tree.leaves(center)
+        wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
+        each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
+        return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
     return _Programs(
         norm=jax.jit(norm),

@@ -267,6 +267,7 @@ class Worker:
         the round has had, if not those after which `exchange` was called.
         """
         self._require_start()
+        check.whole_number(steps, "steps", least=0)
         self._local_steps = self._local_steps if steps is None else steps
         if self._in_flight:
             params, state = self._land(params, state)
