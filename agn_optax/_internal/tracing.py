@@ -93,9 +93,9 @@ class Value(NamedTuple):
     expression: Hashable
     leaves: frozenset[int] = frozenset()  # of the arguments' that it is made of
     is_array: bool = True  # and no scalar
-    # What it is times an argument, without the sign, if it is no more than that.
+    # If it is an argument times a constant: the size of that constant; else None.
     factor: float | None = None
-    number: Any = None  # of a scalar that is constant
+    number: Any = None  # the value of a scalar that is constant; else None
 
 
 class Reading(NamedTuple):
@@ -233,7 +233,7 @@ def _made(variable: Any, what: Hashable, read: Sequence[Value]) -> Value:
 
 
 def _factor(read: Sequence[Value]) -> float | None:
-    """The factor of a product of values: of one with a factor, and of numbers."""
+    """The factor of a product: of one value that has a factor, and of numbers."""
     factors = [value.factor for value in read if value.number is None]
     if len(factors) != 1 or factors[0] is None:
         return None

@@ -137,7 +137,7 @@ class ShardedCenter:
         return self._own.cut(contribution, owners)
 
     def _check_model(self, params: PyTree) -> None:
-        """``params`` belong to the center; of a part, errors would be hard to read."""
+        """``params`` belong to the center: said of the whole, which its owner knows."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
                 self.pull()
