@@ -392,14 +392,9 @@ class Ledger:
             self._earliest = min(self._earliest, member.expires)
 
     def submit(
-        self,
-        worker: str,
-        incarnation: str,
-        sequence: int,
-        anchor_version: int,
-        now: float,
+        self, worker: str, incarnation: str, sequence: int, anchor: int, now: float
     ) -> bool:
-        """A worker's message is there.
+        """A worker's message is there; it was made from version ``anchor``.
 
         Returns:
           True if it is still to be applied; False if it was settled before.
@@ -411,10 +406,10 @@ class Ledger:
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
-        if not 0 <= anchor_version <= self.version:
+        if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(
                 f"anchor_version must be in [0, {self.version}], the versions that "
-                f"this center has had, got {anchor_version!r}"
+                f"this center has had, got {anchor!r}"
             )
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
@@ -428,8 +423,8 @@ class Ledger:
             member.state = NEXT[member.state, "submit"]
             # Counted from where the worker's round began. The anchor may be older: some
             # rules adopt the center as it was before their own message.
-            missed = self.version - max(member.turn, anchor_version)
-            self.pending[worker] = Entry(worker, sequence, anchor_version, now, missed)
+            missed = self.version - max(member.turn, anchor)
+            self.pending[worker] = Entry(worker, sequence, anchor, now, missed)
         return not is_last
 
     def take(self, now: float) -> Batch | None:

@@ -56,8 +56,8 @@ class Directory:
         with contextlib.ExitStack() as opened:
             with explained(f"cannot keep a center in {self.path}"):
                 _make(self.path)
-                self._folder = opened.enter_context(_opened(self.path, os.O_RDONLY))
-                lock = _opened(self.path / "lock", os.O_RDWR | os.O_CREAT)
+                self._folder = opened.enter_context(_opening(self.path, os.O_RDONLY))
+                lock = _opening(self.path / "lock", os.O_RDWR | os.O_CREAT)
                 self._lock = opened.enter_context(lock)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +174,7 @@ class Directory:
         temporary = path.with_name(path.name + ".tmp")
         pieces, size = _records.encode(number, about, arrays)
         try:
-            with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            with _opening(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _records.write(file, pieces, 0)
                 os.fsync(file)
             temporary.rename(path)
@@ -225,7 +225,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _reading(self, path: pathlib.Path) -> Iterator[int]:
-        with explained(f"cannot read {path}"), _opened(path, os.O_RDONLY) as file:
+        with explained(f"cannot read {path}"), _opening(path, os.O_RDONLY) as file:
             try:
                 yield file
             except _records.DamagedError as error:
@@ -233,7 +233,7 @@ class Directory:
 
 
 @contextlib.contextmanager
-def _opened(path: pathlib.Path, flags: int) -> Iterator[int]:
+def _opening(path: pathlib.Path, flags: int) -> Iterator[int]:
     file = os.open(path, flags, 0o644)
     try:
         yield file
@@ -282,7 +282,7 @@ def _make(path: pathlib.Path) -> None:
     if not path.is_dir():
         _make(path.parent)
         path.mkdir(exist_ok=True)
-        with _opened(path.parent, os.O_RDONLY) as parent:
+        with _opening(path.parent, os.O_RDONLY) as parent:
             os.fsync(parent)
 
 
