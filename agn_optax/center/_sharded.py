@@ -18,7 +18,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background
+from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
 
@@ -50,6 +50,7 @@ class ShardedCenter:
         self.rule = centers[0].rule
         self.centers = tuple(centers)
         self._like = like
+        self._checked: Any = None  # the kind of tree that the rule was checked with
         # Once the center is known: it, what workers send, and who keeps what of it.
         self._model: PyTree = None
         self._message_like: PyTree
@@ -117,9 +118,11 @@ class ShardedCenter:
         Raises:
           InvalidArgumentError: the rule cannot work on parts.
         """
-        whole = jax.eval_shape(lambda: tree)
+        whole, kind = jax.eval_shape(lambda: tree), trees.kinds(tree)
         divided = self._divided(whole)
-        elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
+        if self._checked != kind:  # a chief joins and initializes with the same tree
+            elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
+            self._checked = kind
         return divided.cut(tree)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:
