@@ -97,6 +97,30 @@ def positive_int(value: Any, argument: str) -> Any:
     return int(value)
 
 
+def whole_number(
+    value: object, argument: str, *, least: int, optional: bool = True
+) -> None:
+    """``value`` is an int of at least ``least``, or None if that is an option."""
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise errors.InvalidArgumentError(
+            f"{argument} must be a whole number >= {least}, got {value!r}"
+        )
+
+
+def seconds(value: object, argument: str, *, positive: bool = False) -> None:
+    """``value`` is a finite number of seconds, and not negative."""
+    is_number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < math.inf
+    )
+    if not is_number or (positive and not value):
+        kind = "positive number of seconds" if positive else "number of seconds >= 0"
+        raise errors.InvalidArgumentError(f"{argument} must be a {kind}, got {value!r}")
+
+
 def rate(
     value: Any, argument: str, *, low: float, high: float, low_open: bool = False
 ) -> Any:

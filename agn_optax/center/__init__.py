@@ -3,10 +3,9 @@
 `_protocol` is the seam (`Center` and its `Session`). `_core` is the heart of every
 center: `_ledger` decides who is there and which message is next, `_store` makes one
 version after the other, and `durability` lets them outlive the process. `_local` is the
-center in this process, `_sharded` one center of several, `_tree` a center that is a
-worker of another one. What happens at an exchange is not written here but in
-`agn_optax.round`, whose pieces centers and workers call. What is imported `as` itself
-is for the layers above.
+center in this process, `_sharded` one center of several. What happens at an exchange is
+not written here but in `agn_optax.round`, whose pieces centers and workers call. What
+is imported `as` itself is for the layers above.
 """
 
 from agn_optax.center._core import Answer as Answer
@@ -22,7 +21,6 @@ from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version
-from agn_optax.center._tree import Uplink as Uplink
 from agn_optax.center.durability import Durability as Durability
 from agn_optax.center.durability import Journal, Snapshots
 

@@ -26,10 +26,10 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._ledger import Batch, Ledger, Member, Mode, State
+from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._store import CenterState, Store, Version
-from agn_optax.center.durability import Durability, Image, Keeper
+from agn_optax.center.durability import Durability, Keeper
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
@@ -62,7 +62,7 @@ class _Message:
 class Core:
     """The center variable, for clients that are not its users: see `LocalCenter`.
 
-    Args and raises as `LocalCenter`.
+    Args and raises as `LocalCenter`; ``decides`` are the settings of a `Ledger`.
 
     Attributes:
       rule: the rule.
@@ -78,20 +78,15 @@ class Core:
         *,
         dtype: Any = None,
         device: Any = None,
-        mode: Mode | None = None,
-        barrier: int = 0,
-        max_workers: int | None = None,
-        lease: float = 10.0,
         refuse_nonfinite: bool = False,
         durability: Durability | None = None,
         packs: bool = False,
+        **decides: Any,
     ) -> None:
         check_rule(rule)
         self.rule = rule
         self.life = uuid.uuid4().hex
-        self.ledger = Ledger(
-            mode, lease=lease, max_workers=max_workers, barrier=barrier
-        )
+        self.ledger = Ledger(**decides)
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
         self._packs = packs
@@ -112,7 +107,8 @@ class Core:
         if durability is not None:
             self._keeper = Keeper(durability, self._changed, self.life)
         try:
-            self._go_on(params)
+            if self._keeper is not None:
+                self._go_on(self._keeper, params)
             if params is not None and self._store is None:
                 self.initialize(params, worker="")
         except BaseException:
@@ -203,9 +199,10 @@ class Core:
 
     # How it begins and ends.
 
-    def initialize(self, params: PyTree, *, worker: str) -> int:
+    def initialize(self, params: PyTree, *, worker: str | None) -> int:
         """Gives the center its first parameters: see `Center.initialize`.
 
+        If ``worker`` is None they come from above, and a chief then adopts them.
         Nobody has seen the version whose number is returned, so the first exchange may
         move it in place.
         """
@@ -225,17 +222,11 @@ class Core:
             self._chief = worker
             return self.store.current.number
 
-    def initialize_from(self, params: PyTree) -> None:
-        """Parameters from above, if there are none; a chief then adopts them."""
-        with self._changed:
-            if self._store is None:
-                self.initialize(params, worker="")
-                self._chief = None
-
     def restore(self, saved: CenterState) -> None:
         """Goes on from what `save` returned: see `LocalCenter.restore`."""
         with self._changed:
-            self._begin(Store.restore(self.rule, saved, packs=self._packs), None)
+            store = Store.restore(self.rule, saved, self._device, packs=self._packs)
+            self._begin(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
         """Whether the center has parameters, now or within ``timeout`` seconds."""
@@ -268,10 +259,8 @@ class Core:
         incarnation: str | None = None,
         params: PyTree = None,
         *,
-        replace: bool = False,
-        back: bool = False,
-        silence: float | None = None,
         cut: Callable[[], None] | None = None,
+        **how: Any,
     ) -> LocalSession:
         """A worker joins, and does not wait for others: see `Ledger.join`.
 
@@ -279,11 +268,9 @@ class Core:
           worker: its name.
           incarnation: of this life of it; None for a new one.
           params: what it will adopt the center into; None for what comes.
-          replace: as for `Ledger.join`.
-          back: as for `Ledger.join`.
-          silence: as for `Ledger.join`.
           cut: ends the connection that it came over; called once the center has given
             this life up, or it has come over another connection. Must not block.
+          **how: the other arguments of `Ledger.join`.
 
         Raises:
           CenterClosedError: no more exchanges are taken.
@@ -295,14 +282,8 @@ class Core:
             self._check_open()
             if params is not None and self._store is not None:
                 check.same_tree(params, self._store.like, "params", "center")
-            connection = self.ledger.join(
-                worker,
-                incarnation,
-                time.monotonic(),
-                replace=replace,
-                back=back,
-                silence=silence,
-            )
+            now = time.monotonic()
+            connection = self.ledger.join(worker, incarnation, now, **how)
             if connection == 1:  # what became of another life is not its to hear
                 self._refusals.pop(worker, None)
             self._cut(worker)
@@ -345,7 +326,7 @@ class Core:
             self.ledger.shift()
             self._settle()
 
-    # What sessions ask of it; `_settle` and what follows it are called under the lock.
+    # What sessions need of it; all but `_examine` is called under the lock.
 
     def _examine(self, contribution: PyTree) -> _Message:
         """A contribution where the center is, and the norm of its message."""
@@ -363,80 +344,12 @@ class Core:
                     )
         return _Message(contribution, norm, threading.Condition(self._lock))
 
-    def _submit(
-        self,
-        session: LocalSession,
-        sequence: int,
-        message: _Message,
-        anchor_version: Any,
-    ) -> None:
-        is_int = isinstance(anchor_version, int | np.integer)
-        worker = session.worker
-        with self._changed:
-            self._check_open()
-            if self.ledger.submit(
-                worker,
-                session.incarnation,
-                sequence,
-                int(anchor_version) if is_int else -1,
-                time.monotonic(),
-            ):
-                self._messages.setdefault(worker, message)
-                self._prune(worker)
-            self._settle()
-
-    def _collect(
-        self, session: LocalSession, sequence: int, timeout: float | None
-    ) -> Answer | None:
-        worker = session.worker
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                member = self.ledger.member(worker, session.incarnation)
-                refused = self._refusals.get(worker)
-                if refused is not None and refused[0] == sequence:
-                    raise refused[1]
-                if member.sequence == sequence:
-                    return self._answers.get(worker) or self._late_answer(member)
-                if member.state is not State.WAITING:
-                    raise errors.WorkerStateError(
-                        f"worker {worker!r} asks for the answer to exchange "
-                        f"{sequence}, but its last one was {member.sequence}"
-                    )
-                self._check_open()
-                now = time.monotonic()
-                if now >= end:
-                    return None
-                deadline = self.ledger.deadline() or math.inf
-                until = min(end, deadline, now + _LOOKS)
-                self._messages[worker].over.wait(max(0.0, until - now))
-                self._settle()
-
     def _late_answer(self, member: Member) -> Answer:
         """To an exchange whose first answer is not kept any more."""
-        current = self.store.current
+        current, staleness = self.store.current, member.staleness or 0
         current.escaped = True  # nobody says when it has been read
-        return Answer(
-            member.sequence,
-            current,
-            member.staleness or 0,
-            None,
-            member.applied,
-            self._recorded(),
-        )
-
-    def _acknowledge(self, session: LocalSession, sequence: int) -> None:
-        with self._changed:
-            self.ledger.acknowledge(session.worker, session.incarnation, sequence)
-            self._prune(session.worker)
-
-    def _disconnect(self, session: LocalSession) -> None:
-        with self._changed:
-            now = time.monotonic()
-            self.ledger.disconnect(
-                session.worker, session.incarnation, session.connection, now
-            )
-            self._settle()
+        recorded, applied = self._recorded(), member.applied
+        return Answer(member.sequence, current, staleness, None, applied, recorded)
 
     def _settle(self) -> None:
         """Applies whatever waits no longer, and lets go of what nobody waits for."""
@@ -454,15 +367,10 @@ class Core:
         store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
         contributions = [message.contribution for message in messages]
+        norms = [m.norm for m in messages] if self._refuse_nonfinite else None
         try:
             if batch.applies:
-                norms = [message.norm for message in messages]
-                store.apply(
-                    contributions,
-                    batch.staleness,
-                    batch.weights,
-                    norms if self._refuse_nonfinite else None,
-                )
+                store.apply(contributions, batch.staleness, batch.weights, norms)
         except Exception as error:  # whoever called, it is these workers' to hear
             for entry in batch.entries:
                 self._refusals[entry.worker] = entry.sequence, error
@@ -478,11 +386,9 @@ class Core:
         """Messages have been applied, or dropped."""
         store = self.store
         self.ledger.settle(batch)
-        exchange: tuple[Any, ...] = ()
-        seen: list[PyTree] = []
-        if batch.applies and (self._observers or self._keeper is not None):
-            seen = [store.unplace(message.contribution) for message in messages]
-            exchange = (seen, batch.staleness, batch.weights)
+        shows = batch.applies and (self._observers or self._keeper is not None)
+        seen = [store.unplace(m.contribution) for m in messages] if shows else []
+        exchange = (seen, batch.staleness, batch.weights) if shows else ()
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         for observer in self._observers:
@@ -512,28 +418,24 @@ class Core:
             self._refusals.pop(worker, None)
 
     def _cut(self, worker: str) -> None:
-        cut = self._cuts.pop(worker, None)
-        if cut is not None:
+        if cut := self._cuts.pop(worker, None):
             cut()
 
     def _forget(self, worker: str) -> None:
-        answer = self._answers.pop(worker, None)
-        if answer is not None:
+        if answer := self._answers.pop(worker, None):
             answer.version.readers -= 1
 
     # What of it outlives the process, if anything does.
 
-    def _go_on(self, params: PyTree) -> None:
+    def _go_on(self, keeper: Keeper, params: PyTree) -> None:
         """With the center that an earlier process has left."""
-        if self._keeper is None:
-            return
-        store = self._keeper.restore(
+        store = keeper.restore(
             self.rule, self.ledger, params, self._dtype, self._device, self._packs
         )
         if store is not None:
-            self.life = self._keeper.life
+            self.life = keeper.life
             with self._changed:
-                self._begin(store, self._keeper.chief)
+                self._begin(store, keeper.chief)
 
     def _begin(self, store: Store, chief: str | None) -> None:
         """Has a center from now on; nobody has seen it before it is on disk."""
@@ -547,8 +449,8 @@ class Core:
             raise
         self._changed.notify_all()
 
-    def _image(self) -> Image:
-        return Image(self.store.save(), self.ledger.memory(), self._chief)
+    def _image(self) -> tuple[CenterState, dict[str, Any], str | None]:
+        return self.store.save(), self.ledger.memory(), self._chief
 
     def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """What has happened to some workers; returns what to wait for."""
@@ -565,12 +467,11 @@ class Core:
             self.wait_for(lambda: keeper.is_kept(recorded), None)
 
     def _check_open(self) -> None:
-        if self.failure:
-            raise errors.CenterClosedError(self.failure)
-        if self._closed:
-            raise errors.CenterClosedError(self._closed)
+        if reason := self.failure or self._closed:
+            raise errors.CenterClosedError(reason)
 
 
+@dataclasses.dataclass(eq=False)
 class LocalSession(Session):
     """One life of one worker at a `Core`; made by `Core.join`.
 
@@ -578,13 +479,10 @@ class LocalSession(Session):
     of an embedded center collects.
     """
 
-    def __init__(
-        self, core: Core, worker: str, incarnation: str, connection: int
-    ) -> None:
-        self.worker = worker
-        self.incarnation = incarnation
-        self.connection = connection  # 1, 2, 3, ... of this life
-        self._core = core
+    _core: Core
+    worker: str
+    incarnation: str
+    connection: int  # 1, 2, 3, ... of this life
 
     def submit(
         self,
@@ -596,8 +494,17 @@ class LocalSession(Session):
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
         del steps
-        message = self._core._examine(contribution)
-        self._core._submit(self, sequence, message, anchor_version)
+        core = self._core
+        message = core._examine(contribution)
+        is_int = isinstance(anchor_version, int | np.integer)
+        anchor = int(anchor_version) if is_int else -1
+        with core.atomically():
+            core._check_open()
+            now = time.monotonic()
+            if core.ledger.submit(self.worker, self.incarnation, sequence, anchor, now):
+                core._messages.setdefault(self.worker, message)
+                core._prune(self.worker)
+            core._settle()
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """As `Session.collect`."""
@@ -617,7 +524,29 @@ class LocalSession(Session):
 
         The worker may have it, or its end at least, after `wait_until_kept`.
         """
-        return self._core._collect(self, sequence, timeout)
+        core, worker = self._core, self.worker
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        with core.atomically():
+            while True:
+                member = core.ledger.member(worker, self.incarnation)
+                refused = core._refusals.get(worker)
+                if refused is not None and refused[0] == sequence:
+                    raise refused[1]
+                if member.sequence == sequence:
+                    return core._answers.get(worker) or core._late_answer(member)
+                if member.state is not State.WAITING:
+                    raise errors.WorkerStateError(
+                        f"worker {worker!r} asks for the answer to exchange "
+                        f"{sequence}, but its last one was {member.sequence}"
+                    )
+                core._check_open()
+                now = time.monotonic()
+                if now >= end:
+                    return None
+                deadline = core.ledger.deadline() or math.inf
+                until = min(end, deadline, now + _LOOKS)
+                core._messages[worker].over.wait(max(0.0, until - now))
+                core._settle()
 
     def wait_until_kept(self, answer: Answer) -> None:
         """Until an answer will not be forgotten: with a journal, until it is on disk.
@@ -646,11 +575,17 @@ class LocalSession(Session):
 
     def acknowledge(self, sequence: int) -> None:
         """As `Session.acknowledge`."""
-        self._core._acknowledge(self, sequence)
+        with self._core.atomically():
+            self._core.ledger.acknowledge(self.worker, self.incarnation, sequence)
+            self._core._prune(self.worker)
 
     def disconnect(self) -> None:
         """As `Session.disconnect`."""
-        self._core._disconnect(self)
+        core = self._core
+        with core.atomically():
+            now = time.monotonic()
+            core.ledger.disconnect(self.worker, self.incarnation, self.connection, now)
+            core._settle()
 
     def leave(self) -> None:
         """As `Session.leave`."""

@@ -1,20 +1,21 @@
 """Who takes part, what was applied, and who waits: decisions, and nothing else.
 
 The ledger holds no arrays, no lock, no socket and no clock: `now`, in seconds, is an
-argument. Its owner feeds it what happened and asks what to do:
+argument. Its owner tells it what happened, and asks it what to do:
 
     join, leave                 a worker comes or goes
     connect, disconnect, hear   its connection does; a sign of life came
     submit                      its message is there
-    take -> Batch | None        the messages to apply (or drop) next, as one exchange
-    settle, refuse              they have been, or could not be
+    take -> Batch | None        the messages to apply (or to drop) next, as one exchange
+    settle, refuse              they have been; they could not be
     acknowledge                 the worker has its answer
-    shift                       the center moved by itself
+    shift                       the center moved, and no message moved it
     memory, recall              what outlives the process
 
-A worker is known by its name, a life of it by its incarnation, and an exchange in that
-life by its sequence number 1, 2, 3, ... What may happen in which state of a life is the
-table `NEXT`; what is not in it is refused, or has no effect.
+A worker is known by its name. Each time that it starts, it begins a new life, which is
+known by its incarnation. The exchanges of a life are numbered 1, 2, 3, ... The table
+`NEXT` says what may happen in which state of a life; anything else is refused, or has
+no effect.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from agn_optax import errors
+from agn_optax._internal import check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,13 @@ class Asynchronous:
 
 @dataclasses.dataclass(frozen=True)
 class BoundedStaleness:
-    """Messages are applied when they come, unless their worker drifts too far away.
+    """Messages are applied when they come, unless their worker is too far off.
 
     Args:
       versions: a message whose anchor is more than so many versions old is dropped,
         and its worker goes on from the center as it is. None for no bound.
-      rounds: a worker that is more than so many rounds ahead of the slowest one that
-        is there waits for it. None for no bound.
+      rounds: a worker that is more than so many rounds ahead of the slowest one waits
+        for it. None for no bound.
 
     Raises:
       InvalidArgumentError: a bound is negative, or there is none.
@@ -65,15 +67,15 @@ class BoundedStaleness:
                 "BoundedStaleness needs versions=, rounds= or both, got neither"
             )
         for name in ("versions", "rounds"):
-            _whole(getattr(self, name), name, least=0)
+            check.whole_number(getattr(self, name), name, least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Synchronous:
     """Rounds: the messages of all workers become one, as on a mesh, by the rule.
 
-    A round ends when every worker that is there has sent its message, or when a quorum
-    has and the grace period is over. A worker that died is not waited for.
+    A round ends when every worker that is there has sent its message. It also ends when
+    a quorum has, and the grace period is over. Nobody waits for a worker that died.
 
     Args:
       quorum: messages that are enough once the grace period is over; None waits for
@@ -98,11 +100,8 @@ class Synchronous:
     late: Literal["next", "weighted", "drop"] = "next"
 
     def __post_init__(self) -> None:
-        _whole(self.quorum, "quorum", least=1)
-        if not _is_seconds(self.grace):
-            raise errors.InvalidArgumentError(
-                f"grace must be a number of seconds >= 0, got {self.grace!r}"
-            )
+        check.whole_number(self.quorum, "quorum", least=1)
+        check.seconds(self.grace, "grace")
         if self.late not in ("next", "weighted", "drop"):
             raise errors.InvalidArgumentError(
                 f"late must be 'next', 'weighted' or 'drop', got {self.late!r}"
@@ -121,7 +120,7 @@ class State(enum.Enum):
     GONE = "it left, or was given up"
 
 
-# What becomes of a life in a state when something happens to it.
+# The state of a life after an event, by its state before and the event.
 NEXT = {
     (State.IDLE, "join"): State.IDLE,
     (State.IDLE, "submit"): State.WAITING,
@@ -151,16 +150,16 @@ class Member:
     """What the ledger knows of one worker."""
 
     incarnation: str
-    turn: int  # version of the center that this worker's current round began with
-    clock: int  # rounds made, comparable between workers
+    turn: int  # version of the center with which its current round began
+    clock: int  # rounds made; a newcomer begins with those of the slowest worker
     joined: float  # when
     seen: float  # when it was last heard of
     state: State = State.IDLE
-    connection: int = 0  # 1, 2, 3, ... of this life: which of them is the last
+    connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
     # Seconds without a sign of life after which it is given up; None: it gives none.
     silence: float | None = None
-    expires: float = math.inf  # when it is given up, if nothing is heard
+    expires: float = math.inf  # when it is given up, if it is not heard of before
     sequence: int = 0  # of its last settled exchange
     exchanges: int = 0
     dropped: int = 0
@@ -169,24 +168,15 @@ class Member:
 
     @property
     def gone(self) -> bool:
-        """It left, or was given up; only its last exchange is remembered."""
+        """It left, or was given up; it is remembered for its last exchange."""
         return self.state is State.GONE
 
 
-# Of a member; what else there is was true of a process and its connections.
-_REMEMBERED = (
-    "incarnation",
-    "turn",
-    "clock",
-    "gone",
-    "sequence",
-    "exchanges",
-    "dropped",
-    "staleness",
-    "applied",
-)
-# Lives that have gone and may still come back with the exchange that they were in. One
-# that is forgotten is told to start again.
+# Fields of a member that say nothing in the next process, which has other connections.
+_LOST = {"joined", "seen", "state", "connection", "connected", "silence", "expires"}
+_KEPT = [each.name for each in dataclasses.fields(Member) if each.name not in _LOST]
+# How many lives that are gone are remembered, the last ones. They may come back with
+# the exchange that they were in; any other one must start again.
 _MOST_GONE = 1024
 
 
@@ -198,7 +188,7 @@ class Entry:
     sequence: int
     anchor_version: int
     arrived: float
-    missed: int  # versions that it was behind when it came
+    missed: int  # versions that were made since its worker's round began
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +197,8 @@ class Batch:
 
     entries: tuple[Entry, ...]  # in the order of their workers' names
     staleness: tuple[int, ...]
-    weights: tuple[float, ...] | None  # of the messages of a round
-    applies: bool
+    weights: tuple[float, ...] | None  # of the messages of a round; else None
+    applies: bool  # False: they are to be dropped
 
 
 class Ledger:
@@ -219,7 +209,12 @@ class Ledger:
       lease: seconds after which a worker that lost its connection is given up.
       max_workers: workers that may be there at a time; None for any number.
       barrier: workers that must have joined before any may start.
-      version: exchanges applied in an earlier life.
+      version: exchanges applied in an earlier process.
+
+    Attributes:
+      version: exchanges applied.
+      pending: the messages that wait, by worker.
+      is_open: whether the barrier is open.
     """
 
     def __init__(
@@ -238,12 +233,9 @@ class Ledger:
                 "mode must be Asynchronous(), BoundedStaleness(...) or "
                 f"Synchronous(...), got {mode!r}"
             )
-        if not _is_seconds(lease):
-            raise errors.InvalidArgumentError(
-                f"lease must be a number of seconds >= 0, got {lease!r}"
-            )
-        _whole(max_workers, "max_workers", least=1)
-        _whole(barrier, "barrier", least=0, optional=False)
+        check.seconds(lease, "lease")
+        check.whole_number(max_workers, "max_workers", least=1)
+        check.whole_number(barrier, "barrier", least=0, optional=False)
         if max_workers is not None and barrier > max_workers:
             raise errors.InvalidArgumentError(
                 f"barrier must be at most max_workers, {max_workers}, or nobody ever "
@@ -255,13 +247,15 @@ class Ledger:
         self.barrier = barrier
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
+        # Whether as many workers as the barrier wants have been there at a time.
+        self.is_open = barrier == 0
         self._present: dict[str, Member] = {}
-        self._gone: dict[str, Member] = {}  # the last to go is the last
+        self._gone: dict[str, Member] = {}  # in the order in which they went
         self._departed: list[str] = []
-        self._open = barrier == 0
-        self._earliest = math.inf  # nobody expires before
-        self._looked = -math.inf  # when `expire` was last asked
-        self._nap = math.inf  # if nobody asks for longer, the center was not running
+        self._earliest = math.inf  # time before which nobody expires
+        self._looked = -math.inf  # time of the last call of `expire`
+        # Seconds: if `expire` is not called for longer, the center was not running.
+        self._nap = math.inf
 
     def present(self) -> Mapping[str, Member]:
         """The workers that are there, or may still come back within their leases."""
@@ -292,11 +286,6 @@ class Ledger:
             raise _was_replaced(worker)
         return member
 
-    @property
-    def is_open(self) -> bool:
-        """Whether as many workers as the barrier wants have been there at a time."""
-        return self._open
-
     def join(
         self,
         worker: str,
@@ -314,7 +303,7 @@ class Ledger:
           incarnation: of this life.
           now: seconds.
           replace: takes the name from a worker that seems to be there.
-          back: this life has been there before, and so is refused unless it is known.
+          back: this life has been there before; if it is not known, it is refused.
           silence: seconds without a sign of life after which it is given up; None for a
             worker that gives none.
 
@@ -324,57 +313,55 @@ class Ledger:
           WorkerStateError: this life was replaced by another one, or is forgotten.
         """
         self.expire(now)
-        old = self.find(worker)
-        others = [m.clock for n, m in self._present.items() if n != worker]
-        if old is not None and old.incarnation == incarnation:
-            if old.gone:
-                self._make_room(worker)
-                old.clock = min(others, default=old.clock)
-                self._present[worker] = self._gone.pop(worker)
-            old.state = NEXT[old.state, "join"]
-            member = old
-        elif back:
+        old, there = self.find(worker), len(self._present)
+        is_same = old is not None and old.incarnation == incarnation
+        if back and not is_same:
             raise _was_replaced(worker)
-        else:
-            if old is None or old.gone:
-                self._make_room(worker)
-            elif old.connected and not replace:
-                raise errors.NameTakenError(
-                    f"there is a worker {worker!r} already, which joined "
-                    f"{now - old.joined:.0f} s ago; give each worker a name of its own"
+        if old is None or old.gone:
+            if self.max_workers is not None and there >= self.max_workers:
+                raise errors.CenterFullError(
+                    f"no room for worker {worker!r}: this center takes "
+                    f"{self.max_workers} workers, and {there} are there"
                 )
+        elif old.connected and not (is_same or replace):
+            raise errors.NameTakenError(
+                f"there is a worker {worker!r} already, which joined "
+                f"{now - old.joined:.0f} s ago; give each worker a name of its own"
+            )
+        others = [m.clock for n, m in self._present.items() if n != worker]
+        if old is not None and is_same:
+            member = old
+            if member.gone:
+                member.clock = min(others, default=member.clock)
+        else:
             self.pending.pop(worker, None)
-            self._gone.pop(worker, None)
             clock = min(others, default=0)
             member = Member(incarnation, self.version, clock, joined=now, seen=now)
-            self._present[worker] = member
+        member.state = NEXT[member.state, "join"]
+        self._gone.pop(worker, None)
+        self._present[worker] = member
         member.connected, member.silence = True, silence
         member.connection += 1
         self._hear(member, now)
-        self._open = self._open or len(self._present) >= self.barrier
+        self.is_open = self.is_open or len(self._present) >= self.barrier
         return member.connection
 
     def leave(self, worker: str, incarnation: str) -> bool:
         """A worker goes for good; False if that life is not there."""
-        member = self._present.get(worker)
-        if member is None or member.incarnation != incarnation:
-            return False
-        self._give_up(worker, member)
-        return True
+        member = self._life(worker, incarnation)
+        if member is not None:
+            self._give_up(worker, member)
+        return member is not None
 
     def disconnect(
         self, worker: str, incarnation: str, connection: int, now: float
     ) -> None:
-        """The connection of a worker broke; it has until its lease ends to be back.
+        """A connection of a worker broke; it has until its lease ends to be back.
 
-        If that is not its last one, it is back already.
+        Unless it is back already: then this is not its newest connection.
         """
-        member = self._present.get(worker)
-        if (
-            member is not None
-            and member.incarnation == incarnation
-            and member.connection == connection
-        ):
+        member = self._life(worker, incarnation)
+        if member is not None and member.connection == connection:
             member.state = NEXT[member.state, "disconnect"]
             member.connected = False
             self._expect(member, now + self.lease)
@@ -382,12 +369,10 @@ class Ledger:
     def hear(self, worker: str, incarnation: str, now: float) -> bool:
         """A sign of life came; False if that life is not there."""
         self.expire(now)
-        member = self._present.get(worker)
-        if member is None or member.incarnation != incarnation:
-            return False
-        if member.connected:
+        member = self._life(worker, incarnation)
+        if member is not None and member.connected:
             self._hear(member, now)
-        return True
+        return member is not None
 
     def expire(self, now: float) -> None:
         """Gives up the workers whose leases are over."""
@@ -397,8 +382,8 @@ class Ledger:
         self._earliest = self._nap = math.inf
         for worker, member in list(self._present.items()):
             if member.connected and member.silence is not None:
-                # If nobody asked for so long, this center itself was not running, and
-                # nobody's silence says anything.
+                # This was not called for so long that this process cannot have been
+                # running. So it could not hear anybody, and nobody was silent.
                 if pause > member.silence / 2:
                     member.expires = max(member.expires, now + member.silence)
                 self._nap = min(self._nap, member.silence / 2)
@@ -407,17 +392,12 @@ class Ledger:
             self._earliest = min(self._earliest, member.expires)
 
     def submit(
-        self,
-        worker: str,
-        incarnation: str,
-        sequence: int,
-        anchor_version: int,
-        now: float,
+        self, worker: str, incarnation: str, sequence: int, anchor: int, now: float
     ) -> bool:
-        """A worker's message is there.
+        """A worker's message is there; it was made from version ``anchor``.
 
         Returns:
-          True if it is to be applied, or waits to be; False if it was settled before.
+          True if it is still to be applied; False if it was settled before.
 
         Raises:
           WorkerStateError: the worker is not there, or another life of it is, or its
@@ -426,10 +406,10 @@ class Ledger:
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
-        if not 0 <= anchor_version <= self.version:
+        if not 0 <= anchor <= self.version:
             raise errors.InvalidArgumentError(
                 f"anchor_version must be in [0, {self.version}], the versions that "
-                f"this center has had, got {anchor_version!r}"
+                f"this center has had, got {anchor!r}"
             )
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
@@ -441,20 +421,28 @@ class Ledger:
             member.state = NEXT[member.state, "repeat"]
         else:
             member.state = NEXT[member.state, "submit"]
-            # Counted from where the worker's round began, for the rules that adopt the
-            # center before their own message have an anchor older than that.
-            missed = self.version - max(member.turn, anchor_version)
-            self.pending[worker] = Entry(worker, sequence, anchor_version, now, missed)
+            # Counted from where the worker's round began. The anchor may be older: some
+            # rules adopt the center as it was before their own message.
+            missed = self.version - max(member.turn, anchor)
+            self.pending[worker] = Entry(worker, sequence, anchor, now, missed)
         return not is_last
 
     def take(self, now: float) -> Batch | None:
         """The messages to deal with next, which wait no longer; None if all must."""
         self.expire(now)
-        batch = self._next(now)
-        if batch is not None:
-            for entry in batch.entries:
-                del self.pending[entry.worker]
-        return batch
+        mode = self.mode
+        if isinstance(mode, Synchronous):
+            return self._take_round(mode, now)
+        for entry in self.pending.values():
+            if isinstance(mode, Asynchronous):
+                return self._batch([entry])
+            if mode.versions is not None and entry.missed > mode.versions:
+                return self._batch([entry], applies=False)
+            clocks = [member.clock for member in self._present.values()]
+            ahead = self._present[entry.worker].clock - min(clocks)
+            if mode.rounds is None or ahead <= mode.rounds:
+                return self._batch([entry])
+        return None
 
     def settle(self, batch: Batch) -> None:
         """The messages of a batch have been applied, or dropped."""
@@ -479,92 +467,72 @@ class Ledger:
             member.state = NEXT[member.state, "refuse"]
 
     def shift(self) -> None:
-        """The center moved for another reason than a message; nobody is late for it."""
+        """The center moved, and no message moved it; this makes no message late."""
         self.version += 1
         for member in (*self._present.values(), *self._gone.values()):
             member.turn += 1
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
         """A worker has the answer to an exchange, and will not ask for it again."""
-        member = self._present.get(worker)
-        if (
-            member is not None
-            and member.incarnation == incarnation
-            and member.sequence == sequence
-        ):
+        member = self._life(worker, incarnation)
+        if member is not None and member.sequence == sequence:
             member.state = NEXT[member.state, "acknowledge"]
 
     def memory(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
         """What of some workers (None: of all) outlives a process, as JSON has it."""
-        known = (
-            {**self._gone, **self._present}
-            if workers is None
-            else {each: self.find(each) for each in workers}
-        )
+        if workers is None:
+            workers = (*self._gone, *self._present)
         members = {
-            name: {field: getattr(member, field) for field in _REMEMBERED}
-            for name, member in known.items()
-            if member is not None
+            name: {field: getattr(member, field) for field in (*_KEPT, "gone")}
+            for name in workers
+            if (member := self.find(name)) is not None
         }
-        return {"members": members, "open": self._open}
+        return {"members": members, "open": self.is_open}
 
     def recall(self, memory: dict[str, Any], now: float) -> None:
         """Knows what it knew in an earlier process; nobody is connected, though."""
-        self._open = self._open or memory["open"]
-        for name, fields in memory["members"].items():
-            told = dict(fields)
-            gone = told.pop("gone")
-            member = Member(**told, joined=now, seen=now)
+        for name, told in memory["members"].items():
+            fields = {field: told[field] for field in _KEPT}
+            member = Member(**fields, joined=now, seen=now)
             self._gone.pop(name, None)
             self._present[name] = member
             self.disconnect(name, member.incarnation, member.connection, now)
-            if gone:
+            if told["gone"]:
                 self._give_up(name, member)
-        self._open = self._open or len(self._present) >= self.barrier
+        enough = len(self._present) >= self.barrier
+        self.is_open = self.is_open or memory["open"] or enough
 
     def deadline(self) -> float | None:
-        """When to ask `take` again if nothing happens before; None: need not."""
-        times = []
+        """When to call `take` again if nothing happens before; None: need not."""
+        times = [self._round_ends()]
         for member in self._present.values():
-            if member.expires < math.inf:
-                times.append(member.expires)
+            times.append(member.expires)
             if member.connected and member.silence is not None:
-                # Often enough to see that the center runs.
+                # Often enough to show that the center runs: see `expire`.
                 times.append(self._looked + member.silence / 4)
-        if isinstance(self.mode, Synchronous) and self._has_quorum():
-            times.append(self._first_arrival() + self.mode.grace)
-        return min(times, default=None)
+        first = min(times)
+        return first if first < math.inf else None
 
-    def _next(self, now: float) -> Batch | None:
-        mode = self.mode
-        if isinstance(mode, Synchronous):
-            return self._next_round(mode, now)
-        for entry in self.pending.values():
-            if isinstance(mode, Asynchronous):
-                return self._batch([entry])
-            if mode.versions is not None and entry.missed > mode.versions:
-                return self._batch([entry], applies=False)
-            clocks = [member.clock for member in self._present.values()]
-            ahead = self._present[entry.worker].clock - min(clocks)
-            if mode.rounds is None or ahead <= mode.rounds:
-                return self._batch([entry])
-        return None
+    def _life(self, worker: str, incarnation: str) -> Member | None:
+        """A life of a worker; None if it is not there."""
+        member = self._present.get(worker)
+        is_there = member is not None and member.incarnation == incarnation
+        return member if is_there else None
 
-    def _next_round(self, mode: Synchronous, now: float) -> Batch | None:
-        if not self.pending:
-            return None
+    def _take_round(self, mode: Synchronous, now: float) -> Batch | None:
         if mode.late == "drop":
-            late = [entry for entry in self.pending.values() if entry.missed]
-            if late:
-                return self._batch(late[:1], applies=False)
+            for entry in self.pending.values():
+                if entry.missed:
+                    return self._batch([entry], applies=False)
         everybody = self._present.keys() <= self.pending.keys()
-        if not everybody and not (
-            self._has_quorum() and now >= self._first_arrival() + mode.grace
-        ):
+        if not self.pending or not (everybody or now >= self._round_ends()):
             return None
         return self._batch(list(self.pending.values()))
 
     def _batch(self, entries: list[Entry], *, applies: bool = True) -> Batch:
+        """These messages, which wait no longer."""
+        for entry in entries:
+            del self.pending[entry.worker]
         entries = sorted(entries, key=lambda entry: entry.worker)
         staleness = tuple(self.version - entry.anchor_version for entry in entries)
         weights = None
@@ -573,16 +541,16 @@ class Ledger:
             weights = tuple(1 / (1 + weighted * entry.missed) for entry in entries)
         return Batch(tuple(entries), staleness, weights, applies)
 
-    def _has_quorum(self) -> bool:
-        assert isinstance(self.mode, Synchronous)
-        quorum = self.mode.quorum
-        return quorum is not None and len(self.pending) >= quorum
-
-    def _first_arrival(self) -> float:
+    def _round_ends(self) -> float:
+        """When a round ends with the messages that are there; inf if they are few."""
+        mode, entries = self.mode, self.pending.values()
+        if not isinstance(mode, Synchronous) or mode.quorum is None:
+            return math.inf
+        if len(entries) < mode.quorum:
+            return math.inf
         # A message that missed its round must not use up the grace of the next one.
-        entries = self.pending.values()
         on_time = [entry.arrived for entry in entries if not entry.missed]
-        return min(on_time or [entry.arrived for entry in entries])
+        return min(on_time or [entry.arrived for entry in entries]) + mode.grace
 
     def _hear(self, member: Member, now: float) -> None:
         member.seen = now
@@ -604,35 +572,9 @@ class Ledger:
         if len(self._gone) > _MOST_GONE:
             del self._gone[next(iter(self._gone))]
 
-    def _make_room(self, worker: str) -> None:
-        there = len(self._present)
-        if self.max_workers is not None and there >= self.max_workers:
-            raise errors.CenterFullError(
-                f"no room for worker {worker!r}: this center takes {self.max_workers} "
-                f"workers, and {there} are there"
-            )
-
 
 def _was_replaced(worker: str) -> errors.WorkerStateError:
     return errors.WorkerStateError(
         f"worker {worker!r} was replaced by another one of that name, or has been away "
         "for so long that it is forgotten; start() again"
-    )
-
-
-def _whole(value: object, name: str, *, least: int, optional: bool = True) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise errors.InvalidArgumentError(
-            f"{name} must be a whole number >= {least}, got {value!r}"
-        )
-
-
-def _is_seconds(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
     )

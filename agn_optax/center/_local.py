@@ -1,4 +1,4 @@
-"""The center in this process: embedded default, and reference for every other."""
+"""The center in this process. Every other center gives the same numbers as this one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PyTree = Any
 
 
 class LocalCenter:
-    """The center variable of all workers in this process, which threads may share.
+    """The center variable of the workers in this process, which may be threads.
 
-    Exchanges are atomic: message, staleness, center optimizer and new version happen
-    under one lock. The lock is held while programs are handed to the device, never
-    while they run. Versions are immutable, so a reader keeps what it has and delays
-    nobody.
+    An exchange is atomic: its message, its staleness, the center optimizer's step and
+    the new version are made under one lock. The lock is held while programs are handed
+    to the device, and not while they run. A version never changes, so that readers keep
+    what they have, and hold nobody up.
 
     Args:
       rule: a record of `agn_optax.rules`.
@@ -34,22 +34,22 @@ class LocalCenter:
         `BoundedStaleness` or `Synchronous`.
       barrier: workers that must have joined before any of them starts.
       max_workers: workers that may be there at a time; None for any number.
-      lease: seconds after which a worker that lost its connection is given up; workers
-        in this process have none to lose.
-      refuse_nonfinite: refuses messages with NaN or infinite elements, and those that
-        would make such elements of the center's, for which it must wait for the device;
-        else they are applied.
+      lease: seconds after which a worker that lost its connection is given up. Workers
+        in this process have no connection, and are never given up.
+      refuse_nonfinite: refuses messages that are not finite, and messages after which
+        the center would not be finite; to know that, it waits for the device at every
+        exchange. False applies them.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process. What is found there goes on, and ``params`` are
-        the first ones only where nothing is. None keeps the center in memory.
+        the center outlives its process. If there is a center in the directory, it goes
+        on, and the values of ``params`` do not matter. None keeps the center in memory.
       packs: keeps the parameters in two arrays, where the rule does the same to all
         elements, so that an exchange over a wire costs nothing per leaf; `pull` then
         takes them apart. Their numbers are the same.
 
     Attributes:
       rule: the rule.
-      life: of this center; a center that goes on where an earlier process left it, with
-        nothing lost, has the same.
+      life: names this center for its workers. One that an earlier process kept on disk
+        has the same name again, unless something of it was lost.
       core: for a server around this center, or a parent above it.
 
     Raises:
@@ -103,6 +103,7 @@ class LocalCenter:
             durability=durability,
             packs=packs,
         )
+        self.life = self.core.life
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
@@ -143,11 +144,6 @@ class LocalCenter:
         return center
 
     @property
-    def life(self) -> str:
-        """Of this center; see above."""
-        return self.core.life
-
-    @property
     def version(self) -> int:
         """Exchanges applied so far."""
         return self.core.store.current.number
@@ -184,8 +180,8 @@ class LocalCenter:
     ) -> Session:
         """A worker is there: see `Center.join`.
 
-        Names are not checked: a worker takes the name from an earlier one, for in one
-        process nobody can tell whether that still runs.
+        A worker whose name is taken replaces the one that has it: within a process
+        nobody can tell whether that one still runs.
         """
         session = self.core.join(worker, params=params, replace=True)
         if not self.core.wait_for_barrier(timeout):

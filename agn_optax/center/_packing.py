@@ -1,8 +1,8 @@
-"""How a store keeps parameters: as their tree, or packed in two arrays.
+"""A center whose parameters are packed in two arrays.
 
-Packed for rules that treat all elements alike. A program then has two arguments for the
-center instead of one for every leaf, and what comes over a wire, whose buffer has the
-same layout, are these arguments as it is.
+A store packs them where the rule treats all elements alike. A program then has two
+arguments for the center instead of one for every leaf, and what comes over a wire,
+whose buffer has the same layout, are these arguments as it is.
 
 Two, because the numbers must be those of the tree, bit for bit. What the leaves share,
 such as Adam's bias correction, XLA computes once and apart; but where there is only one
@@ -28,62 +28,12 @@ from agn_optax.rules import Rule
 PyTree = Any
 
 
-class AsTree:
-    """Parameters that are kept as the tree that they are.
-
-    Args:
-      on_host: whether they are in the memory of the CPU that programs use when they are
-        not told otherwise.
-    """
-
-    packs = False
-
-    def __init__(self, on_host: bool) -> None:
-        self._on_host = on_host
-
-    def keep(self, params: PyTree, dtype: Any) -> PyTree:
-        """A copy of parameters, as they are kept."""
-        return trees.copy(params, dtype)
-
-    def holds(self, contribution: PyTree) -> bool:
-        """Whether it came as this keeps it, and not as a tree."""
-        del contribution
-        return False
-
-    def place(self, contribution: PyTree, params: PyTree) -> PyTree:
-        """A contribution as ``params`` are kept, and where."""
-        leaves = jax.tree.leaves(contribution)
-        if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
-            return contribution  # programs take it as it is, in less time
-        return trees.place_like(contribution, params)
-
-    def unpack(self, kept: PyTree) -> PyTree:
-        """The tree of what is kept."""
-        return kept
-
-    def on_device(self, kept: PyTree) -> PyTree:
-        """As `unpack`, in arrays of JAX."""
-        return kept
-
-    def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer, as it is of what is kept."""
-        del rule
-        return state
-
-    def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer, as it is of the tree."""
-        del rule
-        return state
-
-
 class Packing:
-    """Parameters that are kept in two arrays: how their leaves lie there.
+    """How the leaves of a tree lie in two arrays.
 
     Args:
       params: a tree of two leaves or more, all of one dtype, in the host's memory.
     """
-
-    packs = True
 
     def __init__(self, params: PyTree) -> None:
         leaves, self._treedef = jax.tree.flatten(params)
@@ -101,21 +51,15 @@ class Packing:
             for offset, size in zip(offsets, sizes, strict=True)
         ]
 
-    def keep(self, params: PyTree, dtype: Any) -> Packed:
-        """As `AsTree.keep`; ``dtype`` is that of the packing already."""
-        del dtype
+    def keep(self, params: PyTree) -> Packed:
+        """A packed copy of parameters, in arrays of JAX."""
         parts = self.parts(jax.tree.leaves(params))
         return Packed(*map(_owned, parts))  # a loop would keep each part for the next
 
     def holds(self, contribution: PyTree) -> bool:
-        """As `AsTree.holds`."""
+        """Whether it came packed, as the center is, and not as a tree."""
         is_pair = isinstance(contribution, Packed)
         return is_pair and tuple(part.shape for part in contribution) == self.shapes
-
-    def place(self, contribution: PyTree, params: PyTree) -> Packed:
-        """As `AsTree.place`."""
-        del params
-        return contribution if self.holds(contribution) else self.pack(contribution)
 
     def pack(self, tree: PyTree) -> Packed:
         """The leaves of a tree in host memory, with zeros between them."""
@@ -148,16 +92,12 @@ class Packing:
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def on_device(self, packed: Packed) -> PyTree:
-        """As `unpack`, in arrays of JAX that lie in it, too."""
-        return jax.device_put(self.unpack(packed))
-
     def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """As `AsTree.pack_state`."""
+        """The state of the center optimizer as it is of the packed center."""
         return jax.tree.map(jnp.asarray, _map_params(rule, self.pack, state))
 
     def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """As `AsTree.unpack_state`."""
+        """The state of the center optimizer as it is of the tree."""
         return _map_params(rule, self.unpack, state)
 
 
@@ -174,22 +114,14 @@ def _map_params(rule: Rule, of: Callable[[PyTree], PyTree], state: PyTree) -> Py
 
 def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     """The packing of ``params``, if ``rule`` moves a packed center the same way."""
-    leaves, treedef = jax.tree.flatten(params)
+    tree = jax.eval_shape(lambda: params)
+    leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
-    abstract = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _packing_of(rule, treedef, abstract)
-
-
-@functools.lru_cache(maxsize=16)
-def _packing_of(rule: Rule, treedef: Any, leaves: tuple[Any, ...]) -> Packing | None:
-    tree = jax.tree.unflatten(treedef, leaves)
     packing = Packing(tree)
-    if (0,) in packing.shapes:
-        return None
     # What workers send is packed, too: one array for each leaf, which few codecs make.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))
-    if sent != treedef:
+    if (0,) in packing.shapes or sent != treedef:
         return None
     parts = Packed(*(jax.ShapeDtypeStruct(s, leaves[0].dtype) for s in packing.shapes))
     if not elementwise.is_uniform(rule, tree, parts):
@@ -237,6 +169,4 @@ def let_go() -> None:
 _nothing = jax.jit(lambda nowhere: nowhere)
 
 
-@functools.lru_cache(maxsize=1)
-def _nowhere() -> jax.Array:
-    return jnp.zeros((), jnp.bool)
+_nowhere = functools.cache(lambda: jnp.zeros((), jnp.bool))

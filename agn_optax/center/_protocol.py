@@ -142,7 +142,6 @@ class Center(Protocol):
           TreeMismatchError: ``params`` does not belong to this center.
           NotInitializedError: the others did not come in time.
         """
-        ...
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters, which it copies.
@@ -154,7 +153,6 @@ class Center(Protocol):
           AlreadyInitializedError: somebody else initialized it.
           TreeMismatchError: leaves that are not real floating arrays.
         """
-        ...
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once it is initialized.
@@ -165,7 +163,6 @@ class Center(Protocol):
         Raises:
           NotInitializedError: nobody initialized the center in time.
         """
-        ...
 
     def pull(self) -> Snapshot:
         """The center as it is.
@@ -173,4 +170,3 @@ class Center(Protocol):
         Raises:
           NotInitializedError: it has no parameters yet.
         """
-        ...

@@ -50,9 +50,11 @@ class ShardedCenter:
         self.rule = centers[0].rule
         self.centers = tuple(centers)
         self._like = like
-        self._closed = False
         self._checked: Any = None  # the kind of tree that the rule was checked with
-        self._model: PyTree = None  # the center, abstract, once it is known
+        # Once the center is known: it, what workers send, and who keeps what of it.
+        self._model: PyTree = None
+        self._message_like: PyTree
+        self._own: parts.Parts
 
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
@@ -60,20 +62,17 @@ class ShardedCenter:
         """A worker is there: see `Center.join`."""
         own: list[PyTree] = [None] * len(self.centers)
         if params is not None:
-            self.check_model(params, "params")
+            self._check_model(params)
             own = self.cut(params)
-        joined: list[Session] = []
+        with contextlib.ExitStack() as undone:
 
-        def join(center: Center, part: PyTree) -> Session:
-            joined.append(center.join(worker, part, timeout=timeout))
-            return joined[-1]
+            def join(center: Center, part: PyTree) -> Session:
+                session = center.join(worker, part, timeout=timeout)
+                undone.callback(session.leave)
+                return session
 
-        try:
             sessions = self.all(join, self.centers, own)
-        except BaseException:
-            for session in joined:
-                session.leave()
-            raise
+            undone.pop_all()
         return ShardedSession(self, sessions)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
@@ -94,7 +93,6 @@ class ShardedCenter:
 
     def close(self) -> None:
         """Closes the connections to all shards."""
-        self._closed = True
         for center in self.centers:
             if hasattr(center, "close"):
                 center.close()
@@ -105,28 +103,8 @@ class ShardedCenter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def check_model(self, tree: PyTree, what: str) -> None:
-        """``tree`` is like the center, whose parts would differ in strange places."""
-        if self._model is None:
-            with contextlib.suppress(errors.NotInitializedError):
-                self.pull()
-        if self._model is not None:
-            check.float_leaves(tree, what)
-            check.same_tree(tree, self._model, what, "center")
-
-    def check_message(self, contribution: PyTree) -> None:
-        """What a worker sends belongs to the center, whose parts might not tell."""
-        if self._model is None:
-            self.pull()  # or there is no center yet
-        check.same_tree(contribution, self._message_like, "contribution", "center")
-        check.same_kinds(contribution, self._message_like, "contribution")
-
     def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
         """``call(...)`` for every shard at once; raises when all have ended."""
-        if self._closed:
-            raise errors.CenterClosedError(
-                "the connections to the shards of this center are closed"
-            )
         futures = [
             in_background(functools.partial(call, *of_one), "agn-optax shard")
             for of_one in zip(*each, strict=True)
@@ -135,48 +113,46 @@ class ShardedCenter:
         return [future.result() for future in futures]
 
     def cut(self, tree: PyTree) -> list[PyTree]:
-        """A tree of parameters as the parts of the shards."""
-        divided = self._divided(tree)
-        self._check_rule(tree, divided)
+        """A tree of parameters as the parts of the shards.
+
+        Raises:
+          InvalidArgumentError: the rule cannot work on parts.
+        """
+        whole, kind = jax.eval_shape(lambda: tree), trees.kinds(tree)
+        divided = self._divided(whole)
+        if self._checked != kind:  # a chief joins and initializes with the same tree
+            elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
+            self._checked = kind
         return divided.cut(tree)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:
-        """What a worker sends, which has a tree of arrays for each leaf."""
-        model: Any = jax.tree.structure(self._model)
-        leaves = model.flatten_up_to(contribution)
-        owners = [
-            jax.tree.map(lambda _, number=number: number, leaf)
-            for number, leaf in enumerate(leaves)
-        ]
-        treedef = jax.tree.structure(contribution)
-        owned = jax.tree.unflatten(treedef, jax.tree.leaves(owners))
-        return self._own.cut(contribution, owned)
+        """What a worker sends as the parts of the shards.
 
-    def _divided(self, tree: PyTree) -> parts.Parts:
+        Raises:
+          TreeMismatchError: it does not belong to the center; its parts might.
+        """
+        if self._model is None:
+            self.pull()  # or there is no center yet
+        check.same_tree(contribution, self._message_like, "contribution", "center")
+        check.same_kinds(contribution, self._message_like, "contribution")
+        # It has a tree of arrays for each leaf of the center.
+        owners = jax.tree.broadcast(parts.numbers(self._model), contribution)
+        return self._own.cut(contribution, owners)
+
+    def _check_model(self, params: PyTree) -> None:
+        """``params`` belong to the center: said of the whole, which its owner knows."""
+        if self._model is None:
+            with contextlib.suppress(errors.NotInitializedError):
+                self.pull()
+        if self._model is not None:
+            check.float_leaves(params, "params")
+            check.same_tree(params, self._model, "params", "center")
+
+    def _divided(self, whole: PyTree) -> parts.Parts:
         """Who keeps what; a leaf is cut only where the codec sends it as it is."""
-        whole = jax.eval_shape(lambda: tree)
-        sent: Any = rounds.contribution_like(self.rule, whole)
-        same: Any = jax.tree.structure(sent)
-        rows = bool(same == jax.tree.structure(whole))
-        return parts.balanced(tree, len(self.centers), rows=rows)
-
-    @functools.cached_property
-    def _own(self) -> parts.Parts:
-        """Who keeps what of the center, once it is known."""
-        return self._divided(self._model)
-
-    @functools.cached_property
-    def _message_like(self) -> PyTree:
-        """What workers send, abstract, once the center is known."""
-        return rounds.contribution_like(self.rule, self._model)
-
-    def _check_rule(self, tree: PyTree, divided: parts.Parts) -> None:
-        """The rule can work on parts: asked once for every kind of tree."""
-        kind = trees.kinds(tree)
-        if self._checked != kind:
-            whole = jax.eval_shape(lambda: tree)
-            elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
-            self._checked = kind
+        sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
+        rows = bool(sent == jax.tree.structure(whole))
+        return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
         """The answers of all shards as one."""
@@ -187,7 +163,10 @@ class ShardedCenter:
             treedef = jax.tree.structure(self._like)
             whole = jax.tree.unflatten(treedef, jax.tree.leaves(whole))
         if self._model is None:
-            self._model = jax.eval_shape(lambda: whole)
+            model = jax.eval_shape(lambda: whole)
+            self._message_like = rounds.contribution_like(self.rule, model)
+            self._own = self._divided(model)
+            self._model = model  # and only now another thread may look
         return Snapshot(
             whole,
             tuple(snapshot.version for snapshot in snapshots),
@@ -225,7 +204,6 @@ class ShardedSession(Session):
                 f"anchor_version must be a tuple of {shards} versions, one for each "
                 f"shard, got {anchor_version!r}"
             )
-        self._center.check_message(contribution)
         own = self._center.cut_message(contribution)
         if not _is_finite(contribution):  # one shard would refuse it, another take it
             raise errors.MessageRefusedError(
@@ -264,5 +242,6 @@ class ShardedSession(Session):
 
 @jax.jit
 def _is_finite(tree: PyTree) -> jax.Array:
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, finite, jnp.array(True))
+    return jax.tree.reduce(
+        lambda finite, leaf: finite & jnp.isfinite(leaf).all(), tree, jnp.array(True)
+    )

@@ -19,9 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, trees
-from agn_optax.center import _growth
-from agn_optax.center._packing import AsTree, Packed, Packing, packing_of
+from agn_optax._internal import check, tracing, trees
+from agn_optax.center._packing import Packed, packing_of
 from agn_optax.rules import Rule, codecs, discounted
 
 PyTree = Any
@@ -58,10 +57,12 @@ class Store:
       dtype: floating dtype of the center; None keeps that of ``params``.
       device: where the center lives; None leaves it where ``params`` are.
       packs: keeps the parameters packed, where the rule does the same to all elements.
+      center_state: of the rule's center optimizer, and of the tree; None for a new one.
+      version: of the parameters.
 
     Attributes:
       current: the newest version.
-      layout: how the parameters are kept.
+      packing: how the parameters are packed; None if they are kept as their tree.
       like: the tree of parameters, abstract.
       contribution_like: what workers send, abstract.
     """
@@ -70,86 +71,90 @@ class Store:
         self,
         rule: Rule,
         params: PyTree,
-        dtype: Any,
-        device: Any,
+        dtype: Any = None,
+        device: Any = None,
         *,
         packs: bool = False,
+        center_state: PyTree = None,
+        version: int = 0,
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
-        kept = self._keep(rule, params, dtype, packs)
-        answers = rule.codec.answers
-        if answers is not None:
-            largest = float(_programs(rule).largest(kept))
-            most = float(jnp.finfo(answers).max)
-            if largest > most:
-                raise errors.InvalidArgumentError(
-                    f"by codec {rule.codec.name!r} workers adopt the center as "
-                    f"{jnp.dtype(answers)}, which holds numbers up to "
-                    f"{most:g}; the first parameters have {largest:g}"
-                )
-        # Of a copy: some optimizers keep the parameters that they are shown.
-        self._set(rule, CenterState(kept, rule.center.init(trees.copy(kept)), 0))
+        self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
+        self.contribution_like = rounds.contribution_like(rule, self.like)
+        # In the memory of the CPU that programs use when they are not told otherwise.
+        here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
+        self._on_host = jax.default_backend() == "cpu" and all(
+            getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
+        )
+        packs = packs and self._on_host
+        packing = self.packing = packing_of(rule, self.like) if packs else None
+        kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
+        self._rule, self._programs = rule, _programs(rule)
+        self._largest = math.inf  # of the center's numbers, at most
+        self.current = Version(kept, version)
+        if center_state is None:
+            self._check_answers()
+            # Of a copy: some optimizers keep the parameters that they are shown.
+            center_state = rule.center.init(trees.copy(kept))
+        elif packing is not None:
+            center_state = packing.pack_state(rule, center_state)
+        self._center_state = center_state
 
     @classmethod
-    def restore(cls, rule: Rule, saved: CenterState, *, packs: bool = False) -> Store:
+    def restore(
+        cls, rule: Rule, saved: CenterState, device: Any = None, *, packs: bool = False
+    ) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        params, center_state = saved.params, trees.copy(saved.center_state)
+        params, state = jax.device_put((saved.params, saved.center_state), device)
         expected = jax.eval_shape(rule.center.init, params)
         check.same_tree(
-            center_state, expected, "saved.center_state", "the rule's center_state"
+            state, expected, "saved.center_state", "the rule's center_state"
         )
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        store = cls.__new__(cls)
-        kept = store._keep(rule, params, None, packs)
-        center_state = store.layout.pack_state(rule, center_state)
-        store._set(rule, CenterState(kept, center_state, version))
-        return store
+        state = trees.copy(state)
+        return cls(rule, params, packs=packs, center_state=state, version=version)
 
-    def _keep(self, rule: Rule, params: PyTree, dtype: Any, packs: bool) -> PyTree:
-        """A copy of parameters, as this store keeps them."""
-        self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
-        # In the memory of the CPU that programs use when they are not told otherwise.
-        here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
-        on_host = jax.default_backend() == "cpu" and all(
-            getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
-        )
-        self.contribution_like = rounds.contribution_like(rule, self.like)
-        packing = packing_of(rule, self.like) if packs and on_host else None
-        self.layout: AsTree | Packing = packing or AsTree(on_host)
-        return self.layout.keep(params, dtype)
-
-    def _set(self, rule: Rule, state: CenterState) -> None:
-        self.current = Version(state.params, state.version)
-        self._center_state = state.center_state
-        self._rule = rule
-        self._largest = math.inf  # of the center's numbers, at most
-        self._programs = _programs(rule)
+    def _check_answers(self) -> None:
+        """Workers can adopt the first version, in the dtype that it travels in."""
+        codec = self._rule.codec
+        if codec.answers is None:
+            return
+        largest = float(self._programs.largest(self.current.params))
+        most = float(jnp.finfo(codec.answers).max)
+        if largest > most:
+            raise errors.InvalidArgumentError(
+                f"by codec {codec.name!r} workers adopt the center as "
+                f"{jnp.dtype(codec.answers)}, which holds numbers up to "
+                f"{most:g}; the first parameters have {largest:g}"
+            )
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
-        params = self.layout.unpack(self.current.params)
-        center_state = self.layout.unpack_state(self._rule, self._center_state)
+        center_state = self._center_state
+        if self.packing is not None:
+            center_state = self.packing.unpack_state(self._rule, center_state)
+        params = self.unplace(self.current.params)
         params, center_state = trees.copy((params, center_state))
         return CenterState(params, center_state, self.current.number)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""
-        return self.layout.on_device(version.params)
+        if self.packing is None:
+            return version.params
+        return jax.device_put(self.unplace(version.params))
 
     def answer(self, version: Version) -> PyTree:
         """The parameters of a version as a worker adopts them at an exchange."""
-        return self._programs.answer(self.tree(version))
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether versions and contributions are kept packed."""
-        return self.layout.packs
+        params = self.tree(version)
+        if self._rule.codec.answers is None:
+            return params
+        return self._programs.answer(params)
 
     def take(self, contribution: PyTree) -> PyTree:
         """A contribution, encoded, if it belongs to this center, where the center is.
@@ -157,7 +162,7 @@ class Store:
         Raises:
           TreeMismatchError: it does not.
         """
-        if not self.layout.holds(contribution):
+        if self.packing is None or not self.packing.holds(contribution):
             like = self.contribution_like
             check.same_tree(
                 contribution, like, "contribution", "what this center takes"
@@ -167,11 +172,17 @@ class Store:
 
     def place(self, contribution: PyTree) -> PyTree:
         """A contribution where the center is, as the center is kept."""
-        return self.layout.place(contribution, self.current.params)
+        if self.packing is not None:
+            is_packed = self.packing.holds(contribution)
+            return contribution if is_packed else self.packing.pack(contribution)
+        leaves = jax.tree.leaves(contribution)
+        if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return contribution  # programs take it as it is, in less time
+        return trees.place_like(contribution, self.current.params)
 
-    def unplace(self, contribution: PyTree) -> PyTree:
-        """A contribution as a tree, for others than this store."""
-        return self.layout.unpack(contribution)
+    def unplace(self, kept: PyTree) -> PyTree:
+        """As a tree, for others: a contribution, or parameters as this keeps them."""
+        return kept if self.packing is None else self.packing.unpack(kept)
 
     def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
         """Global norm of the message that a contribution is to ``center``, float32.
@@ -182,7 +193,7 @@ class Store:
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
-            and all(_is_small(part) for part in contribution)
+            and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
             # A program takes longer to call.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
@@ -196,8 +207,8 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         norms: Sequence[Any] | None = None,
-    ) -> tuple[Version, Version]:
-        """Makes the next version: ``(before, after)``.
+    ) -> None:
+        """Makes the next version.
 
         Args:
           contributions: one; or those of a round, whose messages become one, as the
@@ -210,24 +221,21 @@ class Store:
         Raises:
           MessageRefusedError: it would not be; nothing has changed.
         """
-        before = self.current
-        programs, (one, *more) = self._programs, contributions
-        about = _on_device(staleness[0])
-        if weights is not None:
-            if self._rule.discount is not None:
-                weights = [1.0] * len(contributions)
-            one, *more = (
-                (each, before.params, _on_device(stale), _on_device(weight))
-                for each, stale, weight in zip(
-                    contributions, staleness, weights, strict=True
+        before, programs = self.current, self._programs
+        if weights is None:
+            (one,), (stale,), move = contributions, staleness, programs.move
+            about = _on_device(stale)
+        else:
+            one, move = None, programs.move_round
+            for each, stale, weight in zip(
+                contributions, staleness, weights, strict=True
+            ):
+                counts = _on_device(1.0 if self._rule.discount else weight)
+                one = programs.weigh(
+                    one, each, before.params, _on_device(stale), counts
                 )
-            )
-            one = programs.weigh(*one)
-            for each in more:
-                one = programs.add(one, *each)
             parts = len(contributions) if self._rule.combine == "mean" else 1
             about = _on_device(float(parts))
-        move = programs.move if weights is None else programs.move_round
         if norms is not None and not self._is_bounded(sum(map(float, norms))):
             finite = move.stays_finite(one, about, before.params, self._center_state)
             if not finite:
@@ -245,15 +253,15 @@ class Store:
         run = move.in_place if in_place else move.anew
         params, self._center_state = run(one, about, before.params, self._center_state)
         self.current = Version(params, before.number + 1)
-        return before, self.current
 
     @functools.cached_property
     def _reach(self) -> tuple[float | None, float]:
         """By how much messages are multiplied, if they are; and how far they may go."""
-        leaves, treedef = jax.tree.flatten(self.current.params)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        factor = _growth.factor(self._rule, treedef, shapes)
-        return factor, _growth.most(self._rule, self.current.params)
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
+        if self._rule.codec.answers is not None:
+            dtypes.append(self._rule.codec.answers)
+        most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
+        return growth(self._rule, self.current.params), most / 2
 
     def _is_bounded(self, norm: float) -> bool:
         """Whether a message of at most this norm cannot carry the center too far.
@@ -265,14 +273,14 @@ class Store:
         if factor is None or not norm < jnp.finfo(jnp.float32).max:
             self._largest = math.inf
             return False
-        for _ in range(2):
-            largest = self._largest + 1.01 * factor * norm  # with some for rounding
-            if largest < most:
-                self._largest = largest
-                return True
+        step = 1.01 * factor * norm  # with some for rounding
+        if not self._largest + step < most:
             self._largest = float(self._programs.largest(self.current.params))
-        self._largest = math.inf
-        return False
+        self._largest += step
+        is_bounded = self._largest < most
+        if not is_bounded:
+            self._largest = math.inf
+        return is_bounded
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
@@ -286,8 +294,27 @@ class Store:
 _with_progress = jax.jit(rounds.with_progress)
 
 
-def _is_small(part: Any) -> bool:
-    return part.dtype == np.float32 and part.nbytes < _SMALL
+def growth(rule: Rule, center: PyTree) -> float | None:
+    """By how much ``rule`` multiplies a contribution; None if it does anything else.
+
+    Then the norm of a message, which is known anyway, bounds what it adds to a number
+    of the center. All others are tried before they move it, which takes another pass.
+    """
+    fresh = np.int32(0)  # a discount makes no message larger
+
+    def move(message: PyTree) -> tuple[PyTree, PyTree]:
+        state = rule.center.init(message)
+        return rule.center.update(message, state, None, staleness=fresh)
+
+    def ask() -> float:
+        made = tracing.read(move, center).made.values()
+        factors = [value.factor for value in made if value.factor is not None]
+        largest = max(factors, default=0.0)
+        if len(factors) < len(made) or rule.message or not math.isfinite(largest):
+            raise tracing.UnfitError("a center optimizer that does not only multiply")
+        return largest
+
+    return tracing.unless_unfit(f"norms bound a center of rule {rule.name!r}", ask)
 
 
 def _square(part: np.ndarray) -> float:
@@ -314,8 +341,7 @@ class _Move(NamedTuple):
 
 class _Programs(NamedTuple):
     norm: Any
-    weigh: Any  # a message of a round, as much as it counts
-    add: Any  # ... to others
+    weigh: Any  # adds a message of a round, as much as it counts, to the others
     move: _Move  # by a contribution
     move_round: _Move  # by such a sum
     largest: Any  # number of a center
@@ -335,14 +361,12 @@ def _programs(rule: Rule) -> _Programs:
             return jnp.sqrt(sum(squares, jnp.zeros((), wide)))
 
         plain = scaled(1.0)
+        # Where squares overflow, or vanish: of numbers closer to 1.
+        digits = int(jnp.finfo(plain.dtype).maxexp)
+        scale = jnp.where(plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits))
+        scale = scale.astype(plain.dtype)
 
         def carefully() -> jax.Array:
-            """Where squares overflow, or vanish: of numbers closer to 1."""
-            digits = int(jnp.finfo(plain.dtype).maxexp)
-            scale = jnp.where(
-                plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits)
-            )
-            scale = scale.astype(plain.dtype)
             found, most = scaled(scale), jnp.finfo(jnp.float32).max
             finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
             return jnp.where(jnp.isfinite(found), finite, found)
@@ -353,47 +377,32 @@ def _programs(rule: Rule) -> _Programs:
 
     # Messages of a round are added up in float32 at least, and divided once.
     def weigh(
-        contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+        total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
     ) -> PyTree:
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
         message = discounted(rule, message, staleness)
-        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        return message if total is None else jax.tree.map(jnp.add, total, message)
 
-    def add(total: PyTree, *message: Any) -> PyTree:
-        return jax.tree.map(jnp.add, total, weigh(*message))
-
-    def move(
-        contribution: PyTree, staleness: Any, center: PyTree, center_state: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        return rounds.move_center(
-            rule, contribution, center, center_state, staleness=staleness
-        )
+    def move(one: PyTree, staleness: Any, center: PyTree, state: PyTree) -> PyTree:
+        return rounds.move_center(rule, one, center, state, staleness=staleness)
 
     made = dataclasses.replace(
         rule, message=None, discount=None, codec=codecs.identity()
     )
 
-    def move_round(
-        total: PyTree, parts: Any, center: PyTree, center_state: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def move_round(total: PyTree, parts: Any, center: PyTree, state: PyTree) -> PyTree:
         message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
-        return rounds.move_center(made, message, center, center_state)
-
-    def answer(center: PyTree) -> PyTree:
-        return center if rule.codec.answers is None else rounded(center)
-
-    rounded = jax.jit(functools.partial(rounds.answer_of, rule))
+        return rounds.move_center(made, message, center, state)
 
     def compiled(program: Any) -> _Move:
-        def stays_finite(
-            one: PyTree, about: Any, center: PyTree, center_state: PyTree
-        ) -> jax.Array:
-            moved, moved_state = program(one, about, center, center_state)
+        def stays_finite(one: PyTree, about: Any, center: PyTree, state: PyTree) -> Any:
+            moved, moved_state = program(one, about, center, state)
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), center_state))
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
@@ -411,17 +420,16 @@ def _programs(rule: Rule) -> _Programs:
         )
 
     def largest(center: PyTree) -> jax.Array:
-        each = [jnp.abs(c).max(initial=0) for c in jax.tree.leaves(center)]
-        wide = trees.wider(jnp.float32, *(e.dtype for e in each))
-        none = jnp.zeros((), wide)
-        return functools.reduce(jnp.maximum, [e.astype(wide) for e in each], none)
+        leaves = jax.tree.leaves(center)
+        wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
+        each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
+        return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
     return _Programs(
-        jax.jit(norm),
-        jax.jit(weigh),
-        jax.jit(add, donate_argnums=0),
-        compiled(move),
-        compiled(move_round),
-        jax.jit(largest),
-        answer,
+        norm=jax.jit(norm),
+        weigh=jax.jit(weigh, donate_argnums=0),
+        move=compiled(move),
+        move_round=compiled(move_round),
+        largest=jax.jit(largest),
+        answer=jax.jit(functools.partial(rounds.answer_of, rule)),
     )

@@ -16,12 +16,13 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import Center, Durability, LocalCenter, Mode, Uplink
+from agn_optax.center import Center, Durability, LocalCenter, Mode
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import TRANSPORTS, Listener, Place
+from agn_optax.worker import Uplink
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")

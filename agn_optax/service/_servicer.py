@@ -245,7 +245,7 @@ class Servicer:
         """
         if self._travelling is None:
             store = self.core.store
-            self._packed = store.is_packed and _trees.in_order(store.like)
+            self._packed = store.packing is not None and _trees.in_order(store.like)
             self._travelling = _trees.travelling(self.core.rule, store.like)
         return self._travelling
 

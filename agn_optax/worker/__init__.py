@@ -1,5 +1,9 @@
-"""The worker's side of a center outside the program: one class for every center."""
+"""The worker's side of a center outside the program: one class for every center.
 
+What is imported `as` itself is for the layers above.
+"""
+
+from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 
 __all__ = ["Worker", "WorkerState"]

@@ -1,12 +1,9 @@
 """The worker's side of a center, embedded or remote: one class for both.
 
-An exchange has two halves, and what lies between them is the only thing that differs:
-
-    depart      contribute, and begin the next round
-    land        adopt the answer
-
-Mostly the worker waits in between. With `overlap`, or when the center is lost, it goes
-on with local steps, and lands with the progress that it has made since.
+A worker that exchanges mostly sends a message, waits for the answer, and adopts it.
+With `overlap`, or when the center is lost, it does not wait. It goes on with local
+steps while the message is in flight, and when the answer is there, it lands: it adopts
+the answer, and keeps the progress that it has made since the message left.
 """
 
 from __future__ import annotations
@@ -57,22 +54,22 @@ class Worker:
         up.
       overlap: sends in the background while local steps go on. When the answer comes,
         the worker adopts the center, and keeps the local progress made since the
-        message left. One exchange is in flight at most. The contribution's buffers stay
-        for the next one, and with AGN, whose contribution does not tell the parameters,
-        those of a copy of them. The first exchange waits for its answer, so that a
-        newcomer starts from a center that knows of it.
-      patience: local steps that the worker makes without an answer, when exchanges
-        overlap or the center is lost, before it waits; None for one round. With 0 a
-        lost center is an error of `exchange`, as soon as it counts as lost.
-      give_up: seconds that it then waits for a lost center, before it raises.
+        message left. One exchange is in flight at most. It takes memory: the buffers of
+        the contribution are kept for the next one, and with AGN also those of a copy of
+        the parameters, which its contribution does not tell. The first exchange waits
+        for its answer, so that a newcomer starts from a center that knows of it.
+      patience: local steps that the worker makes while an answer is missing, because
+        exchanges overlap or the center is lost. Then it waits. None is one round of
+        steps. With 0, `exchange` raises as soon as the center counts as lost.
+      give_up: seconds that it waits for a lost center before it raises.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
       exchanges: exchanges made.
-      staleness: of the last message sent; None before the first. Where the rule adopts
-        the center before the message, the worker's own last one counts.
+      staleness: of the last message sent; None before the first. If the rule adopts the
+        center as it was before a message, the worker's own previous message counts too.
       norm: of the last message sent, as a scalar; None before the first.
       dropped: messages that the center did not apply (too stale, or too late).
       version: of the center that it adopted last; None before the start.
@@ -130,12 +127,13 @@ class Worker:
         self._give_up = give_up
         self._period = rounds.as_schedule(period)
         self._session: Session | None = None
-        self._sent = 0  # sequence number of the session's last exchange that is over
+        self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
-        self._message: Message | None = None  # of an exchange not yet adopted
-        # Of an exchange that is over, to be written over: what it sent, and kept.
+        self._message: Message | None = None  # whose answer has not been adopted
+        # Buffers of a message that is over, and of the parameters it was made of: the
+        # next one that departs is written over them.
         self._spare: tuple[PyTree, PyTree] | None = None
-        self._like: tuple[PyTree, LocalState] | None = None  # shapes of the loop
+        self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
         self._round_length: int | None = None  # None: the schedule is still to be asked
 
@@ -182,9 +180,8 @@ class Worker:
             )
         if chief:
             check.float_leaves(params, "params")
-            jax.eval_shape(
-                self._programs.start, params, params
-            )  # before others are let in
+            # What it raises, it is to raise before others are let in.
+            jax.eval_shape(self._programs.start, params, params)
         self._end()
         session = self.center.join(self.name, params, timeout=timeout)
         try:
@@ -194,23 +191,17 @@ class Worker:
                 snapshot = self.center.pull()
             else:
                 snapshot = self.center.wait(timeout)
-            return self._adopt_first(session, params, snapshot, length)
+            if params is None:
+                params = snapshot.params
+            check.same_tree(params, snapshot.params, "params", "center")
+            check.float_leaves(params, "params")
+            anchor = _placed(snapshot, params)
+            loop = self._programs.start(anchor.params, params)
         except BaseException:
             session.leave()
             raise
-
-    def _adopt_first(
-        self, session: Session, params: PyTree, snapshot: Snapshot, length: int
-    ) -> tuple[PyTree, LocalState]:
-        if params is None:
-            params = snapshot.params
-        check.same_tree(params, snapshot.params, "params", "center")
-        check.float_leaves(params, "params")
-        placed = trees.place_like(snapshot.params, params)
-        params, state = self._programs.start(placed, params)
-        anchor = snapshot._replace(params=placed)
-        self._begin(session, params, state, anchor, length)
-        return params, state
+        self._begin(session, loop, anchor, length)
+        return loop
 
     @property
     def version(self) -> Any:
@@ -231,9 +222,9 @@ class Worker:
 
         On the other steps it returns what it was given, at the cost of one comparison.
         An exchange donates ``params`` and ``state``: go on with what is returned. If it
-        raises, nothing has changed, and the next call tries again; where a center was
-        unreachable, with the same message, and local steps made since the first attempt
-        give way to the center.
+        raises, nothing has changed, and the next call tries again. If the center was
+        unreachable, that sends the same message again, and local steps that were made
+        after the first attempt are lost when the answer is adopted.
 
         Args:
           params: the parameters after the local step.
@@ -252,24 +243,32 @@ class Worker:
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
-        length = self._length()
+        length, message = self._length(), self._message
         self._local_steps += 1
-        if self._in_flight:
-            params, state = self._maybe_land(params, state)
-        if self._local_steps < length or self._in_flight:
+        if message is not None and message.flight is not None:
+            patience = length if self._patience is None else max(self._patience, 1)
+            if self._local_steps < patience and not message.flight.done():
+                return params, state
+            params, state = self._land(params, state)
+        if self._local_steps < length:
             return params, state
         return self._exchange(params, state, self._length_of_round(self.exchanges + 1))
 
-    def flush(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Exchanges now, however many local steps the round has had, unless none.
+    def flush(
+        self, params: PyTree, state: LocalState, *, steps: int | None = None
+    ) -> tuple[PyTree, LocalState]:
+        """Exchanges now, however few local steps the round has had; not if it had none.
 
-        For the last words of a worker that leaves or is preempted: the message takes
-        the number of steps really made. Waits for the answers of this exchange and of
-        one that is in flight.
+        For a worker that is about to leave, or to be preempted. The message says how
+        many steps were really made. Waits for the answers of this exchange and of one
+        that is in flight.
 
-        Args, returns and raises as `exchange`.
+        Args, returns and raises as `exchange`; and ``steps`` are the local steps that
+        the round has had, if not those after which `exchange` was called.
         """
         self._require_start()
+        check.whole_number(steps, "steps", least=0)
+        self._local_steps = self._local_steps if steps is None else steps
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
@@ -280,8 +279,8 @@ class Worker:
     def leave(self) -> None:
         """Leaves the center, which then no longer waits for this worker.
 
-        What was not exchanged is lost: `flush` before, if it matters. Leaving a
-        ``with worker:`` block, by Ctrl-C too, does the same.
+        What was not exchanged is lost: call `flush` before, if it matters. A ``with
+        worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
         self._end()
         self._anchor = self._spare = None
@@ -357,7 +356,7 @@ class Worker:
         self._end()
         session = self.center.join(self.name, params)
         self.exchanges = exchanges
-        self._begin(session, params, state, Snapshot(anchor, seen), length)
+        self._begin(session, (params, state), Snapshot(anchor, seen), length)
         self._local_steps = int(saved.local_steps)
         return params, state
 
@@ -371,8 +370,10 @@ class Worker:
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state, length)
         if message is None:
-            sent = self._programs.contribute(state, params, anchor.params)
-            message = self._message = self._new_message(*sent)
+            contribution, codec_state = self._programs.contribute(
+                state, params, anchor.params
+            )
+            message = self._message = self._new_message(contribution, codec_state)
         if message.answer is None:
             try:
                 message.answer = message.send(session)
@@ -386,26 +387,21 @@ class Worker:
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
-        answer = self._place(message.answer, params)
+        answer = _placed(message.answer, params)
         state = state._replace(codec_state=message.codec_state)
         params, state = self._programs.adopt(params, state, answer.params)
-        self._landed(answer)
-        self._begin_round(answer, length)
+        self._adopted(answer)
+        self._begin_round(length)
         return params, state
 
     def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
-        anchor, _ = self._require_start()
         return Message(
-            self._sent + 1,
-            contribution,
-            anchor.version,
-            self._local_steps,
-            codec_state,
+            self._sent + 1, contribution, self.version, self._local_steps, codec_state
         )
 
     @property
     def _in_flight(self) -> bool:
-        return self._message is not None and self._message.left is not None
+        return self._message is not None and self._message.flight is not None
 
     def _depart(
         self, params: PyTree, state: LocalState, length: int | None
@@ -420,31 +416,17 @@ class Worker:
         contribution, left, state = self._programs.depart(
             spare, params, state, anchor.params
         )
-        message = self._new_message(contribution)
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(message, left, length)
+        self._take_off(self._new_message(contribution), left, length)
         return params, state
 
     def _take_off(self, message: Message, left: Left, length: int | None) -> None:
-        """A round begins while a message is on its way."""
+        """A round begins while a message is in flight."""
         _, session = self._require_start()
-        message.left = left
-        self._message = message
-        self._local_steps = 0
-        self._round_length = length
+        message.left, self._message = left, message
+        self._begin_round(length)
         message.take_off(session, self._give_up)
-
-    def _maybe_land(
-        self, params: PyTree, state: LocalState
-    ) -> tuple[PyTree, LocalState]:
-        """Lands if the answer is there, or patience is at its end."""
-        assert self._message is not None
-        assert self._message.flight is not None
-        patience = self._length() if self._patience is None else self._patience
-        if self._message.flight.done() or self._local_steps >= max(patience, 1):
-            return self._land(params, state)
-        return params, state
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
@@ -461,33 +443,27 @@ class Worker:
         if error is not None:
             raise error
         assert message.answer is not None
-        answer, recovers = self._place(message.answer, params), self._programs.recovers
+        answer, left = _placed(message.answer, params), message.left
         params, state = self._programs.land(
-            params,
-            state,
-            message.contribution if recovers else None,
-            message.left,
-            anchor.params if recovers else None,
-            answer.params,
+            params, state, message.contribution, left, anchor.params, answer.params
         )
         if self.overlap:
-            self._spare = message.contribution, message.left.params
-        self._landed(answer)
-        self._keep_anchor(answer)
+            self._spare = message.contribution, left.params
+        self._adopted(answer)
         return params, state
 
-    def _landed(self, answer: Snapshot) -> None:
+    def _adopted(self, answer: Snapshot) -> None:
+        """An exchange is over."""
         self._sent += 1
         self.exchanges += 1
         self.dropped += not answer.applied
         self.staleness = answer.staleness
         self.norm = answer.norm
-
-    def _place(self, answer: Snapshot, params: PyTree) -> Snapshot:
-        return answer._replace(params=trees.place_like(answer.params, params))
+        self._message = None
+        self._keep_anchor(answer)
 
     def _end(self) -> None:
-        """Leaves, with a message whose answer nobody waits for any more."""
+        """Leaves; nobody waits any more for the answer to a message in flight."""
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
@@ -496,29 +472,22 @@ class Worker:
             session.leave()
 
     def _begin(
-        self,
-        session: Session,
-        params: PyTree,
-        state: LocalState,
-        anchor: Snapshot,
-        length: int,
+        self, session: Session, loop: PyTree, anchor: Snapshot, length: int
     ) -> None:
         self._session, self._sent = session, 0
         self._spare = None
-        self._like = jax.eval_shape(lambda loop: loop, (params, state))
-        self._begin_round(anchor, length)
-
-    def _begin_round(self, anchor: Snapshot, length: int | None) -> None:
+        self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
-        self._local_steps = 0
-        self._round_length = length
+        self._begin_round(length)
+
+    def _begin_round(self, length: int | None) -> None:
+        self._local_steps, self._round_length = 0, length
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
-        # Without a reader, the anchor's arrays are let go, so that old versions can be
-        # freed.
+        # Where nobody reads its arrays they are let go, so that the center can write
+        # over them.
         holds = self._programs.holds_anchor
         self._anchor = anchor if holds else anchor._replace(params=None)
-        self._message = None
 
     def _length(self) -> int:
         """Local steps of the current round."""
@@ -532,7 +501,6 @@ class Worker:
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Everything that can be wrong with the loop's arrays, before any is sent."""
-        assert self._like is not None
         check.params_given(params, f"worker {self.name!r}")
         check.same_tree(params, self._like[0], "params", "this worker's parameters")
         check.same_tree(state, self._like[1], "state", "this worker's state")
@@ -553,3 +521,7 @@ class Worker:
                 "local step"
             )
         return self._anchor, self._session
+
+
+def _placed(snapshot: Snapshot, like: PyTree) -> Snapshot:
+    return snapshot._replace(params=trees.place_like(snapshot.params, like))

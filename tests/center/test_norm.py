@@ -23,7 +23,7 @@ def message(size, dtype="float32"):
 def store(packs, dtype="float32"):
     center = jax.tree.map(np.zeros_like, message(1.0, dtype))
     made = Store(rules.downpour(), center, None, None, packs=packs)
-    assert made.is_packed == packs
+    assert (made.packing is not None) == packs
     return made
 
 
@@ -73,7 +73,7 @@ def test_is_the_message_s_and_not_the_contribution_s():
 def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs):
     settings = {"refuse_nonfinite": True, "packs": packs}
     center = agn_optax.LocalCenter(rules.downpour(), message(0.0), **settings)
-    assert center.core.store.is_packed == packs
+    assert (center.core.store.packing is not None) == packs
     sent = message(1e25)
     answer = sessions.exchange(center, sent, anchor_version=0, worker="a")
     assert answer.applied

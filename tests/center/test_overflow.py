@@ -12,10 +12,9 @@ from support import assert_identical
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import _growth
+from agn_optax.center._store import growth
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
-LEAVES, TREEDEF = jax.tree.flatten(ONES)
 
 
 def times(number, dtype="float32"):
@@ -159,7 +158,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", MULTIPLES)
 def test_the_growth_of_multiples_is_known(name):
     rule = rules.agn(MULTIPLES[name])
-    factor = _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES)))
+    factor = growth(rule, ONES)
     state = rule.center.init(ONES)
     updates, _ = rule.center.update(ONES, state, ONES, staleness=jnp.int32(0))
     largest = max(float(jnp.abs(u).max()) for u in jax.tree.leaves(updates))
@@ -169,13 +168,9 @@ def test_the_growth_of_multiples_is_known(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_growth_of_others_is_not(name):
     rule = rules.agn(OTHERS[name])
-    assert _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES))) is None
+    assert growth(rule, ONES) is None
 
 
 def test_the_growth_of_a_message_made_of_the_center_is_not():
     rule = dataclasses.replace(rules.easgd(0.5), center=optax.sgd(0.5))
-    assert _growth.factor(rule, TREEDEF, tuple(map(abstract, LEAVES))) is None
-
-
-def abstract(leaf):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    assert growth(rule, ONES) is None

@@ -49,7 +49,7 @@ def stores(rule, params):
     params = jax.tree.map(jnp.asarray, params)
     as_tree = Store(rule, params, None, None)
     packed = Store(rule, params, None, None, packs=True)
-    assert packed.layout.packs
+    assert packed.packing is not None
     return as_tree, packed
 
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_does_not_depend_on_it(then):
         first.apply([first.place(arrays(1))], [0])
         saved = everything(first)
         second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
-        assert second.layout.packs == then
+        assert (second.packing is not None) == then
         for store in (first, second):
             store.apply([store.place(arrays(2))], [0])
         assert_identical(everything(first), everything(second))
@@ -219,7 +219,7 @@ def test_a_worker_in_the_process_of_the_center():
         center = agn_optax.LocalCenter(rules.easgd(0.3), packs=packs)
         worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
         loop = worker.start(arrays(0), chief=True)
-        assert center.core.store.is_packed == packs
+        assert (center.core.store.packing is not None) == packs
         loop = run_worker(worker, *loop, feeds(loop[0], 6))
         ends.append((loop, center.pull().params))
     assert_identical(*ends)
@@ -229,7 +229,7 @@ def test_a_worker_in_the_process_of_the_center():
 def test_law_7_where_the_server_packs(name):
     ends = []
     with service.serve(RULES[name](), jax.tree.map(jnp.asarray, arrays(0))) as server:
-        assert server.center.core.store.is_packed
+        assert server.center.core.store.packing is not None
         with service.connect(server.address, RULES[name]()) as remote:
             for center in (remote, agn_optax.LocalCenter(RULES[name](), arrays(0))):
                 worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="a")

@@ -10,7 +10,8 @@ import pytest
 
 import agn_optax
 from agn_optax import errors, rules
-from agn_optax.center import Core, Uplink
+from agn_optax.center import Core
+from agn_optax.worker import Uplink
 
 LIMIT = 60  # seconds that nothing here takes
 

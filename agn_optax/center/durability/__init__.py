@@ -4,12 +4,6 @@
 that writes, `_directory` the files, and `_records` what is in them.
 """
 
-from agn_optax.center.durability._keeper import (
-    Durability,
-    Image,
-    Journal,
-    Keeper,
-    Snapshots,
-)
+from agn_optax.center.durability._keeper import Durability, Journal, Keeper, Snapshots
 
-__all__ = ["Durability", "Image", "Journal", "Keeper", "Snapshots"]
+__all__ = ["Durability", "Journal", "Keeper", "Snapshots"]

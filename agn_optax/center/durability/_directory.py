@@ -11,6 +11,7 @@ journal may begin before that snapshot, where no new file could be had at the ti
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -36,7 +37,6 @@ _ADVICE = "Put back a copy of the whole directory, or begin with an empty one"
 # What is promised of the records that are made: "whole" that there will be no more of
 # them, "journal" that each is on disk before it is answered, and "memory" nothing.
 Promise = Literal["whole", "journal", "memory"]
-_PROMISES: tuple[Promise, ...] = get_args(Promise)
 
 
 class Directory:
@@ -56,10 +56,9 @@ class Directory:
         with contextlib.ExitStack() as opened:
             with explained(f"cannot keep a center in {self.path}"):
                 _make(self.path)
-                self._folder = os.open(self.path, os.O_RDONLY)
-                opened.callback(os.close, self._folder)
-                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-                opened.callback(os.close, self._lock)
+                self._folder = opened.enter_context(_opening(self.path, os.O_RDONLY))
+                lock = _opening(self.path / "lock", os.O_RDWR | os.O_CREAT)
+                self._lock = opened.enter_context(lock)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -140,7 +139,11 @@ class Directory:
             with self._reading(path) as file:
                 if begin > number:
                     raise _records.DamagedError(f"record {number} is missing before it")
-                for record in self._records(file, begin, path, is_last):
+                size = os.fstat(file).st_size
+                cut_off = functools.partial(_cut_off, path, is_last)
+                for record in _records.read_all(file, begin, cut_off):
+                    if record.file_size > size:
+                        self._missing = f"{path} is shorter than it was"
                     if record.number == number:
                         number += 1
                         yield record
@@ -171,12 +174,9 @@ class Directory:
         temporary = path.with_name(path.name + ".tmp")
         pieces, size = _records.encode(number, about, arrays)
         try:
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
+            with _opening(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
                 _records.write(file, pieces, 0)
                 os.fsync(file)
-            finally:
-                os.close(file)
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -215,26 +215,6 @@ class Directory:
         for each in self._numbers("snapshot")[:-keep]:
             self._file("snapshot", each).unlink()
 
-    def _records(
-        self, file: int, begin: int, path: pathlib.Path, is_last: bool
-    ) -> Iterator[Record]:
-        """The records of a journal that begins with record ``begin``."""
-
-        def cut_off(size: int) -> None:
-            if not is_last:  # it was on disk before the next one was begun
-                raise _records.DamagedError("its end is damaged")
-            _log.warning(
-                "%s ends with %d bytes of a write that was cut off, which are left out",
-                path,
-                size,
-            )
-
-        size = os.fstat(file).st_size
-        for record in _records.read_all(file, begin, cut_off):
-            if record.file_size > size:
-                self._missing = f"{path} is shorter than it was"
-            yield record
-
     def _file(self, kind: str, number: int) -> pathlib.Path:
         return self.path / f"{kind}-{number:012}"
 
@@ -245,14 +225,20 @@ class Directory:
 
     @contextlib.contextmanager
     def _reading(self, path: pathlib.Path) -> Iterator[int]:
-        with explained(f"cannot read {path}"):
-            file = os.open(path, os.O_RDONLY)
+        with explained(f"cannot read {path}"), _opening(path, os.O_RDONLY) as file:
             try:
                 yield file
             except _records.DamagedError as error:
                 raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
-            finally:
-                os.close(file)
+
+
+@contextlib.contextmanager
+def _opening(path: pathlib.Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -264,6 +250,17 @@ def explained(what: str) -> Iterator[None]:
         if isinstance(error, errors.AgnOptaxError):
             raise
         raise errors.DurabilityError(f"{what}: {error}") from error
+
+
+def _cut_off(path: pathlib.Path, is_last: bool, size: int) -> None:
+    """A journal ends with bytes that are no whole record."""
+    if not is_last:  # it was on disk before the next one was begun
+        raise _records.DamagedError("its end is damaged")
+    _log.warning(
+        "%s ends with %d bytes of a write that was cut off, which are left out",
+        path,
+        size,
+    )
 
 
 def reserve(file: int, size: int, needed: int) -> int:
@@ -285,18 +282,15 @@ def _make(path: pathlib.Path) -> None:
     if not path.is_dir():
         _make(path.parent)
         path.mkdir(exist_ok=True)
-        parent = os.open(path.parent, os.O_RDONLY)
-        try:
+        with _opening(path.parent, os.O_RDONLY) as parent:
             os.fsync(parent)
-        finally:
-            os.close(parent)
 
 
 def _read_promise(lock: int) -> tuple[Promise | None, int]:
     """What an earlier process has promised, and of how many records."""
     words = os.pread(lock, 64, 0).decode("ascii", "replace").split()
     text = " ".join(words[:2])
-    for promise in _PROMISES:
+    for promise in get_args(Promise):
         if words[:1] == [promise] and words[2:] == [_checksum(text)]:
             return promise, int(words[1])
     return None, 0

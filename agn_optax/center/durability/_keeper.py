@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import Description, Leaf, check, description, trees
+from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center.durability._directory import Directory, explained
@@ -79,17 +79,10 @@ class Snapshots:
             raise errors.InvalidArgumentError(
                 "Snapshots needs seconds=, exchanges= or both, got neither"
             )
-        if self.seconds is not None and not (
-            isinstance(self.seconds, int | float)
-            and not isinstance(self.seconds, bool)
-            and 0 < self.seconds < math.inf
-        ):
-            raise errors.InvalidArgumentError(
-                f"seconds must be a positive number or None, got {self.seconds!r}"
-            )
-        if self.exchanges is not None:
-            _check_positive("exchanges", self.exchanges)
-        _check_positive("keep", self.keep)
+        if self.seconds is not None:
+            check.seconds(self.seconds, "seconds", positive=True)
+        check.whole_number(self.exchanges, "exchanges", least=1)
+        check.whole_number(self.keep, "keep", least=1, optional=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +124,14 @@ class Journal:
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
-        if self.size is not None:
-            _check_positive("size", self.size)
+        check.whole_number(self.size, "size", least=1)
 
 
 Durability = Snapshots | Journal
 
 
-@dataclasses.dataclass
-class Image:
-    """All that a center is at one moment, to be written down."""
-
-    state: CenterState
-    ledger: dict[str, Any]
-    chief: str | None
+# All that a center is at one moment: it, what its ledger remembers, and its chief.
+Image = tuple[CenterState, dict[str, Any], str | None]
 
 
 class Keeper:
@@ -178,12 +165,13 @@ class Keeper:
         self.chief: str | None = None
         self.failure = ""
         self._durability = durability
+        self._keep = getattr(durability, "keep", 1)  # snapshots
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
         self._rule: Rule
         self._writer: Writer | None = None
-        self._begun = self._closed = False
+        self._closed = False
         self._number = 0  # records so far
         self._on_disk = 0  # ... of which so many are in the journal for good
         self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
@@ -191,9 +179,7 @@ class Keeper:
         self._seen = 0  # records that were in it
         self._saved_size = 0
         self._exchanges = 0  # since then
-        self._saver = threading.Thread(
-            target=self._save_when_due, name="agn-optax snapshots", daemon=True
-        )
+        self._saver: Future[None] | None = None  # once there is a center
 
     def restore(
         self,
@@ -229,9 +215,7 @@ class Keeper:
                 "and settings, or another directory"
             )
         state = _state(snapshot, rule, params, dtype, where)
-        # The version stays a Python int, which no number of exchanges is too large for.
-        placed = jax.device_put(state._replace(version=None), device)
-        store = Store.restore(rule, placed._replace(version=state.version), packs=packs)
+        store = Store.restore(rule, state, device, packs=packs)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -239,14 +223,11 @@ class Keeper:
             self._number = record.number + 1
             _repeat(record, store)
             memories.append(record.about["ledger"])
-        ledger.version = store.current.number
+        version = ledger.version = store.current.number
         if lost := self._directory.lost(self._number):
             # Its workers may know more than it does, and are told to start again.
             _log.warning(
-                "%s goes on as another one, at version %d: %s",
-                where,
-                store.current.number,
-                lost,
+                "%s goes on as another one, at version %d: %s", where, version, lost
             )
         else:
             for memory in memories:
@@ -266,15 +247,15 @@ class Keeper:
         self._rule, self._image = rule, image
         try:
             with explained(f"cannot write to {self._directory.path}"):
-                self._begin(image)
+                self._write_first(self._number)
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
             self._writer = self._saved = None  # the next parameters may be others
             raise
-        self._begun = True
         self._saved_at, self._seen = time.monotonic(), self._number
-        self._saver.start()
+        name = "agn-optax snapshots"
+        self._saver = in_background(self._save_when_due, name, lasting=True)
 
     def record(
         self,
@@ -294,7 +275,7 @@ class Keeper:
         Returns:
           What to wait for, see `is_kept`.
         """
-        if not self._begun or self._closed or self.failure:
+        if self._saver is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
         self._exchanges += bool(contributions)
@@ -327,8 +308,8 @@ class Keeper:
                 return
             self._closed = True
             self._changed.notify_all()
-        if self._begun:
-            self._saver.join()
+        if self._saver is not None:
+            self._saver.result()
             if self._writer is not None:
                 self._writer.close()
             try:
@@ -338,27 +319,26 @@ class Keeper:
                     if self._saved != (number, self.life):
                         self._save(number, image)
                     self._directory.promise("whole", number)
-                    self._forget(number + 1)
+                    self._directory.forget(number + 1, self._keep)
             except OSError as error:
                 self._fail(error)
         self._directory.close()
 
-    def _begin(self, image: Callable[[], Image]) -> None:
+    def _write_first(self, number: int) -> None:
         """Everything that has to be on disk before the first exchange.
 
         In this order, a process that is killed in between leaves what the promise that
         is on disk says.
         """
-        number = self._number
         if self._saved != (number, self.life):
-            self._save(number, image())
+            self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
             self._directory.promise("memory", number)
         else:
             self._on_disk = number
             self._writer = Writer(self._directory, number, self._is_on_disk, self._fail)
             self._directory.promise("journal", number)
-        self._forget(number)
+        self._directory.forget(number, self._keep)
 
     def _is_on_disk(self, number: int) -> None:
         with self._changed:
@@ -375,7 +355,13 @@ class Keeper:
             self._changed.notify_all()
 
     def _save_when_due(self) -> None:
-        while self._wait_until_due():
+        while True:
+            with self._changed:
+                while not (self._closed or self.failure) and self._time_left() != 0.0:
+                    self._changed.wait(self._time_left())
+                if self._closed or self.failure:
+                    return
+                self._exchanges, self._saved_at = 0, time.monotonic()
             try:
                 self._replace_journal()
             except Exception as error:  # whatever it is, the next one may go well
@@ -386,13 +372,18 @@ class Keeper:
                     error,
                 )
 
-    def _wait_until_due(self) -> bool:
-        """Whether a snapshot is to be written; False if there will be none any more."""
-        with self._changed:
-            while not (self._is_due() or self._closed or self.failure):
-                self._changed.wait(self._time_left())
-            self._exchanges, self._saved_at = 0, time.monotonic()
-            return not (self._closed or self.failure)
+    def _time_left(self) -> float | None:
+        """Seconds to the next snapshot; None if that is no matter of time."""
+        kept, records = self._durability, self._number - self._seen
+        if isinstance(kept, Journal):
+            assert self._writer is not None
+            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
+            is_due = self._writer.size >= size or records >= _RECORDS
+        else:
+            is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
+            if kept.seconds is not None and records and not is_due:
+                return max(0.0, self._saved_at + kept.seconds - time.monotonic())
+        return 0.0 if is_due else None
 
     def _replace_journal(self) -> None:
         """Writes a snapshot, after which nobody needs the records before it."""
@@ -405,48 +396,24 @@ class Keeper:
                 self._changed.wait_for(lambda: not writer.is_turning or self.failure)
                 begin = writer.begin
         self._save(number, image)
-        self._forget(begin)
-
-    def _is_due(self) -> bool:
-        """Whether it is time for a snapshot."""
-        kept = self._durability
-        if isinstance(kept, Journal):
-            assert self._writer is not None
-            size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
-            records = self._number - self._seen
-            return self._writer.size >= size or records >= _RECORDS
-        enough = kept.exchanges is not None and self._exchanges >= kept.exchanges
-        return enough or self._time_left() == 0.0
-
-    def _time_left(self) -> float | None:
-        """Seconds to the next snapshot; None if that is no matter of time."""
-        seconds = getattr(self._durability, "seconds", None)
-        if seconds is None or self._number == self._seen:
-            return None
-        return max(0.0, self._saved_at + seconds - time.monotonic())
+        self._directory.forget(begin, self._keep)
 
     def _save(self, number: int, image: Image) -> None:
-        params, center_state = image.state.params, image.state.center_state
-        described = trees.describe(params)
+        state, ledger, chief = image
+        described = trees.describe(state.params)
         about = {
-            "version": int(image.state.version),
+            "version": int(state.version),
             "life": self.life,
             "rule": dict(fingerprint(self._rule)),
             "params": described.leaves,
             "containers": described.structure,
-            "ledger": image.ledger,
-            "chief": image.chief,
+            "ledger": ledger,
+            "chief": chief,
         }
-        leaves = jax.tree.leaves((params, center_state))
+        leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
-
-    def _forget(self, journals: int) -> None:
-        """Removes journals that begin before a record, and old snapshots."""
-        kept = self._durability
-        keep = kept.keep if isinstance(kept, Snapshots) else 1
-        self._directory.forget(journals, keep)
 
 
 def _repeat(record: Record, store: Store) -> None:
@@ -469,33 +436,30 @@ def _state(
 ) -> CenterState:
     """A snapshot as the center that it is of."""
     about = snapshot.about
-    described = Description(
-        [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["params"]],
+    described = description.Description(
+        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
         about["containers"],
     )
-    if params is not None:
-        check.float_leaves(params, "params")
-        _check_same(described, trees.describe(params, dtype), where)
-        treedef = jax.tree.structure(params)
-    elif described.structure is None:
-        raise errors.DurabilityError(
-            f"{where} has parameters in containers other than dicts, lists and tuples; "
-            "give it parameters with the same containers, whose values do not matter"
-        )
-    else:
-        leaves = iter(range(len(described.leaves)))
-        tree = description.rebuild(described.structure, leaves)
-        treedef = jax.tree.structure(tree)
-        if dtype is not None:
-            wanted = [leaf._replace(dtype=dtype.name) for leaf in described.leaves]
-            _check_same(described, Description(wanted), where)
+    count = len(described.leaves)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
             raise errors.DurabilityError(
                 f"{where} has {array.dtype} arrays, which need "
                 "jax.config.update('jax_enable_x64', True) here"
             )
-    count = len(described.leaves)
+    if params is not None:
+        check.float_leaves(params, "params")
+    elif described.structure is None:
+        raise errors.DurabilityError(
+            f"{where} has parameters in containers other than dicts, lists and tuples; "
+            "give it parameters with the same containers, whose values do not matter"
+        )
+    else:
+        params = description.rebuild(described.structure, iter(snapshot.arrays))
+    wanted = trees.describe(params, dtype)
+    if words := described.difference(wanted, "it has", "the parameters have"):
+        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
+    treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
     state = jax.eval_shape(rule.center.init, restored)
     rest = snapshot.arrays[count:]
@@ -509,18 +473,6 @@ def _state(
     return CenterState(restored, center_state, about["version"])
 
 
-def _check_same(found: Description, wanted: Description, where: str) -> None:
-    if words := found.difference(wanted, "it has", "the parameters have"):
-        raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
-
-
 def _check_directory(value: Any) -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise errors.InvalidTypeError(f"directory must be a path, got {value!r}")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise errors.InvalidArgumentError(
-            f"{name} must be a whole number >= 1, got {value!r}"
-        )

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -151,8 +152,9 @@ def read_all(
         if block.count(0) == len(block):  # reserved, and never written
             continue
         left = start + len(block) - position
-        for at in _places(block):
-            head = _head(block[at : at + _HEAD.size])
+        for found in re.finditer(_MAGIC, block):
+            at = found.start()
+            head = None if at % _ALIGNMENT else _head(block[at : at + _HEAD.size])
             if head is None or not position < head.on_disk <= start + at:
                 continue
             later = read(file, start + at, end)
@@ -181,15 +183,6 @@ def _head(raw: bytes) -> Head | None:
     if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
         return None
     return Head(*_HEAD.unpack(raw))
-
-
-def _places(block: bytes) -> Iterator[int]:
-    """Where records may begin in a block of a file."""
-    at = block.find(_MAGIC)
-    while at >= 0:
-        if at % _ALIGNMENT == 0:
-            yield at
-        at = block.find(_MAGIC, at + 1)
 
 
 def _fill(file: int, buffer: memoryview, position: int) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import queue
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from agn_optax._internal import in_background
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
 
@@ -59,16 +60,13 @@ class Writer:
         self._number = number
         self._written = written
         self._failed = failed
-        self._changed = threading.Condition()
-        # A record's contents, or None where another file begins.
-        self._waiting: list[tuple[dict[str, Any], Sequence[PyTree]] | None] = []
-        self._closed = False
+        # Contents of records; "turn" where another file begins, and "end" at the end.
+        self._waiting: queue.SimpleQueue[
+            tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
+        ] = queue.SimpleQueue()
         self.is_turning = False
         self._begin_file()
-        self._thread = threading.Thread(
-            target=self._run, name="agn-optax journal", daemon=True
-        )
-        self._thread.start()
+        self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
     @property
     def size(self) -> int:
@@ -77,23 +75,17 @@ class Writer:
 
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
         """Takes the next record, and does not wait for it to be written."""
-        with self._changed:
-            self._waiting.append((about, trees))
-            self._changed.notify()
+        self._waiting.put((about, trees))
 
     def begin_file(self) -> None:
         """The next record goes into another file, if one can be had."""
-        with self._changed:
-            self.is_turning = True
-            self._waiting.append(None)
-            self._changed.notify()
+        self.is_turning = True
+        self._waiting.put("turn")
 
     def close(self) -> None:
         """Returns when everything is on disk, or failed to be."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        self._waiting.put("end")
+        self._ended.result()
 
     def _run(self) -> None:
         try:
@@ -105,25 +97,17 @@ class Writer:
             os.close(self._file)
 
     def _write_next(self) -> bool:
-        """Whether there was anything to write; while it waits it holds no arrays."""
-        batch = self._take()
-        if batch:
-            self._write(batch)
-        return bool(batch)
-
-    def _take(self) -> list[tuple[dict[str, Any], Sequence[PyTree]] | None]:
-        """What waits; nothing once there is no more to come."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            batch, self._waiting = self._waiting, []
-            return batch
-
-    def _write(self, batch: Sequence[Any]) -> None:
+        """Writes what waits; False at the end. While it waits it holds no arrays."""
+        batch = [self._waiting.get()]
+        while not self._waiting.empty():
+            batch.append(self._waiting.get())
         pieces: list[memoryview] = []
         end = self._end
         for each in batch:
-            if each is None:
+            if each == "end" or each == "turn":
                 self._put(pieces, end)
+                if each == "end":
+                    return False
                 self._turn()
                 pieces, end = [], self._end
                 continue
@@ -136,6 +120,7 @@ class Writer:
             end += size
             self._number += 1
         self._put(pieces, end)
+        return True
 
     def _put(self, pieces: Sequence[memoryview], end: int) -> None:
         if not pieces:

@@ -1,7 +1,7 @@
 """A tree of centers: a center that is itself a worker of a parent center.
 
 The workers of a site talk to the site's own center, often; the sites talk to their
-parent, rarely. For the parent, a site is a worker like any other: its parameters are
+parent, rarely. For the parent, a site is a `Worker` like any other: its parameters are
 the site's center, and an exchange at the site is one of its local steps. The site does
 not stop while it waits for its parent, so it adopts the answer with the progress that
 it has made since.
@@ -10,20 +10,21 @@ it has made since.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from agn_optax import errors
-from agn_optax import round as rounds
-from agn_optax._internal import check, trees
-from agn_optax.center._core import Core
-from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax._internal import check, in_background, trees
+from agn_optax.center import Center, Core
+from agn_optax.round import LocalState
+from agn_optax.worker._worker import Worker
 
 PyTree = Any
 T = TypeVar("T")
@@ -43,7 +44,6 @@ class Uplink:
       name: of the site, unique among the workers of the parent.
 
     Attributes:
-      exchanges: with the parent so far.
       ready: an event, set when the site has joined its parent, or failed to.
       error: why the site goes on alone; None while it does not.
 
@@ -62,31 +62,32 @@ class Uplink:
                 f"{core.rule.name!r} of this center does not send any; give the "
                 "parent a rule that sends displacements, such as downpour or diloco"
             )
-        self.exchanges = 0
         self.error: BaseException | None = None
         self.ready = threading.Event()
         self._core = core
         self._parent = parent
-        self._name = name
-        self._session: Session | None = None
-        self._anchor: Snapshot  # of the parent, as last adopted
-        # Under the lock of the site's center: what its exchanges add up to since then.
+        # A lost parent is an error of its exchange, which is then tried again.
+        self._worker = Worker(
+            parent, optax.identity(), period=period, name=name, patience=0
+        )
+        self._state: LocalState  # of that worker
+        # Under the lock of the site's center: what its exchanges add up to since it
+        # last adopted the parent.
         self._steps = 0
         self._record: PyTree = None
-        self._codec_state: PyTree = None  # of the parent's rule
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
-        self._contribute = jax.jit(functools.partial(rounds.contribute, rule))
-        self._adopt = jax.jit(functools.partial(rounds.adopt, rule))
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"{name} uplink", daemon=True
-        )
-        self._thread.start()
+        self._ended = in_background(self._run, f"{name} uplink", lasting=True)
+
+    @property
+    def exchanges(self) -> int:
+        """With the parent so far."""
+        return self._worker.exchanges
 
     def stop(self, timeout: float = 30.0) -> None:
         """Exchanges once more, if there is something to say, and leaves the parent."""
         self._stopped.set()
-        self._thread.join(timeout)
+        wait([self._ended], timeout)
 
     def _run(self) -> None:
         try:
@@ -104,9 +105,8 @@ class Uplink:
             _log.error("this center goes on without its parent: %s", error)
         finally:
             self.ready.set()
-            if self._session is not None:  # the other sites do not wait for us
-                with contextlib.suppress(Exception):
-                    self._session.leave()
+            with contextlib.suppress(Exception):
+                self._worker.leave()  # the other sites do not wait for this one
 
     def _has_work(self) -> bool:
         return self._steps >= self._period or self._stopped.is_set()
@@ -114,11 +114,11 @@ class Uplink:
     def _begin(self) -> bool:
         """Both centers have parameters, and the site has joined; False: stopped."""
         while not self._stopped.is_set():
-            try:
-                self._core.initialize_from(self._insist(self._parent.pull).params)
+            with contextlib.suppress(errors.NotInitializedError):
+                params = self._insist(self._parent.pull).params
+                with contextlib.suppress(errors.AlreadyInitializedError):
+                    self._core.initialize(params, worker=None)
                 break
-            except errors.NotInitializedError:
-                pass
             if self._core.wait_until_initialized(_POLL):
                 # If another site is quicker, this one adopts what that gave.
                 with contextlib.suppress(errors.AlreadyInitializedError):
@@ -129,19 +129,15 @@ class Uplink:
         with self._core.atomically():  # its workers may have begun already
             first = self._core.snapshot().params
             self._record = self._parent.rule.record.init(first)
-            self._codec_state = self._parent.rule.codec.init(first)
             self._core.observe(self._observe)
-        self._session = self._insist(lambda: self._parent.join(self._name, first))
-        self._anchor = self._placed(self._insist(self._parent.pull), first)
-        adopted = jax.tree.map(
-            lambda c, x: c.astype(x.dtype), self._anchor.params, first
-        )
-        if not _alike(first, adopted):
+        adopted, self._state = self._insist(lambda: self._worker.start(first))
+        if not jax.tree.all(jax.tree.map(jnp.array_equal, first, adopted)):
             self._core.shift(adopted, first)
         return True
 
     def _initialize_parent(self) -> None:
-        self._parent.initialize(self._core.snapshot().params, worker=self._name)
+        params = self._core.snapshot().params
+        self._parent.initialize(params, worker=self._worker.name)
 
     def _insist(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, as soon as the parent can be reached."""
@@ -169,37 +165,13 @@ class Uplink:
         return self._parent.rule.record.update(gradients, record, gradients)[1]
 
     def _exchange(self) -> None:
-        assert self._session is not None
-        session, rule = self._session, self._parent.rule
         with self._core.atomically():
             sent = self._core.snapshot().params
             steps, self._steps = self._steps, 0
-            record, self._record = self._record, rule.record.init(sent)
-        anchor = self._anchor
-        state = rounds.LocalState(
-            local_steps=jnp.int32(steps),
-            inner_state=(),
-            record=record,
-            anchor=None,
-            codec_state=self._codec_state,
+            record, self._record = self._record, self._parent.rule.record.init(sent)
+        state = self._state._replace(local_steps=jnp.int32(steps), record=record)
+        params = trees.copy(sent)  # for an exchange donates what it is given
+        adopted, self._state = self._insist(
+            lambda: self._worker.flush(params, state, steps=steps)
         )
-        contribution, self._codec_state = self._contribute(state, sent, anchor.params)
-        answer = self._insist(
-            lambda: session.exchange(
-                self.exchanges + 1,
-                contribution,
-                anchor_version=anchor.version,
-                steps=steps,
-            )
-        )
-        self.exchanges += 1
-        self._anchor = self._placed(answer, sent)
-        self._core.shift(self._adopt(sent, self._anchor.params), sent)
-
-    def _placed(self, snapshot: Snapshot, like: PyTree) -> Snapshot:
-        return snapshot._replace(params=trees.place_like(snapshot.params, like))
-
-
-def _alike(tree: PyTree, other: PyTree) -> bool:
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return all(bool(jnp.array_equal(a, b)) for a, b in pairs)
+        self._core.shift(adopted, sent)
