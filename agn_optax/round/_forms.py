@@ -174,22 +174,18 @@ def phases(
         layout.check_bound()
         inner_state, own = own.local.inner_state, _with_inner(own, None)
 
-        def exchanged(carry: Any, _: Any) -> tuple[PyTree, ExchangeState]:
+        def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
             params, own = carry
             return _exchanged(rule, layout, params, own, extra_args)
 
+        carry = (params, own)
         if rule.adopts == "before":  # then both sides move, each by what both were
+            owners = functools.partial(_owners, rule, own)
             params, own = _leafwise.when(
-                None,
-                exchanged,
-                (params, own),
-                (),
-                params,
-                lambda numbers: ((numbers, _owners(rule, own, numbers)), ()),
-                own.exchanges,
+                None, exchanged, carry, params, owners, own.exchanges
             )
         else:
-            params, own = exchanged((params, own), ())
+            params, own = exchanged(carry, params)
         own = _with_inner(own, inner_state)
         return params, jax.tree.map(
             lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
@@ -298,20 +294,10 @@ def exchange_every(
             adopted, state = _exchanged(rule, layout, stepped, state, extra_args)
             return _difference(adopted, params), state
 
-        def gate(carry: Any, ready: jax.Array) -> Any:
-            updates, state = carry
-            return jax.tree.map(lambda u: jnp.where(ready, u, 0), updates), state
-
         if not reads_center_only:
+            carry, owners = (updates, state), functools.partial(_owners, rule, state)
             updates, state = _leafwise.when(
-                due,
-                exchanged,
-                (updates, state),
-                params,
-                params,
-                lambda numbers: ((numbers, _owners(rule, state, numbers)), numbers),
-                state.exchanges,
-                gate,
+                due, exchanged, carry, params, owners, state.exchanges
             )
             return updates, _with_inner(state, inner_state)
         # The message takes nothing from the parameters, so the loop need not wait for
