@@ -62,8 +62,28 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _is_real(dtype: Any) -> bool:
+def one_of(value: Any, argument: str, choices: tuple[Any, ...], hint: str = "") -> None:
+    """``value`` is one of ``choices``."""
+    if isinstance(value, bool) or value not in choices:
+        raise errors.InvalidArgumentError(
+            f"{argument} must be one of {choices}, got {show(value)}{hint}"
+        )
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether its numbers are integers or real floating ones."""
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
+def _scalar(value: Any, wanted: str) -> Any:
+    """The number that an array is; whatever else ``value`` is, as it is."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        return value
+    if value.shape != () or not is_real(value.dtype):
+        raise errors.InvalidTypeError(
+            f"{wanted}an array {value.dtype}{list(value.shape)}"
+        )
+    return value.item()
 
 
 def positive_int(value: Any, argument: str) -> Any:
@@ -77,24 +97,14 @@ def positive_int(value: Any, argument: str) -> Any:
     wanted = f"{argument} must be a positive int, got "
     if isinstance(value, bool | np.bool_):
         raise errors.InvalidTypeError(f"{wanted}{value!r}")
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not _is_real(value.dtype):
-            raise errors.InvalidTypeError(
-                f"{wanted}an array {value.dtype}{list(value.shape)}"
-            )
-        if value != np.floor(value) or not 1 <= value <= _MAX_INT:
-            raise errors.InvalidArgumentError(f"{wanted}{value.item()!r}")
-        return value
-    if not isinstance(value, int | np.integer):
-        kind = (
-            errors.InvalidArgumentError
-            if isinstance(value, float)
-            else errors.InvalidTypeError
-        )
-        raise kind(wanted + show(value))
-    if not 1 <= value <= _MAX_INT:
-        raise errors.InvalidArgumentError(f"{wanted}{value!r}")
-    return int(value)
+    number = _scalar(value, wanted)
+    if not isinstance(number, int | float | np.integer):
+        raise errors.InvalidTypeError(wanted + show(value))
+    is_array = number is not value
+    is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)
+    if not is_whole or not 1 <= number <= _MAX_INT:
+        raise errors.InvalidArgumentError(f"{wanted}{number!r}")
+    return value if is_array else int(value)
 
 
 def rate(
@@ -107,16 +117,10 @@ def rate(
         f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
     )
     wanted = f"{argument} must be a number in {interval}, got "
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not _is_real(value.dtype):
-            raise errors.InvalidTypeError(
-                f"{wanted}an array {value.dtype}{list(value.shape)}"
-            )
-        number = float(value)
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+    number = _scalar(value, wanted)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
-    else:
-        number = float(value)
+    number = float(number)
     above = number > low if low_open else number >= low
     if not (above and number <= high) or math.isinf(number):
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")

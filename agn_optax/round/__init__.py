@@ -14,6 +14,8 @@ from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
 from agn_optax.round._center_params import center_params as center_params
+from agn_optax.round._center_params import find_state as find_state
+from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
 from agn_optax.round._exchange import adopt as adopt
 from agn_optax.round._exchange import adopt_late as adopt_late
@@ -32,10 +34,8 @@ from agn_optax.round._exchange import overwrite as overwrite
 from agn_optax.round._exchange import recover as recover
 from agn_optax.round._exchange import recovers as recovers
 from agn_optax.round._exchange import with_progress as with_progress
-from agn_optax.round._forms import ExchangeState as ExchangeState
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import exchange_every as exchange_every
-from agn_optax.round._forms import find_state as find_state
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._optimizers import agn as agn

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
@@ -31,19 +30,12 @@ from agn_optax.round import (
     _parts,
     _period,
 )
-from agn_optax.round._placement import Layout, OnHost, Placement
+from agn_optax.round._center_params import find_state
+from agn_optax.round._exchange import ExchangeState
+from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
-
-
-class ExchangeState(NamedTuple):
-    """State of all three forms: the local phase, and the center."""
-
-    local: _exchange.LocalState
-    center: PyTree  # as the parameters, in the center's dtype
-    center_state: PyTree  # the center optimizer's
-    exchanges: jax.Array  # int32 scalar: exchanges made so far
 
 
 class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -176,7 +168,7 @@ def phases(
 
         def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
             params, own = carry
-            return _exchanged(rule, layout, params, own, extra_args)
+            return _exchange.exchange(rule, layout, params, own, extra_args)
 
         carry = (params, own)
         if rule.adopts == "before":  # then both sides move, each by what both were
@@ -187,9 +179,7 @@ def phases(
         else:
             params, own = exchanged(carry, params)
         own = _with_inner(own, inner_state)
-        return params, jax.tree.map(
-            lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
-        )
+        return params, trees.map_nodes(lambda _: own, state, ExchangeState)
 
     return Phases(init_fn, update_fn, exchange_fn)
 
@@ -291,7 +281,9 @@ def exchange_every(
         def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
             updates, state = carry
             stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchanged(rule, layout, stepped, state, extra_args)
+            adopted, state = _exchange.exchange(
+                rule, layout, stepped, state, extra_args
+            )
             return _difference(adopted, params), state
 
         if not reads_center_only:
@@ -375,11 +367,9 @@ def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
-    local, center, center_state = state.local, state.center, state.center_state
-    on_host = isinstance(center_state, OnHost)
-    of_center = _leafwise.owners_in(
-        rule.center, center_state.tree if on_host else center_state, numbers
-    )
+    local, center = state.local, state.center
+    on_host, center_state = unwrapped(state.center_state)
+    of_center = _leafwise.owners_in(rule.center, center_state, numbers)
     return ExchangeState(
         local=_exchange.LocalState(
             local_steps=_parts.shared(local.local_steps),
@@ -392,26 +382,6 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
         center_state=OnHost(of_center) if on_host else of_center,
         exchanges=_parts.shared(state.exchanges),
     )
-
-
-def _exchanged(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, ExchangeState]:
-    params, local, center, center_state = _exchange.exchange(
-        rule,
-        params,
-        state.local,
-        state.center,
-        state.center_state,
-        layout,
-        extra_args=extra_args,
-    )
-    exchanges = optax.safe_increment(state.exchanges)
-    return params, ExchangeState(local, center, center_state, exchanges)
 
 
 def _difference(new: PyTree, old: PyTree) -> PyTree:
@@ -428,24 +398,3 @@ def _placement_of(value: Any) -> Placement:
             f"Placement(shard_axis='towers'), got {check.show(value)}"
         )
     return value
-
-
-def _is_own(node: Any) -> bool:
-    return isinstance(node, ExchangeState)
-
-
-def find_state(opt_state: PyTree) -> ExchangeState:
-    """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
-    found = trees.nodes(opt_state, ExchangeState)
-    if not found:
-        raise errors.CenterNotFoundError(
-            f"no center in this {type(opt_state).__name__}: expected the state of one "
-            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
-            "it. The center of a Worker is center.pull().params"
-        )
-    if len(found) > 1:
-        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
-        raise errors.AmbiguousCenterError(
-            f"expected one center, found {len(found)}: at {places}; pass one of them"
-        )
-    return found[0][1]

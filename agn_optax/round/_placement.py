@@ -298,7 +298,7 @@ class Layout:
     def replace(self, stored: Any, center: PyTree, center_state: PyTree) -> Any:
         """As `store`, in place of a center that was ``stored``."""
         if self.sharded:
-            _, stored = _unwrapped(stored)
+            _, stored = unwrapped(stored)
             center = dataclasses.replace(stored, pieces=center)
         return self._placed(center, center_state)
 
@@ -335,7 +335,7 @@ class Layout:
 
     def check_center(self, params: PyTree, center: PyTree) -> None:
         """Parameters and the center of a state belong together."""
-        on_host, center = _unwrapped(center)
+        on_host, center = unwrapped(center)
         sharded = isinstance(center, ShardedCenter)
         if (sharded, on_host) != (self.sharded, self.on_host):
             raise errors.TreeMismatchError(
@@ -367,7 +367,7 @@ WHOLE = Layout()
 
 def whole_center(center: PyTree) -> PyTree:
     """The center of an optimizer state, as the parameters, on the device."""
-    on_host, center = _unwrapped(center)
+    on_host, center = unwrapped(center)
     if on_host:
         center = _to(jax.memory.Space.Device, center)
     if not isinstance(center, ShardedCenter):
@@ -385,7 +385,7 @@ def whole_center(center: PyTree) -> PyTree:
     return layout.whole(layout.unite(center.pieces, like), like)
 
 
-def _unwrapped(center: PyTree) -> tuple[bool, PyTree]:
+def unwrapped(center: PyTree) -> tuple[bool, PyTree]:
     """Whether a stored center is on the host, and what it is there."""
     if isinstance(center, OnHost):
         return True, center.tree

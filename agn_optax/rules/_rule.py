@@ -122,11 +122,8 @@ class Rule:
             ("combine", ("sum", "mean")),
             ("adopts", ("before", "after")),
         ):
-            if getattr(self, field) not in choices:
-                raise errors.InvalidArgumentError(
-                    f"{field} of rule {self.name!r} must be one of {choices}, "
-                    f"got {getattr(self, field)!r}"
-                )
+            named = f"{field} of rule {self.name!r}"
+            check.one_of(getattr(self, field), named, choices)
         check_codec(self.codec, f"codec of rule {self.name!r}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
@@ -161,49 +158,37 @@ class _Displacement:
     Under parameters of a narrower dtype than the center's, the worker adopted the
     rounded anchor, so the rounding is not part of its displacement: the center keeps
     its low bits.
+
+    Args:
+      per_step: whether it is divided by the steps.
     """
+
+    def __init__(self, *, per_step: bool = False) -> None:
+        self.per_step = per_step
 
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record, steps
+        del record
 
         def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
             return trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
-        return jax.tree.map(subtract, anchor, params)
+        whole = jax.tree.map(subtract, anchor, params)
+        return _per_step(whole, steps) if self.per_step else whole
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """``a - k``: what rounding kept from the center is not counted as sent."""
-        del steps
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
+            if self.per_step:
+                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
+                k = (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
             return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
         return jax.tree.map(subtract, anchor, contribution, params)
-
-
-class _MeanDisplacement(_Displacement):
-    """``(a - x) / steps``."""
-
-    def __call__(
-        self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
-    ) -> PyTree:
-        return _per_step(super().__call__(record, params, anchor, steps), steps)
-
-    def recover(
-        self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
-    ) -> PyTree:
-        """``a - steps k``."""
-
-        def times(k: jax.Array) -> jax.Array:
-            wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
-            return (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
-
-        whole = jax.tree.map(times, contribution)
-        return super().recover(whole, params, anchor, steps)
 
 
 class _Parameters:
@@ -299,7 +284,7 @@ def agn_window(*, codec: Codec | None = None) -> Rule:
     return Rule(
         name="agn_window",
         center=optax.sgd(1.0),
-        contribution=_MeanDisplacement(),
+        contribution=_Displacement(per_step=True),
         codec=codec or identity(),
     )
 

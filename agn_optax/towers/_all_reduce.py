@@ -106,9 +106,9 @@ def all_reduce(
       Communication Operations in MPICH*, 2005.
     """
     axes = collectives.names(axis_name)
-    _one_of(reduction, "reduction", _REDUCTIONS)
-    _one_of(algorithm, "algorithm", _ALGORITHMS)
-    _one_of(delay, "delay", (0, 1))
+    check.one_of(reduction, "reduction", _REDUCTIONS)
+    check.one_of(algorithm, "algorithm", _ALGORITHMS)
+    check.one_of(delay, "delay", (0, 1))
     if not axes:
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
@@ -118,12 +118,10 @@ def all_reduce(
             "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
             f"{axis_name!r}"
         )
-    for value, argument in (
-        (bucket_bytes, "bucket_bytes"),
-        (bucket_leaves, "bucket_leaves"),
-    ):
-        if value is not None:
-            check.positive_int(value, argument)
+    if bucket_bytes is not None:
+        check.positive_int(bucket_bytes, "bucket_bytes")
+    if bucket_leaves is not None:
+        check.positive_int(bucket_leaves, "bucket_leaves")
     if bucket_leaves is not None and bucket_bytes is None:
         raise errors.InvalidArgumentError(
             f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
@@ -209,18 +207,11 @@ def densify() -> optax.GradientTransformationExtraArgs:
        [1. 1.]]
     """
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra_args
-        return _rows.map_rows(lambda rows: rows.todense(), updates), state
+    def dense(updates: PyTree, params: PyTree) -> PyTree:
+        del params
+        return _rows.map_rows(lambda rows: rows.todense(), updates)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update_fn
-    )
+    return optax.with_extra_args_support(optax.stateless(dense))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +259,7 @@ class _Wire:
         # Under vmap a constant gradient is not mapped, and all_to_all wants it so.
         rows = _bits(flat.reshape(n, -1))
         rows = jnp.where(collectives.index(axes) < 0, jnp.zeros_like(rows), rows)
-        pieces = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+        pieces = collectives.all_to_all(rows, axes)
         wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
         return wide.sum(axis=0).astype(flat.dtype)
 
@@ -354,10 +345,3 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
                 "vary before you differentiate (jax.lax.pcast(params, axes, "
                 "to='varying')), or leave all_reduce out"
             )
-
-
-def _one_of(value: Any, argument: str, choices: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in choices:
-        raise errors.InvalidArgumentError(
-            f"{argument} must be one of {choices}, got {check.show(value)}"
-        )

@@ -96,17 +96,10 @@ class Towers:
         self._own_towers = _mesh.own_towers(self.mesh)
         self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
         self._alike = NamedSharding(self.mesh, PartitionSpec())
-        # Programs are kept for the functions that they were made of.
-        self._created = functools.lru_cache(64)(
-            functools.partial(_programs.create, self.mesh)
-        )
-        self._sums = functools.lru_cache(64)(
-            functools.partial(_evaluate.sums, self.mesh)
-        )
-        self._outputs = functools.lru_cache(64)(
-            functools.partial(_evaluate.outputs, self.mesh)
-        )
-        self._apart = functools.lru_cache(64)(functools.partial(_apart, self.mesh))
+        self._created = self._kept(_programs.create)
+        self._sums = self._kept(_evaluate.sums)
+        self._outputs = self._kept(_evaluate.outputs)
+        self._apart = self._kept(_apart)
         self._means = jax.jit(_mean_of_rows, out_shardings=self._alike)
         self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
         self._centers = jax.jit(
@@ -117,6 +110,10 @@ class Towers:
                 PartitionSpec(),
             )
         )
+
+    def _kept(self, make: Callable[[Mesh, Any], Any]) -> Callable[[Any], Any]:
+        """Programs of ``make``, kept for the functions that they are made of."""
+        return functools.lru_cache(64)(functools.partial(make, self.mesh))
 
     def __repr__(self) -> str:
         """The workers, and the towers of each."""
@@ -631,12 +628,13 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
             apart = sharding.update(spec=PartitionSpec(*node.axes))
             rows = _placed(node.rows, apart)
             return _replicas.PerTower(rows, node.axes)
-        if _replicas.is_on_host(node):
+        if isinstance(node, OnHost):
             host = sharding.with_memory_kind("pinned_host")
             return OnHost(_placed(node.tree, host))
         return _batches.put(node, sharding)
 
-    return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+    special = (_replicas.PerTower, OnHost)
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, special))
 
 
 def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
