@@ -30,6 +30,13 @@ def show(value: Any) -> str:
     return f"{type(value).__name__} {name}" if name else type(value).__name__
 
 
+def instance(value: Any, kind: type, wanted: str) -> None:
+    """``value`` is of a kind, and no function that makes one."""
+    if not isinstance(value, kind):
+        hint = "; call it first" if callable(value) else ""
+        raise errors.InvalidTypeError(f"{wanted}, got {show(value)}{hint}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Promoting:
     """An ``update`` that may mix dtypes, also where JAX promotes strictly.
@@ -46,12 +53,8 @@ class _Promoting:
 
 def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
     """``value`` as an optimizer that ignores extra arguments it does not know."""
-    if not isinstance(value, optax.GradientTransformation):
-        hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(
-            f"{argument} must be an optax.GradientTransformation, such as "
-            f"optax.sgd(0.1), got {show(value)}{hint}"
-        )
+    such_as = "an optax.GradientTransformation, such as optax.sgd(0.1)"
+    instance(value, optax.GradientTransformation, f"{argument} must be {such_as}")
     if isinstance(value.update, _Promoting):
         return value
     init, update = optax.with_extra_args_support(value)

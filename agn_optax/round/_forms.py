@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round import (
     _collectives,
@@ -392,9 +391,6 @@ def _difference(new: PyTree, old: PyTree) -> PyTree:
 def _placement_of(value: Any) -> Placement:
     if value is None:
         return Placement()
-    if not isinstance(value, Placement):
-        raise errors.InvalidTypeError(
-            "placement must be an agn_optax.Placement or None, such as "
-            f"Placement(shard_axis='towers'), got {check.show(value)}"
-        )
+    such_as = "an agn_optax.Placement or None, such as Placement(shard_axis='towers')"
+    check.instance(value, Placement, f"placement must be {such_as}")
     return value

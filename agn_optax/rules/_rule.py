@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.rules._combinators import (
     accumulate,
@@ -118,30 +117,23 @@ class Rule:
     codec: Codec = dataclasses.field(default_factory=identity)
 
     def __post_init__(self) -> None:
-        for field, choices in (
-            ("combine", ("sum", "mean")),
-            ("adopts", ("before", "after")),
-        ):
-            named = f"{field} of rule {self.name!r}"
-            check.one_of(getattr(self, field), named, choices)
-        check_codec(self.codec, f"codec of rule {self.name!r}")
+        of_rule = f"of rule {self.name!r}"
+        check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"))
+        check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
+        check_codec(self.codec, f"codec {of_rule}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
         for field in ("center", "record", "penalty", "discount"):
             part = getattr(self, field)
             if part is not None or field in ("center", "record"):
-                wrapped = check.optimizer(part, f"{field} of rule {self.name!r}")
+                wrapped = check.optimizer(part, f"{field} {of_rule}")
                 object.__setattr__(self, field, wrapped)
 
 
 def check_rule(value: Any) -> None:
     """``value`` is a rule."""
-    if not isinstance(value, Rule):
-        hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(
-            f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
-            f"got {check.show(value)}{hint}"
-        )
+    such_as = "a record of agn_optax.rules, such as rules.downpour()"
+    check.instance(value, Rule, f"rule must be {such_as}")
 
 
 def discounted(rule: Rule, message: PyTree, staleness: jax.Array) -> PyTree:

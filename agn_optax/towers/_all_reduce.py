@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -142,10 +143,7 @@ def all_reduce(
         return AllReduceState(optax.tree.zeros_like(params) if delay else None)
 
     def update_fn(
-        updates: PyTree,
-        state: AllReduceState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AllReduceState]:
         del params, extra_args
         check.axis_bound(axis_name)
@@ -155,33 +153,31 @@ def all_reduce(
         if collectives.size(axes) == 1 and not collectives.checked(axes):
             return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
-        reduced: list[Any] = [None] * len(leaves)
-        dense = []
-        for i, leaf in enumerate(leaves):
+
+        def reduced(leaf: Any) -> Any:
             if _rows.is_rows(leaf):
-                reduced[i] = _rows.all_gather(leaf, axes, scale, wire.dtype)
-            else:
-                dense.append((i, jnp.asarray(leaf)))
-        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+                return _rows.all_gather(leaf, axes, scale, wire.dtype)
+            leaf = jnp.asarray(leaf)
+            return wire.reduce(leaf, scale) if bucket_bytes is None else leaf
+
+        updates = jax.tree.map(reduced, updates, is_leaf=_rows.is_rows)
         if bucket_bytes is None:
-            for i, leaf in dense:
-                reduced[i] = wire.reduce(leaf, scale)
-        else:
-            for group in _groups(dense, bucket_bytes, bucket_leaves or len(dense)):
-                flat = jnp.concatenate([leaf.reshape(-1) for _, leaf in group])
-                if flat.size:
-                    pieces = -(-flat.nbytes // bucket_bytes)
-                    length = -(-flat.size // pieces)
-                    starts = range(0, flat.size, length)
-                    flat = jnp.concatenate(
-                        [reduce(flat[start : start + length]) for start in starts]
-                    )
-                offset = 0
-                for i, leaf in group:
-                    reduced[i] = flat[offset : offset + leaf.size].reshape(leaf.shape)
-                    offset += leaf.size
-        return jax.tree.unflatten(structure, reduced), state
+            return updates, state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
+        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+        for group in _groups(leaves, bucket_bytes, bucket_leaves or len(leaves)):
+            flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
+            if flat.size:
+                pieces = -(-flat.nbytes // bucket_bytes)
+                length = -(-flat.size // pieces)
+                starts = range(0, flat.size, length)
+                flat = jnp.concatenate(
+                    [reduce(flat[start : start + length]) for start in starts]
+                )
+            ends = np.cumsum([leaves[i].size for i in group])
+            for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
+                leaves[i] = line.reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -278,20 +274,21 @@ def _floats(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _groups(
-    leaves: list[tuple[int, jax.Array]], most_bytes: int, most_leaves: int
-) -> Iterator[list[tuple[int, jax.Array]]]:
-    """Leaves of one dtype, in order, as long as they fit together."""
-    by_dtype: dict[Any, list[tuple[int, jax.Array]]] = {}
-    for i, leaf in leaves:
-        by_dtype.setdefault(leaf.dtype, []).append((i, leaf))
+    leaves: list[Any], most_bytes: int, most_leaves: int
+) -> Iterator[list[int]]:
+    """Numbers of dense leaves of one dtype, in order, as long as they fit together."""
+    by_dtype: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if not _rows.is_rows(leaf):
+            by_dtype.setdefault(leaf.dtype, []).append(i)
     for same in by_dtype.values():
-        group: list[tuple[int, jax.Array]] = []
-        for i, leaf in same:
-            full = sum(x.nbytes for _, x in group) + leaf.nbytes > most_bytes
+        group: list[int] = []
+        for i in same:
+            full = sum(leaves[j].nbytes for j in (*group, i)) > most_bytes
             if group and (full or len(group) == most_leaves):
                 yield group
                 group = []
-            group.append((i, leaf))
+            group.append(i)
         yield group
 
 

@@ -157,6 +157,7 @@ def check_alike(batches: list[PyTree]) -> None:
         jax.tree.structure(b, is_leaf=_rows.is_rows) for b in batches
     ]
     rows = [rows_of(batch) for batch in batches]
+    dense = [_rows.map_rows(lambda _: None, batch) for batch in batches]
     for i, (structure, count) in enumerate(zip(structures, rows, strict=True)):
         if structure != structures[0]:
             raise errors.TreeMismatchError(
@@ -167,11 +168,7 @@ def check_alike(batches: list[PyTree]) -> None:
             raise errors.InvalidArgumentError(
                 f"batches[{i}] has {count} rows, but batches[0] has {rows[0]}"
             )
-        if any(
-            _rows.is_rows(x) for x in jax.tree.leaves(batches[i], is_leaf=_rows.is_rows)
-        ):
-            continue
-        check.same_tree(batches[i], batches[0], f"batches[{i}]", "batches[0]")
+        check.same_tree(dense[i], dense[0], f"batches[{i}]", "batches[0]")
 
 
 def stack(batches: list[PyTree]) -> PyTree:

@@ -150,18 +150,25 @@ def own(state: PyTree) -> PyTree:
     return trees.map_nodes(of_tower, state, PerTower)
 
 
-def comparable(state: PyTree) -> list[tuple[str, jax.Array]]:
-    """The leaves that all towers of a worker have alike.
+def agreement(state: PyTree, workers: int) -> Agreement:
+    """Whether the towers of each worker have the same bits.
 
-    Others differ on purpose: random keys, pieces of a center, gradients in flight.
+    Some differ on purpose: random keys, pieces of a center, gradients in flight.
     """
     alike = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
     leaves = tree_flatten_with_path(alike)[0]
-    return [(keystr(path), leaf) for path, leaf in leaves if not is_key(leaf)]
+    named = {keystr(path): leaf for path, leaf in leaves if not is_key(leaf)}
+    same = jax.device_get(_same_rows(list(named.values()), workers))
+    differing = (path for path, rows in zip(named, same, strict=True) if not rows)
+    return Agreement(next(differing, None))
 
 
-def same_rows(leaf: jax.Array, workers: int) -> jax.Array:
-    """Whether the towers of each worker have the same bits."""
+@functools.partial(jax.jit, static_argnums=1)
+def _same_rows(leaves: list[jax.Array], workers: int) -> list[jax.Array]:
+    return [_same(leaf, workers) for leaf in leaves]
+
+
+def _same(leaf: jax.Array, workers: int) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if jnp.issubdtype(leaf.dtype, jnp.floating):

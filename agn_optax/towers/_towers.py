@@ -242,14 +242,7 @@ class Towers:
           towers differ, first in state['w']
         """
         _replicas.check_stacked(state, self.size)
-        named = _replicas.comparable(state)
-        if not named:
-            return _replicas.Agreement()
-        same = _same_rows([leaf for _, leaf in named], self.workers)
-        differing = np.flatnonzero(~np.asarray(same))
-        if not differing.size:
-            return _replicas.Agreement()
-        return _replicas.Agreement(named[differing[0]][0])
+        return _replicas.agreement(state, self.workers)
 
     @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
@@ -562,8 +555,7 @@ class Towers:
           {'above': 0.75}
         """
         _evaluate.check_reduction(reduction)
-        *constant, data = _given(arguments)
-        _check_function(metric_fn, "metric_fn")
+        *constant, data = _given(metric_fn, "metric_fn", arguments)
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
         parts = []
@@ -598,8 +590,7 @@ class Towers:
           >>> print(agn_optax.Towers(2).predict(double, np.array([1.0, 2.0, 3.0])))
           {'doubled': array([2., 4., 6.], dtype=float32)}
         """
-        *constant, batch = _given(arguments)
-        _check_function(fn, "fn")
+        *constant, batch = _given(fn, "fn", arguments)
         rows = _batches.rows_of(batch)
         padded, mask = self.shard_padded(batch)
         outputs = self._outputs(fn)(self._place(tuple(constant)), padded, mask > 0)
@@ -672,17 +663,14 @@ def _check_function(function: Any, what: str) -> None:
         ) from None
 
 
-def _given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function is called with, the last of which is a batch."""
     if not arguments:
         raise errors.InvalidArgumentError(
             "the last argument is the batch, and there is none"
         )
+    _check_function(function, what)
     return arguments
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _same_rows(leaves: list[jax.Array], workers: int) -> jax.Array:
-    return jnp.stack([_replicas.same_rows(leaf, workers) for leaf in leaves])
 
 
 def _mean_of_rows(tree: PyTree) -> PyTree:
