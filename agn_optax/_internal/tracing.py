@@ -103,9 +103,7 @@ class Reading(NamedTuple):
 
 
 def read(
-    function: Callable[..., Any],
-    *arguments: Any,
-    given: Sequence[Value] | None = None,
+    function: Callable[..., Any], *arguments: Any, given: Sequence[Value] | None = None
 ) -> Reading:
     """What ``function`` makes of arguments of this kind.
 

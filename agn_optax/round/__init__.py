@@ -14,7 +14,6 @@ from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
 from agn_optax.round._center_params import center_params as center_params
-from agn_optax.round._center_params import find_state as find_state
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
 from agn_optax.round._exchange import adopt as adopt

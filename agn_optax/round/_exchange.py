@@ -253,11 +253,7 @@ def begin_round(
 
 
 def empty_record(
-    rule: Rule,
-    state: LocalState,
-    params: PyTree,
-    after: PyTree,
-    layout: Layout = WHOLE,
+    rule: Rule, state: LocalState, params: PyTree, after: PyTree, layout: Layout = WHOLE
 ) -> LocalState:
     """No local steps and an empty record, made when ``after`` is there."""
     # The empty record is written over the old one, after the center has read that.
@@ -321,7 +317,7 @@ def exchange(
     adopted = answer_of(rule, layout.whole(adopted, params))
     adopting = adopt(rule, params, adopted)
     local = begin_round(rule, local, params, adopted, layout)
-    center, center_state = layout.replace(state.center, moved, center_state)
+    center, center_state = layout.store(moved, center_state, state.center)
     return adopting, ExchangeState(
         local=local._replace(codec_state=codec_state),
         center=center,

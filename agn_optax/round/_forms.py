@@ -250,11 +250,7 @@ def exchange_every(
     """
     period_of = _period.as_schedule(period)
     split = phases(
-        inner,
-        rule,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
+        inner, rule, axis_name=axis_name, center_dtype=center_dtype, placement=placement
     )
 
     layout = Layout(axis_name, _placement_of(placement))

@@ -289,20 +289,17 @@ class Layout:
         return axes, tuple(map(_collectives.size, axes))
 
     def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
-        """Pieces and center optimizer's state as an optimizer state keeps them."""
-        if self.sharded:
-            shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
-            center = ShardedCenter(center, shapes, *self._cut())
-        return self._placed(center, center_state)
+        """Pieces and center optimizer's state as an optimizer state keeps them.
 
-    def replace(self, stored: Any, center: PyTree, center_state: PyTree) -> Any:
-        """As `store`, in place of a center that was ``stored``."""
+        ``like`` is the whole center, or what was stored before.
+        """
         if self.sharded:
-            _, stored = unwrapped(stored)
-            center = dataclasses.replace(stored, pieces=center)
-        return self._placed(center, center_state)
-
-    def _placed(self, center: PyTree, center_state: PyTree) -> Any:
+            _, like = unwrapped(like)
+            if isinstance(like, ShardedCenter):
+                center = dataclasses.replace(like, pieces=center)
+            else:
+                shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
+                center = ShardedCenter(center, shapes, *self._cut())
         if self.on_host:
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)

@@ -230,22 +230,23 @@ class _Wire:
 
     def _reduce(self, x: jax.Array) -> jax.Array:
         if self.algorithm == "hierarchical":
-            scattered, others = self.axes[-1:], self.axes[:-1]
-        elif self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
-            scattered, others = self.axes, ()
-        else:
-            return collectives.psum(x, self.axes)
-        n = collectives.size(scattered)
+            return self._by_pieces(x, self.axes[-1:], self.axes[:-1])
+        if self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
+            return self._by_pieces(x, self.axes)
+        return collectives.psum(x, self.axes)
+
+    def _by_pieces(
+        self, x: jax.Array, axes: collectives.Axes, others: collectives.Axes = ()
+    ) -> jax.Array:
+        """Summed by pieces over ``axes``, and these over ``others``."""
         flat = x.reshape(-1)
-        flat = jnp.pad(flat, (0, -flat.size % n))
-        piece = self._scatter(flat, scattered)
+        flat = jnp.pad(flat, (0, -flat.size % collectives.size(axes)))
+        piece = self._scatter(flat, axes)
         if others and self.sum_dtype is not None:
-            padded = jnp.pad(piece, (0, -piece.size % collectives.size(others)))
-            part = self._gather(self._scatter(padded, others), others)
-            piece = part[: piece.size]
+            piece = self._by_pieces(piece, others)
         else:
             piece = collectives.psum(piece, others)
-        return self._gather(piece, scattered)[: x.size].reshape(x.shape)
+        return self._gather(piece, axes)[: x.size].reshape(x.shape)
 
     def _scatter(self, flat: jax.Array, axes: collectives.Axes) -> jax.Array:
         if self.sum_dtype is None:

@@ -89,11 +89,8 @@ def fullest(rows: Any, towers: int, per_tower: int) -> int:
 
 def own(stacked: Any) -> Any:
     """One tower's matrix, of the batch dimension that `split` made."""
-    dense = stacked.n_dense
-    data = stacked.data.reshape(stacked.data.shape[stacked.data.ndim - dense - 1 :])
-    indices = stacked.indices.reshape(stacked.indices.shape[-2:])
-    sparse = indices.shape[-1]
-    return type(stacked)((data, indices), shape=stacked.shape[-(sparse + dense) :])
+    first = (stacked.data[0], stacked.indices[0])
+    return type(stacked)(first, shape=stacked.shape[1:])
 
 
 def own_all(batch: Any) -> Any:

@@ -94,7 +94,6 @@ class Towers:
         self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
         self._own_towers = _mesh.own_towers(self.mesh)
-        self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
         self._alike = NamedSharding(self.mesh, PartitionSpec())
         self._created = self._kept(_programs.create)
         self._sums = self._kept(_evaluate.sums)
@@ -370,7 +369,7 @@ class Towers:
         mask = (np.arange(padded) < rows).astype(np.float32)
         return (
             self.shard(_batches.fill(batch, padded)),
-            _batches.put(mask, self._rows),
+            _batches.lay(mask, self.mesh),
         )
 
     @_mesh.on_own_mesh
@@ -457,7 +456,7 @@ class Towers:
           >>> print(towers.unreplicate(halve(towers.replicate(jnp.array(8.0)))))
           4.0
         """
-        return _programs.apply(self.mesh, function, donate)
+        return _programs.apply(self.mesh, function, donate=donate)
 
     def round(
         self,
