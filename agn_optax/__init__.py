@@ -100,37 +100,21 @@ __all__ = [
 
 # What optimizers alone do not need is imported when it is used first.
 _MODULES = ("center", "launch", "planning", "service", "towers", "worker")
-_MODULE_OF = {
-    **dict.fromkeys(("Center", "CenterState", "LocalCenter", "Snapshot"), "center"),
-    **dict.fromkeys(
-        ("Worker", "WorkerState"),
-        "worker",
-    ),
-    **dict.fromkeys(
-        (
-            "AllReduceState",
-            "LossScaleState",
-            "Towers",
-            "all_reduce",
-            "densify",
-            "initialize_distributed",
-            "loss_scale",
-            "loss_scaling",
-            "reduce_loss",
-        ),
-        "towers",
-    ),
+_NAMES_OF = {
+    "center": ("Center", "CenterState", "LocalCenter", "Snapshot"),
+    "worker": ("Worker", "WorkerState"),
 }
 
 
 def __getattr__(name: str) -> _typing.Any:
     if name in _MODULES:
         return _importlib.import_module(f"agn_optax.{name}")
-    if name in _MODULE_OF:
-        value = getattr(__getattr__(_MODULE_OF[name]), name)
-        globals()[name] = value  # it is not asked for again
-        return value
-    raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
+    others = (module for module, names in _NAMES_OF.items() if name in names)
+    value = getattr(__getattr__(next(others, "towers")), name)
+    globals()[name] = value  # it is not asked for again
+    return value
 
 
 def __dir__() -> list[str]:

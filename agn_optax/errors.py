@@ -28,29 +28,6 @@ good.
 
 from __future__ import annotations
 
-__all__ = [
-    "AgnOptaxError",
-    "AlreadyInitializedError",
-    "AmbiguousCenterError",
-    "CenterClosedError",
-    "CenterError",
-    "CenterFullError",
-    "CenterNotFoundError",
-    "CenterUnreachableError",
-    "DurabilityError",
-    "InvalidArgumentError",
-    "InvalidTypeError",
-    "MessageRefusedError",
-    "MissingArgumentError",
-    "NameTakenError",
-    "NotInitializedError",
-    "ProtocolError",
-    "RuleMismatchError",
-    "TreeMismatchError",
-    "UnboundAxisError",
-    "WorkerStateError",
-]
-
 
 class AgnOptaxError(Exception):
     """The root: catches everything below and nothing else."""
@@ -130,3 +107,6 @@ class CenterUnreachableError(CenterError, ConnectionError):
 
 class CenterClosedError(CenterUnreachableError):
     """The center is going down; what it had not applied is to be sent again."""
+
+
+__all__ = [name for name in dir() if name.endswith("Error")]

@@ -6,17 +6,11 @@ program makes of its arguments, `in_background` threads that a process does not 
 for.
 """
 
-from agn_optax._internal import check, description, layout, tracing, trees
-from agn_optax._internal.background import in_background
-from agn_optax._internal.description import Description, Leaf
-
-__all__ = [
-    "Description",
-    "Leaf",
-    "check",
-    "description",
-    "in_background",
-    "layout",
-    "tracing",
-    "trees",
-]
+from agn_optax._internal import check as check
+from agn_optax._internal import description as description
+from agn_optax._internal import layout as layout
+from agn_optax._internal import tracing as tracing
+from agn_optax._internal import trees as trees
+from agn_optax._internal.background import in_background as in_background
+from agn_optax._internal.description import Description as Description
+from agn_optax._internal.description import Leaf as Leaf

@@ -30,6 +30,13 @@ def show(value: Any) -> str:
     return f"{type(value).__name__} {name}" if name else type(value).__name__
 
 
+def instance(value: Any, kind: type, wanted: str) -> None:
+    """``value`` is of a kind, and no function that makes one."""
+    if not isinstance(value, kind):
+        hint = "; call it first" if callable(value) else ""
+        raise errors.InvalidTypeError(f"{wanted}, got {show(value)}{hint}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Promoting:
     """An ``update`` that may mix dtypes, also where JAX promotes strictly.
@@ -46,12 +53,8 @@ class _Promoting:
 
 def optimizer(value: Any, argument: str) -> optax.GradientTransformationExtraArgs:
     """``value`` as an optimizer that ignores extra arguments it does not know."""
-    if not isinstance(value, optax.GradientTransformation):
-        hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(
-            f"{argument} must be an optax.GradientTransformation, such as "
-            f"optax.sgd(0.1), got {show(value)}{hint}"
-        )
+    such_as = "an optax.GradientTransformation, such as optax.sgd(0.1)"
+    instance(value, optax.GradientTransformation, f"{argument} must be {such_as}")
     if isinstance(value.update, _Promoting):
         return value
     init, update = optax.with_extra_args_support(value)
@@ -62,8 +65,28 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _is_real(dtype: Any) -> bool:
+def one_of(value: Any, argument: str, choices: tuple[Any, ...], hint: str = "") -> None:
+    """``value`` is one of ``choices``."""
+    if isinstance(value, bool) or value not in choices:
+        raise errors.InvalidArgumentError(
+            f"{argument} must be one of {choices}, got {show(value)}{hint}"
+        )
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether its numbers are integers or real floating ones."""
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+
+
+def _scalar(value: Any, wanted: str) -> Any:
+    """The number that an array is; whatever else ``value`` is, as it is."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        return value
+    if value.shape != () or not is_real(value.dtype):
+        raise errors.InvalidTypeError(
+            f"{wanted}an array {value.dtype}{list(value.shape)}"
+        )
+    return value.item()
 
 
 def positive_int(value: Any, argument: str) -> Any:
@@ -77,24 +100,14 @@ def positive_int(value: Any, argument: str) -> Any:
     wanted = f"{argument} must be a positive int, got "
     if isinstance(value, bool | np.bool_):
         raise errors.InvalidTypeError(f"{wanted}{value!r}")
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not _is_real(value.dtype):
-            raise errors.InvalidTypeError(
-                f"{wanted}an array {value.dtype}{list(value.shape)}"
-            )
-        if value != np.floor(value) or not 1 <= value <= _MAX_INT:
-            raise errors.InvalidArgumentError(f"{wanted}{value.item()!r}")
-        return value
-    if not isinstance(value, int | np.integer):
-        kind = (
-            errors.InvalidArgumentError
-            if isinstance(value, float)
-            else errors.InvalidTypeError
-        )
-        raise kind(wanted + show(value))
-    if not 1 <= value <= _MAX_INT:
-        raise errors.InvalidArgumentError(f"{wanted}{value!r}")
-    return int(value)
+    number = _scalar(value, wanted)
+    if not isinstance(number, int | float | np.integer):
+        raise errors.InvalidTypeError(wanted + show(value))
+    is_array = number is not value
+    is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)
+    if not is_whole or not 1 <= number <= _MAX_INT:
+        raise errors.InvalidArgumentError(f"{wanted}{number!r}")
+    return value if is_array else int(value)
 
 
 def whole_number(
@@ -131,16 +144,10 @@ def rate(
         f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
     )
     wanted = f"{argument} must be a number in {interval}, got "
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not _is_real(value.dtype):
-            raise errors.InvalidTypeError(
-                f"{wanted}an array {value.dtype}{list(value.shape)}"
-            )
-        number = float(value)
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+    number = _scalar(value, wanted)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
-    else:
-        number = float(value)
+    number = float(number)
     above = number > low if low_open else number >= low
     if not (above and number <= high) or math.isinf(number):
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -60,17 +61,14 @@ class Description:
           others: the subject of what the other one has.
           dtypes: whether leaves of different dtypes differ.
         """
-        for mine, theirs in zip(self.leaves, other.leaves, strict=False):
+        for mine, theirs in itertools.zip_longest(self.leaves, other.leaves):
+            if theirs is None:
+                return f"{own} {mine}, which {others} not"
+            if mine is None:
+                return f"{others} {theirs}, which {own} not"
             seen = theirs if dtypes else theirs._replace(dtype=mine.dtype)
             if mine != seen:
                 return f"{own} {mine}, where {others} {theirs}"
-        for one, two, has, lacks in (
-            (self, other, own, others),
-            (other, self, others, own),
-        ):
-            if len(one.leaves) > len(two.leaves):
-                not_there = one.leaves[len(two.leaves)]
-                return f"{has} {not_there}, which {lacks} not"
         return None
 
 

@@ -109,9 +109,7 @@ class Reading(NamedTuple):
 
 
 def read(
-    function: Callable[..., Any],
-    *arguments: Any,
-    given: Sequence[Value] | None = None,
+    function: Callable[..., Any], *arguments: Any, given: Sequence[Value] | None = None
 ) -> Reading:
     """What ``function`` makes of arguments of this kind.
 
@@ -127,7 +125,7 @@ def read(
             Value(path, frozenset({i}), factor=1.0) for i, path in enumerate(paths)
         ]
     reader = _Reader()
-    made = reader.follow(program.jaxpr, program.consts, given)
+    made = reader.follow(program, given)
     results = [keystr(path) for path, _ in tree_leaves_with_path(out)]
     return Reading(dict(zip(results, made, strict=True)), reader.across, program)
 
@@ -160,12 +158,12 @@ class _Reader:
         self.across: list[tuple[JaxprEqn, JaxprEqn]] = []
         self._outermost: list[JaxprEqn] = []  # the operation that is being read
 
-    def follow(
-        self, program: Any, consts: Sequence[Any], given: Sequence[Value]
-    ) -> list[Value]:
+    def follow(self, program: Any, given: Sequence[Value]) -> list[Value]:
         """The results of a program, whose arguments are ``given``."""
+        consts = map(_constant, getattr(program, "consts", ()))
+        program = getattr(program, "jaxpr", program)
         known = dict(zip(program.invars, given, strict=True))
-        known.update(zip(program.constvars, map(_constant, consts), strict=True))
+        known.update(zip(program.constvars, consts, strict=True))
 
         def value(atom: Any) -> Value:
             return _constant(atom.val) if hasattr(atom, "val") else known[atom]
@@ -181,11 +179,11 @@ class _Reader:
         name = equation.primitive.name
         if name in _CALLS:
             (called,) = _programs(equation)
-            return self._inside(called, read)
+            return self.follow(called, read)
         if name == "cond":
             index, *operands = read
             branches = [
-                self._inside(branch, operands) for branch in equation.params["branches"]
+                self.follow(branch, operands) for branch in equation.params["branches"]
             ]
             return [
                 _made(variable, name, [index, *results])
@@ -199,7 +197,7 @@ class _Reader:
                     Value(("input", i), is_array=_is_array(variable))
                     for i, variable in enumerate(getattr(body, "jaxpr", body).invars)
                 ]
-                told += [value.expression for value in self._inside(body, inputs)]
+                told += [value.expression for value in self.follow(body, inputs)]
             told += [v for k, v in equation.params.items() if isinstance(v, bool | int)]
             is_elementwise = name == "while" or _scans_nothing(equation)
         else:
@@ -217,10 +215,6 @@ class _Reader:
             _made(variable, (what, i), read)._replace(factor=factor)
             for i, variable in enumerate(equation.outvars)
         ]
-
-    def _inside(self, program: Any, given: Sequence[Value]) -> list[Value]:
-        body = getattr(program, "jaxpr", program)
-        return self.follow(body, getattr(program, "consts", ()), given)
 
 
 def _made(variable: Any, what: Hashable, read: Sequence[Value]) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,6 +38,17 @@ def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
 
     leaves = tree_flatten_with_path(tree, is_leaf=is_found)[0]
     return [(path, node) for path, node in leaves if is_found(node)]
+
+
+def map_nodes(function: Callable[[Any], Any], tree: PyTree, kind: Any) -> PyTree:
+    """``function`` of every node of a type; the leaves beside them stay."""
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return jax.tree.map(
+        lambda node: function(node) if is_found(node) else node, tree, is_leaf=is_found
+    )
 
 
 def wider(*dtypes: Any) -> Any:

@@ -7,93 +7,48 @@ in `_collectives`. `_parts` divides a tree, `_elementwise` says which rules may 
 parts, `_leafwise` works on a few leaves at a time, and `_center_params` finds the
 center in a state.
 
-Users find what is for them in `agn_optax`; the rest is for the layers above.
+Users find what is for them in `agn_optax`. The names here are for the layers above.
 """
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
-from agn_optax.round._center_params import center_params
-from agn_optax.round._exchange import (
-    LocalState,
-    adopt,
-    adopt_late,
-    answer_of,
-    begin_round,
-    check_step,
-    contribute,
-    contribution_like,
-    empty_record,
-    init_local,
-    local_step,
-    message_of,
-    move_anchor,
-    move_center,
-    overwrite,
-    recover,
-    recovers,
-    with_progress,
-)
-from agn_optax.round._forms import (
-    ExchangeState,
-    Phases,
-    exchange_every,
-    find_state,
-    phases,
-    scan_round,
-)
-from agn_optax.round._optimizers import (
-    agn,
-    agn_window,
-    average,
-    diloco,
-    downpour,
-    dynsgd,
-    easgd,
-)
-from agn_optax.round._period import as_schedule, local_warmup, synchronous_warmup
-from agn_optax.round._placement import OnHost, Placement, ShardedCenter
+from agn_optax.round._center_params import center_params as center_params
+from agn_optax.round._exchange import ExchangeState as ExchangeState
+from agn_optax.round._exchange import LocalState as LocalState
+from agn_optax.round._exchange import adopt as adopt
+from agn_optax.round._exchange import adopt_late as adopt_late
+from agn_optax.round._exchange import answer_of as answer_of
+from agn_optax.round._exchange import begin_round as begin_round
+from agn_optax.round._exchange import check_step as check_step
+from agn_optax.round._exchange import contribute as contribute
+from agn_optax.round._exchange import contribution_like as contribution_like
+from agn_optax.round._exchange import empty_record as empty_record
+from agn_optax.round._exchange import init_local as init_local
+from agn_optax.round._exchange import local_step as local_step
+from agn_optax.round._exchange import message_of as message_of
+from agn_optax.round._exchange import move_anchor as move_anchor
+from agn_optax.round._exchange import move_center as move_center
+from agn_optax.round._exchange import overwrite as overwrite
+from agn_optax.round._exchange import recover as recover
+from agn_optax.round._exchange import recovers as recovers
+from agn_optax.round._exchange import with_progress as with_progress
+from agn_optax.round._forms import Phases as Phases
+from agn_optax.round._forms import exchange_every as exchange_every
+from agn_optax.round._forms import phases as phases
+from agn_optax.round._forms import scan_round as scan_round
+from agn_optax.round._optimizers import agn as agn
+from agn_optax.round._optimizers import agn_window as agn_window
+from agn_optax.round._optimizers import average as average
+from agn_optax.round._optimizers import diloco as diloco
+from agn_optax.round._optimizers import downpour as downpour
+from agn_optax.round._optimizers import dynsgd as dynsgd
+from agn_optax.round._optimizers import easgd as easgd
+from agn_optax.round._period import as_schedule as as_schedule
+from agn_optax.round._period import local_warmup as local_warmup
+from agn_optax.round._period import synchronous_warmup as synchronous_warmup
+from agn_optax.round._placement import OnHost as OnHost
+from agn_optax.round._placement import Placement as Placement
+from agn_optax.round._placement import ShardedCenter as ShardedCenter
 
-__all__ = [
-    "ExchangeState",
-    "LocalState",
-    "OnHost",
-    "Phases",
-    "Placement",
-    "ShardedCenter",
-    "adopt",
-    "adopt_late",
-    "agn",
-    "agn_window",
-    "answer_of",
-    "as_schedule",
-    "average",
-    "begin_round",
-    "center_params",
-    "check_step",
-    "collectives",
-    "contribute",
-    "contribution_like",
-    "diloco",
-    "downpour",
-    "dynsgd",
-    "easgd",
-    "elementwise",
-    "empty_record",
-    "exchange_every",
-    "find_state",
-    "init_local",
-    "local_step",
-    "local_warmup",
-    "message_of",
-    "move_anchor",
-    "move_center",
-    "overwrite",
-    "parts",
-    "phases",
-    "recover",
-    "recovers",
-    "scan_round",
-    "synchronous_warmup",
-    "with_progress",
-]
+__all__ = ["collectives", "elementwise", "parts"]

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax.round._forms import find_state
+from agn_optax._internal import trees
+from agn_optax.round._exchange import ExchangeState
 from agn_optax.round._placement import whole_center
 
 PyTree = Any
@@ -58,3 +60,20 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
         raise errors.TreeMismatchError(
             f"params and center are different trees: {error}"
         ) from error
+
+
+def find_state(opt_state: PyTree) -> ExchangeState:
+    """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
+    found = trees.nodes(opt_state, ExchangeState)
+    if not found:
+        raise errors.CenterNotFoundError(
+            f"no center in this {type(opt_state).__name__}: expected the state of one "
+            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
+            "it. The center of a Worker is center.pull().params"
+        )
+    if len(found) > 1:
+        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
+        raise errors.AmbiguousCenterError(
+            f"expected one center, found {len(found)}: at {places}; pass one of them"
+        )
+    return found[0][1]

@@ -83,6 +83,9 @@ def stack(x: jax.Array, axes: Axes) -> jax.Array:
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
     """Row i of every member's ``x`` at member i: [members, ...], by who had it."""
+    axes = _live(axes, x)
+    if not axes:
+        return x
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 

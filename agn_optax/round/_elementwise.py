@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from agn_optax import errors
 from agn_optax._internal import tracing
-from agn_optax.rules import Rule, codecs, discounted
+from agn_optax.round._exchange import move_center
+from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
@@ -84,10 +84,7 @@ def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:
         return codec.decode(codec.encode(tree, codec.init(tree))[0], tree)
 
     def alone() -> bool:
-        count = len(jax.tree.leaves(params))
-        given = [tracing.Value(f"leaf {i}", frozenset({i})) for i in range(count)]
-        made = tracing.read(travelled, params, given=given).made.values()
-        for i, value in enumerate(made):
+        for i, value in enumerate(tracing.read(travelled, params).made.values()):
             if not value.leaves <= {i}:
                 raise tracing.UnfitError(f"leaf {i} is read off several leaves")
         return True
@@ -121,7 +118,7 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
     """
     leaves = len(jax.tree.leaves(tree))
     given = [tracing.Value("the leaf", frozenset({leaf})) for leaf in range(leaves)]
-    reading = tracing.read(functools.partial(_move, rule), tree, given=given)
+    reading = tracing.read(lambda tree: _move(rule, tree, tree), tree, given=given)
     for operation, outermost in reading.across:
         raise tracing.UnfitError(
             f"{operation.primitive.name} in {tracing.origin(outermost)}, which looks "
@@ -130,7 +127,7 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
     made = list(reading.made.values())
     if any(len(value.leaves) > 1 for value in made):
         raise tracing.UnfitError("a result that is made of several leaves")
-    # The updates come first, then the state: of every leaf the same, or of none.
+    # The center comes first, then the state: of every leaf the same, or of none.
     counted = collections.Counter(v.expression for v in made if v.is_array)
     if len({value.expression for value in made[:leaves]}) > 1:
         raise tracing.UnfitError("leaves that are moved in different ways")
@@ -143,18 +140,10 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
 def _exchange(rule: Rule, params: PyTree) -> PyTree:
     _, record = rule.record.update(params, rule.record.init(params), params)
     steps = jnp.ones((), jnp.int32)
-    message = rule.contribution(record, params, params, steps)
-    return _move(rule, params, message), record
+    contribution = rule.contribution(record, params, params, steps)
+    return _move(rule, params, contribution), record
 
 
-def _move(rule: Rule, params: PyTree, message: PyTree = None) -> PyTree:
-    message = params if message is None else message
-    encoded, _ = rule.codec.encode(message, rule.codec.init(params))
-    message = rule.codec.decode(encoded, params)
-    if rule.message is not None:
-        message = rule.message(message, params)
-    fresh = jnp.zeros((), jnp.int32)
-    message = discounted(rule, optax.tree.cast_like(message, params), fresh)
-    return rule.center.update(
-        message, rule.center.init(params), params, staleness=fresh
-    )
+def _move(rule: Rule, params: PyTree, contribution: PyTree) -> PyTree:
+    sent, _ = rule.codec.encode(contribution, rule.codec.init(params))
+    return move_center(rule, sent, params, rule.center.init(params))

@@ -43,6 +43,15 @@ class LocalState(NamedTuple):
     codec_state: PyTree  # of the rule's codec; EmptyState for codecs that keep none
 
 
+class ExchangeState(NamedTuple):
+    """State of a worker with a center at hand: the local phase, and the center."""
+
+    local: LocalState
+    center: PyTree  # as the parameters, in the center's dtype
+    center_state: PyTree  # the center optimizer's
+    exchanges: jax.Array  # int32 scalar: exchanges made so far
+
+
 def init_local(
     rule: Rule,
     inner: optax.GradientTransformationExtraArgs,
@@ -244,11 +253,7 @@ def begin_round(
 
 
 def empty_record(
-    rule: Rule,
-    state: LocalState,
-    params: PyTree,
-    after: PyTree,
-    layout: Layout = WHOLE,
+    rule: Rule, state: LocalState, params: PyTree, after: PyTree, layout: Layout = WHOLE
 ) -> LocalState:
     """No local steps and an empty record, made when ``after`` is there."""
     # The empty record is written over the old one, after the center has read that.
@@ -273,26 +278,24 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
 
 def exchange(
     rule: Rule,
-    params: PyTree,
-    state: LocalState,
-    center: PyTree,
-    center_state: PyTree,
     layout: Layout,
-    *,
-    extra_args: dict[str, Any] | None = None,
-) -> tuple[PyTree, LocalState, PyTree, PyTree]:
-    """An exchange with a center at hand: ``(params, state, center, center_state)``.
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, ExchangeState]:
+    """An exchange with a center at hand, of which ``state`` holds what is kept here.
 
-    On a mesh, ``center`` and ``center_state`` are what ``layout`` keeps here.
+    ``extra_args`` are for the center optimizer.
     """
-    kept, center_state = layout.load(center, center_state)
+    kept, center_state = layout.load(state.center, state.center_state)
     # Before anything moves, whoever looks at the center needs it cut as the parameters.
     live = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
-    anchor = None if state.anchor is None else layout.part(state.anchor)
+    local = state.local
+    anchor = None if local.anchor is None else layout.part(local.anchor)
     contribution, codec_state = contribute(
-        rule, state._replace(anchor=anchor), layout.part(params), live
+        rule, local._replace(anchor=anchor), layout.part(params), live
     )
 
     def message(contribution: PyTree, center: PyTree) -> PyTree:
@@ -313,10 +316,14 @@ def exchange(
     adopted = live if rule.adopts == "before" else layout.unite(moved, params)
     adopted = answer_of(rule, layout.whole(adopted, params))
     adopting = adopt(rule, params, adopted)
-    state = begin_round(rule, state, params, adopted, layout)
-    state = state._replace(codec_state=codec_state)
-    center, center_state = layout.replace(center, moved, center_state)
-    return adopting, state, center, center_state
+    local = begin_round(rule, local, params, adopted, layout)
+    center, center_state = layout.store(moved, center_state, state.center)
+    return adopting, ExchangeState(
+        local=local._replace(codec_state=codec_state),
+        center=center,
+        center_state=center_state,
+        exchanges=optax.safe_increment(state.exchanges),
+    )
 
 
 def overwrite(old: PyTree, new: PyTree) -> PyTree:

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round import (
     _collectives,
@@ -31,19 +29,12 @@ from agn_optax.round import (
     _parts,
     _period,
 )
-from agn_optax.round._placement import Layout, OnHost, Placement
+from agn_optax.round._center_params import find_state
+from agn_optax.round._exchange import ExchangeState
+from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
-
-
-class ExchangeState(NamedTuple):
-    """State of all three forms: the local phase, and the center."""
-
-    local: _exchange.LocalState
-    center: PyTree  # as the parameters, in the center's dtype
-    center_state: PyTree  # the center optimizer's
-    exchanges: jax.Array  # int32 scalar: exchanges made so far
 
 
 class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -174,26 +165,20 @@ def phases(
         layout.check_bound()
         inner_state, own = own.local.inner_state, _with_inner(own, None)
 
-        def exchanged(carry: Any, _: Any) -> tuple[PyTree, ExchangeState]:
+        def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
             params, own = carry
-            return _exchanged(rule, layout, params, own, extra_args)
+            return _exchange.exchange(rule, layout, params, own, extra_args)
 
+        carry = (params, own)
         if rule.adopts == "before":  # then both sides move, each by what both were
+            owners = functools.partial(_owners, rule, own)
             params, own = _leafwise.when(
-                None,
-                exchanged,
-                (params, own),
-                (),
-                params,
-                lambda numbers: ((numbers, _owners(rule, own, numbers)), ()),
-                own.exchanges,
+                None, exchanged, carry, params, owners, own.exchanges
             )
         else:
-            params, own = exchanged((params, own), ())
+            params, own = exchanged(carry, params)
         own = _with_inner(own, inner_state)
-        return params, jax.tree.map(
-            lambda node: own if _is_own(node) else node, state, is_leaf=_is_own
-        )
+        return params, trees.map_nodes(lambda _: own, state, ExchangeState)
 
     return Phases(init_fn, update_fn, exchange_fn)
 
@@ -265,11 +250,7 @@ def exchange_every(
     """
     period_of = _period.as_schedule(period)
     split = phases(
-        inner,
-        rule,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
+        inner, rule, axis_name=axis_name, center_dtype=center_dtype, placement=placement
     )
 
     layout = Layout(axis_name, _placement_of(placement))
@@ -295,23 +276,15 @@ def exchange_every(
         def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
             updates, state = carry
             stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchanged(rule, layout, stepped, state, extra_args)
+            adopted, state = _exchange.exchange(
+                rule, layout, stepped, state, extra_args
+            )
             return _difference(adopted, params), state
 
-        def gate(carry: Any, ready: jax.Array) -> Any:
-            updates, state = carry
-            return jax.tree.map(lambda u: jnp.where(ready, u, 0), updates), state
-
         if not reads_center_only:
+            carry, owners = (updates, state), functools.partial(_owners, rule, state)
             updates, state = _leafwise.when(
-                due,
-                exchanged,
-                (updates, state),
-                params,
-                params,
-                lambda numbers: ((numbers, _owners(rule, state, numbers)), numbers),
-                state.exchanges,
-                gate,
+                due, exchanged, carry, params, owners, state.exchanges
             )
             return updates, _with_inner(state, inner_state)
         # The message takes nothing from the parameters, so the loop need not wait for
@@ -389,11 +362,9 @@ def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
-    local, center, center_state = state.local, state.center, state.center_state
-    on_host = isinstance(center_state, OnHost)
-    of_center = _leafwise.owners_in(
-        rule.center, center_state.tree if on_host else center_state, numbers
-    )
+    local, center = state.local, state.center
+    on_host, center_state = unwrapped(state.center_state)
+    of_center = _leafwise.owners_in(rule.center, center_state, numbers)
     return ExchangeState(
         local=_exchange.LocalState(
             local_steps=_parts.shared(local.local_steps),
@@ -408,26 +379,6 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     )
 
 
-def _exchanged(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, ExchangeState]:
-    params, local, center, center_state = _exchange.exchange(
-        rule,
-        params,
-        state.local,
-        state.center,
-        state.center_state,
-        layout,
-        extra_args=extra_args,
-    )
-    exchanges = optax.safe_increment(state.exchanges)
-    return params, ExchangeState(local, center, center_state, exchanges)
-
-
 def _difference(new: PyTree, old: PyTree) -> PyTree:
     """The updates that lead from ``old`` to ``new``."""
     return jax.tree.map(lambda n, o: n - o, new, old)
@@ -436,30 +387,6 @@ def _difference(new: PyTree, old: PyTree) -> PyTree:
 def _placement_of(value: Any) -> Placement:
     if value is None:
         return Placement()
-    if not isinstance(value, Placement):
-        raise errors.InvalidTypeError(
-            "placement must be an agn_optax.Placement or None, such as "
-            f"Placement(shard_axis='towers'), got {check.show(value)}"
-        )
+    such_as = "an agn_optax.Placement or None, such as Placement(shard_axis='towers')"
+    check.instance(value, Placement, f"placement must be {such_as}")
     return value
-
-
-def _is_own(node: Any) -> bool:
-    return isinstance(node, ExchangeState)
-
-
-def find_state(opt_state: PyTree) -> ExchangeState:
-    """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
-    found = trees.nodes(opt_state, ExchangeState)
-    if not found:
-        raise errors.CenterNotFoundError(
-            f"no center in this {type(opt_state).__name__}: expected the state of one "
-            "of agn_optax's optimizers, or of a chain, mask or other wrapper around "
-            "it. The center of a Worker is center.pull().params"
-        )
-    if len(found) > 1:
-        places = ", ".join(f"opt_state{keystr(path)}" for path, _ in found)
-        raise errors.AmbiguousCenterError(
-            f"expected one center, found {len(found)}: at {places}; pass one of them"
-        )
-    return found[0][1]

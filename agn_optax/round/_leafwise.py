@@ -44,14 +44,12 @@ def owners_in(initializes: Any, state: PyTree, numbers: PyTree) -> PyTree:
 def when(
     due: jax.Array | None,
     act: Callable[[PyTree, PyTree], PyTree],
-    carry: PyTree,
-    fixed: PyTree,
-    model: PyTree,
-    owners: Callable[[PyTree], tuple[PyTree, PyTree]],
+    carry: tuple[PyTree, PyTree],
+    params: PyTree,
+    owners: Callable[[PyTree], PyTree],
     count: jax.Array,
-    gate: Callable[[PyTree, jax.Array], PyTree] = lambda carry, _: carry,
 ) -> PyTree:
-    """``act(carry, fixed)`` where ``due``, else ``carry``: by groups of leaves or all.
+    """``act(carry, params)`` where ``due``, else ``carry``, by groups of leaves or all.
 
     By groups on a CPU, for large trees, if what ``act`` makes of a leaf depends on that
     leaf alone. On accelerators a loop waits for the host, and memory costs nothing.
@@ -59,33 +57,34 @@ def when(
     Args:
       due: whether to act; None always does, and needs no loop for the whole.
       act: makes a new carry, also of trees that have None in place of some leaves.
-      carry: what it changes.
-      fixed: what it reads besides.
-      model: the tree whose leaves are grouped.
-      owners: of a tree of the leaves' numbers: to which leaf of the model each array in
-        carry and in fixed belongs, as `Parts.cut` takes it.
+      carry: what it changes: a tree like the parameters (where ``due`` is given, one
+        that nobody has written down yet), and a state.
+      params: what it reads besides; the tree whose leaves are grouped.
+      owners: of a tree of the leaves' numbers: to which leaf each array in the state
+        belongs, as `Parts.cut` takes it.
       count: an int32 that is never negative, which XLA does not know.
-      gate: ``(carry, ready)``: the same carry, to be computed from a scalar that is
-        always true.
     """
-    plan = _plan(act, carry, fixed, model, owners)
+    plan = _plan(act, carry, params, owners)
     if plan is None:
         if due is None:
-            return act(carry, fixed)
-        return _collectives.when(due, lambda carry: act(carry, fixed), carry)
-    if due is None:
-        due = count >= 0
+            return act(carry, params)
+        return _collectives.when(due, lambda carry: act(carry, params), carry)
     moved = carry
     for i in range(len(plan.groups)):
-        reads = plan.groups.take(i, fixed, plan.of_fixed)
+        reads = plan.groups.take(i, params)
 
         def body(state: Any, reads: PyTree = reads) -> Any:
             return act(state[0], reads), state[1] + 1
 
         # Each loop counts on from the one before. Without that, XLA would first compute
         # what all of them are given, and keep it until they are done.
-        own = gate(plan.groups.take(i, carry, plan.of_carry), count >= 0)
-        own, count = _collectives.when(due, body, (own, count))
+        tree, state = plan.groups.take(i, carry, plan.owners)
+        always = count >= 0
+        if due is not None:
+            tree = _not_before(always, tree)
+        own, count = _collectives.when(
+            always if due is None else due, body, ((tree, state), count)
+        )
         moved = jax.tree.map(
             lambda made, old: old if made is None else made,
             own,
@@ -95,47 +94,48 @@ def when(
     return moved
 
 
+def _not_before(ready: jax.Array, tree: PyTree) -> PyTree:
+    """``tree``, to be computed from a scalar that is always true."""
+    return jax.tree.map(lambda x: jnp.where(ready, x, 0), tree)
+
+
 class _Plan(NamedTuple):
-    """What moves together: groups of leaves, and to which leaf each array belongs."""
+    """What moves together."""
 
     groups: Parts
-    of_carry: PyTree
-    of_fixed: PyTree
+    owners: PyTree  # to which leaf each array of the carry belongs
 
 
 def _plan(
     act: Callable[[PyTree, PyTree], PyTree],
-    carry: PyTree,
-    fixed: PyTree,
-    model: PyTree,
-    owners: Callable[[PyTree], tuple[PyTree, PyTree]],
+    carry: tuple[PyTree, PyTree],
+    params: PyTree,
+    owners: Callable[[PyTree], PyTree],
 ) -> _Plan | None:
     """How an act may be done by groups of leaves; None where it may not."""
     if jax.default_backend() != "cpu":
         return None
-    size = sum(map(_nbytes, jax.tree.leaves(carry)))
+    size = sum(
+        int(jnp.size(x) * jnp.result_type(x).itemsize) for x in jax.tree.leaves(carry)
+    )
     count = min(_MOST_GROUPS, size // LEAST)
-    parts = _parts.balanced(model, max(count, 1), rows=False)
+    parts = _parts.balanced(params, max(count, 1), rows=False)
     groups = Parts(sorted(part for part in parts if part))  # the first leaf comes first
     if len(groups) < 2:
         return None
 
     def plan() -> _Plan:
-        numbers = owners(_parts.numbers(model))
-        trees = (carry, fixed)
-        whole = _made(act, trees, numbers)
+        numbers = _parts.numbers(params)
+        of_carry = (numbers, owners(numbers))
+        trees, of = (carry, params), (of_carry, numbers)
+        whole = _made(act, trees, of)
         for i in range(len(groups)):
-            group, own = (groups.take(i, t, numbers) for t in (trees, numbers))
-            made = _made(act, group, own)
+            made = _made(act, groups.take(i, trees, of), groups.take(i, of, of))
             if not made.items() <= whole.items():
                 raise tracing.UnfitError("what it makes of a leaf without the others")
-        return _Plan(groups, *numbers)
+        return _Plan(groups, of_carry)
 
     return tracing.unless_unfit("an exchange by groups of leaves", plan)
-
-
-def _nbytes(leaf: Any) -> int:
-    return int(jnp.size(leaf) * jnp.result_type(leaf).itemsize)
 
 
 def _made(

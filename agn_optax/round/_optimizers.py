@@ -69,14 +69,7 @@ def agn(
     rule = rules.agn(
         inner if center is None else center, record_dtype=record_dtype, codec=codec
     )
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def agn_window(
@@ -118,14 +111,7 @@ def agn_window(
       Normalization*, 2017.
     """
     rule = rules.agn_window(codec=codec)
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def downpour(
@@ -166,14 +152,7 @@ def downpour(
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
     rule = rules.downpour(codec=codec)
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def dynsgd(
@@ -219,14 +198,7 @@ def dynsgd(
       Parameter Servers*, 2017.
     """
     rule = rules.dynsgd(codec=codec)
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def average(
@@ -269,14 +241,7 @@ def average(
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
     rule = rules.average(codec=codec)
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def diloco(
@@ -323,14 +288,7 @@ def diloco(
       Language Models*, 2023.
     """
     rule = rules.diloco(center, codec=codec)
-    return exchange_every(
-        inner,
-        rule,
-        period,
-        axis_name=axis_name,
-        center_dtype=center_dtype,
-        placement=placement,
-    )
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 
 def easgd(
@@ -408,6 +366,17 @@ def easgd(
             / (1 if num_workers is None else num_workers)
         )
     rule = rules.easgd(moving_rate, rho=rho, codec=codec)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+
+
+def _drop_in(
+    inner: optax.GradientTransformation,
+    rule: rules.Rule,
+    period: Any,
+    axis_name: Any,
+    center_dtype: Any,
+    placement: Placement | None,
+) -> optax.GradientTransformationExtraArgs:
     return exchange_every(
         inner,
         rule,

@@ -101,13 +101,6 @@ class ShardedCenter:
     ]  # the worker's own, and those of the workers
     cut: tuple[int, int]  # into how many pieces by each
 
-    def like(self) -> PyTree:
-        """A tree with the shapes of the whole."""
-        return jax.tree.unflatten(
-            jax.tree.structure(self.pieces),
-            [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes],
-        )
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +134,11 @@ class Layout:
         return tuple(name for name in shards if name in self.workers)
 
     @property
+    def beside(self) -> _collectives.Axes:
+        """Axes of workers that all keep the same shards."""
+        return tuple(name for name in self.workers if name not in self.across)
+
+    @property
     def sharded(self) -> bool:
         return self.placement.shard_axis is not None
 
@@ -161,19 +159,38 @@ class Layout:
 
     def part(self, tree: PyTree) -> PyTree:
         """What this tower keeps of ``tree``, which its worker's towers have alike."""
-        return _map(functools.partial(_Cut.part, self._cut()), tree)
+        return jax.tree.map(self._part, tree)
+
+    def _part(self, leaf: Any) -> jax.Array:
+        leaf, length = jnp.asarray(leaf), self._length(leaf)
+        if length is None or _collectives.size(self.within) == 1:
+            return leaf
+        length *= _collectives.size(self.across)
+        return _slice(leaf, _collectives.index(self.within), length, leaf.ndim)
 
     def piece(self, tree: PyTree) -> PyTree:
         """What this tower keeps of the center ``tree``."""
-        return _map(functools.partial(_Cut.piece, self._cut()), tree)
+
+        def piece(leaf: Any) -> jax.Array:
+            part, length = self._part(leaf), self._length(leaf)
+            if length is None:
+                return part
+            return _slice(part, _collectives.index(self.across), length, part.ndim)
+
+        return jax.tree.map(piece, tree)
 
     def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
         """This tower's piece of all workers' messages, each given as a part."""
         count = _collectives.size(self.workers)
-        rest = tuple(name for name in self.workers if name not in self.across)
 
         def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
-            m = self._cut().scatter(m, whole, rest)
+            length = self._length(whole)
+            if length is None:
+                m = _collectives.psum(m, (*self.across, *self.beside))
+            else:
+                flat = _padded(m, length * _collectives.size(self.across))
+                m = _line(_collectives.scatter(flat, self.across), whole.ndim)
+                m = _collectives.psum(m, self.beside)
             return m / count if how == "mean" else m
 
         return jax.tree.map(combine, message, like)
@@ -198,10 +215,20 @@ class Layout:
           how: ``"sum"`` or ``"mean"``.
           like: a tree with the shapes of the whole.
         """
-        rest = tuple(name for name in self.workers if name not in self.across)
-        collect = functools.partial(_Cut.collect, self._cut(), rest=rest)
+
+        def collect(whole: jax.Array, part: jax.Array) -> jax.Array:
+            """This tower's piece of every worker's part: [workers, ...]."""
+            length = self._length(whole)
+            if length is None:
+                return _collectives.stack(part, (*self.across, *self.beside))
+            count = _collectives.size(self.across)
+            flat = _padded(part, length * count).reshape(count, length)
+            pieces = _collectives.all_to_all(flat, self.across)
+            pieces = pieces.reshape(count, *(1,) * (whole.ndim - 1), length)
+            return _collectives.gather(pieces, self.beside)
+
         sent = jax.tree.map(
-            lambda whole, part: jax.tree.map(lambda x: collect(x, whole), part),
+            lambda whole, part: jax.tree.map(functools.partial(collect, whole), part),
             like,
             encoded,
         )
@@ -225,30 +252,54 @@ class Layout:
 
     def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
         """The part of the center that this worker's tower keeps, from all workers."""
-        return jax.tree.map(self._cut().unite, pieces, like)
+
+        def unite(piece: jax.Array, whole: Any) -> jax.Array:
+            if self._length(whole) is None:
+                return piece
+            flat = _collectives.gather(piece.reshape(-1), self.across)
+            if _collectives.size(self.within) == 1:
+                return _shaped(flat, whole)
+            return _line(flat, whole.ndim)
+
+        return jax.tree.map(unite, pieces, like)
 
     def whole(self, parts: PyTree, like: PyTree) -> PyTree:
         """The whole tree, from the parts of all towers of this worker."""
-        return jax.tree.map(self._cut().whole, parts, like)
+
+        def whole(part: jax.Array, whole: Any) -> jax.Array:
+            if self._length(whole) is None:
+                return part
+            flat = _collectives.gather(part.reshape(-1), self.within, same=True)
+            return _shaped(flat, whole)
+
+        return jax.tree.map(whole, parts, like)
+
+    def _length(self, leaf: Any) -> int | None:
+        """Elements of a piece; None for a leaf that stays whole."""
+        pieces = _collectives.size((*self.within, *self.across))
+        shape = jnp.shape(leaf)
+        elements = math.prod(shape)
+        if pieces == 1 or not shape or elements < pieces:
+            return None
+        return -(-elements // pieces)
+
+    def _cut(self) -> Any:
+        """The axes of the pieces, and into how many pieces each of them cuts."""
+        axes = (self.within, self.across)
+        return axes, tuple(map(_collectives.size, axes))
 
     def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
-        """Pieces and center optimizer's state as an optimizer state keeps them."""
-        if self.sharded:
-            shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
-            cut = self._cut()
-            center = ShardedCenter(
-                center, shapes, (cut.within, cut.across), cut.pieces()
-            )
-        return self._placed(center, center_state)
+        """Pieces and center optimizer's state as an optimizer state keeps them.
 
-    def replace(self, stored: Any, center: PyTree, center_state: PyTree) -> Any:
-        """As `store`, in place of a center that was ``stored``."""
+        ``like`` is the whole center, or what was stored before.
+        """
         if self.sharded:
-            _, stored = _unwrapped(stored)
-            center = dataclasses.replace(stored, pieces=center)
-        return self._placed(center, center_state)
-
-    def _placed(self, center: PyTree, center_state: PyTree) -> Any:
+            _, like = unwrapped(like)
+            if isinstance(like, ShardedCenter):
+                center = dataclasses.replace(like, pieces=center)
+            else:
+                shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
+                center = ShardedCenter(center, shapes, *self._cut())
         if self.on_host:
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)
@@ -281,7 +332,7 @@ class Layout:
 
     def check_center(self, params: PyTree, center: PyTree) -> None:
         """Parameters and the center of a state belong together."""
-        on_host, center = _unwrapped(center)
+        on_host, center = unwrapped(center)
         sharded = isinstance(center, ShardedCenter)
         if (sharded, on_host) != (self.sharded, self.on_host):
             raise errors.TreeMismatchError(
@@ -289,13 +340,22 @@ class Layout:
                 f"{'host' if on_host else 'device'}, but the placement is "
                 f"{self.placement}"
             )
-        if sharded:
-            self._cut().check(center)
-        whole = center.like() if sharded else center
+        whole = self.check_cut(center) if sharded else center
         check.same_tree(params, whole, "params", "center")
 
-    def _cut(self) -> _Cut:
-        return _Cut(self.within, self.across)
+    def check_cut(self, center: ShardedCenter) -> PyTree:
+        """A tree like the whole of a center that was cut as here."""
+        here = self._cut()
+        if (center.axes, center.cut) != here:
+            raise errors.TreeMismatchError(
+                f"the state's center is in shards over the axes {center.axes} of sizes "
+                f"{center.cut}, and here they are {here[0]} of sizes {here[1]}. Read "
+                "it with center_params where it was made, and start anew from that"
+            )
+        return jax.tree.unflatten(
+            jax.tree.structure(center.pieces),
+            [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in center.shapes],
+        )
 
 
 # Of a center that is whole, on the device, and has one worker.
@@ -304,7 +364,7 @@ WHOLE = Layout()
 
 def whole_center(center: PyTree) -> PyTree:
     """The center of an optimizer state, as the parameters, on the device."""
-    on_host, center = _unwrapped(center)
+    on_host, center = unwrapped(center)
     if on_host:
         center = _to(jax.memory.Space.Device, center)
     if not isinstance(center, ShardedCenter):
@@ -317,104 +377,16 @@ def whole_center(center: PyTree) -> PyTree:
             f"this center is in shards over the axes {(*within, *across)}, which are "
             "not bound here: use towers.center_params(opt_state)"
         ) from None
-    cut, like = _Cut(within, across), center.like()
-    cut.check(center)
-    parts = jax.tree.map(cut.unite, center.pieces, like)
-    return jax.tree.map(cut.whole, parts, like)
+    layout = Layout(across, Placement(shard_axis=(*within, *across)))
+    like = layout.check_cut(center)
+    return layout.whole(layout.unite(center.pieces, like), like)
 
 
-def _unwrapped(center: PyTree) -> tuple[bool, PyTree]:
+def unwrapped(center: PyTree) -> tuple[bool, PyTree]:
     """Whether a stored center is on the host, and what it is there."""
     if isinstance(center, OnHost):
         return True, center.tree
     return False, center
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How one leaf is divided: by the towers of a worker, then by the workers.
-
-    Pieces keep the number of dimensions of their leaf, since optimizers look at that
-    (a weight decay for matrices only, say).
-    """
-
-    within: _collectives.Axes
-    across: _collectives.Axes
-
-    def pieces(self) -> tuple[int, int]:
-        return _collectives.size(self.within), _collectives.size(self.across)
-
-    def check(self, center: ShardedCenter) -> None:
-        """``center`` was cut like this."""
-        here = ((self.within, self.across), self.pieces())
-        if (center.axes, center.cut) != here:
-            raise errors.TreeMismatchError(
-                f"the state's center is in shards over the axes {center.axes} of sizes "
-                f"{center.cut}, and here they are {here[0]} of sizes {here[1]}. Read "
-                "it with center_params where it was made, and start anew from that"
-            )
-
-    def part(self, leaf: jax.Array) -> jax.Array:
-        length = self._part_length(leaf)
-        if length is None or _collectives.size(self.within) == 1:
-            return leaf
-        return _slice(leaf, _collectives.index(self.within), length, leaf.ndim)
-
-    def piece(self, leaf: jax.Array) -> jax.Array:
-        part, length = self.part(leaf), self._piece_length(leaf)
-        if length is None or _collectives.size(self.across) == 1:
-            return part
-        return _slice(part, _collectives.index(self.across), length, leaf.ndim)
-
-    def scatter(self, part: jax.Array, like: Any, rest: _collectives.Axes) -> jax.Array:
-        """Pieces summed over ``across``, and over ``rest``."""
-        length = self._piece_length(like)
-        if length is None:
-            return _collectives.psum(part, (*self.across, *rest))
-        if _collectives.size(self.across) > 1:
-            flat = _padded(part, length * _collectives.size(self.across))
-            part = _line(_collectives.scatter(flat, self.across), len(like.shape))
-        return _collectives.psum(part, rest)
-
-    def collect(self, part: jax.Array, like: Any, rest: _collectives.Axes) -> jax.Array:
-        """This tower's piece of every worker's part, stacked: [workers, ...]."""
-        length = self._piece_length(like)
-        if length is None:
-            return _collectives.stack(part, (*self.across, *rest))
-        pieces = part[None]
-        if _collectives.size(self.across) > 1:
-            count = _collectives.size(self.across)
-            flat = _padded(part, length * count).reshape(count, length)
-            pieces = _collectives.all_to_all(flat, self.across)
-            pieces = pieces.reshape(count, *(1,) * (len(like.shape) - 1), length)
-        return _collectives.gather(pieces, rest)
-
-    def unite(self, piece: jax.Array, like: Any) -> jax.Array:
-        length = self._piece_length(like)
-        if length is None or _collectives.size(self.across) == 1:
-            return piece
-        flat = _collectives.gather(piece.reshape(-1), self.across)
-        if _collectives.size(self.within) == 1:
-            return flat[: math.prod(like.shape)].reshape(like.shape)
-        return _line(flat, len(like.shape))
-
-    def whole(self, part: jax.Array, like: Any) -> jax.Array:
-        if self._piece_length(like) is None or _collectives.size(self.within) == 1:
-            return part
-        flat = _collectives.gather(part.reshape(-1), self.within, same=True)
-        return flat[: math.prod(like.shape)].reshape(like.shape)
-
-    def _piece_length(self, leaf: Any) -> int | None:
-        """Elements of a piece; None for a leaf that stays whole."""
-        pieces = _collectives.size((*self.within, *self.across))
-        elements = math.prod(leaf.shape)
-        if pieces == 1 or not leaf.shape or elements < pieces:
-            return None
-        return -(-elements // pieces)
-
-    def _part_length(self, leaf: Any) -> int | None:
-        length = self._piece_length(leaf)
-        return None if length is None else length * _collectives.size(self.across)
 
 
 def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:
@@ -432,7 +404,16 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
 
 
 def _line(flat: jax.Array, ndim: int) -> jax.Array:
+    """With the dimensions of its leaf, which optimizers may look at.
+
+    A weight decay for matrices only does, say.
+    """
     return flat.reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _shaped(flat: jax.Array, like: Any) -> jax.Array:
+    """A line, and perhaps zeros behind it, in the shape of ``like``."""
+    return flat[: math.prod(like.shape)].reshape(like.shape)
 
 
 def _to(space: Any, tree: PyTree) -> PyTree:
@@ -442,7 +423,3 @@ def _to(space: Any, tree: PyTree) -> PyTree:
         return jax.device_put(leaf, space)
 
     return jax.tree.map(move, tree)
-
-
-def _map(cut: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: cut(jnp.asarray(leaf)), tree)

@@ -198,7 +198,7 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
 
         return jax.tree.map(pull, updates, params, center), state
 
-    return optax.GradientTransformationExtraArgs(_init_empty, update_fn)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
@@ -250,12 +250,7 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
             )
         return _divide(updates, jnp.asarray(staleness) + 1), state
 
-    return optax.GradientTransformationExtraArgs(_init_empty, update_fn)
-
-
-def _init_empty(params: PyTree) -> optax.EmptyState:
-    del params
-    return optax.EmptyState()
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def _divide(updates: PyTree, divisor: jax.Array) -> PyTree:

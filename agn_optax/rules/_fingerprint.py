@@ -8,7 +8,7 @@ part of a rule is run on a small probe, and the results are compared: a learning
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from agn_optax._internal import tracing
 from agn_optax.rules._rule import Rule, discounted
 
 PyTree = Any
@@ -30,19 +31,21 @@ def fingerprint(rule: Rule) -> Fingerprint:
     """What tells ``rule`` from others.
 
     A part that cannot be run on the probe, such as a center optimizer with a mask made
-    for a model's own tree, has no numbers, and is not compared.
+    for a model's own tree, has no numbers, and is not compared: the log says why.
     """
     prints: dict[str, Any] = {name: str(getattr(rule, name)) for name in SETTINGS}
     for part in (_contribution, _encoding, _message, _adopt, _penalty, _center):
-        try:
-            values = jax.jit(functools.partial(part, rule))()
-            numbers = [
-                float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)
-            ]
-        except Exception:  # noqa: S112 whatever a part raises on a strange tree
-            continue
-        prints[part.__name__[1:]] = numbers
+        name = part.__name__[1:]
+        what = f"the {name} of rule {rule.name!r} is compared"
+        numbers = tracing.unless_unfit(what, functools.partial(_numbers, part, rule))
+        if numbers is not None:
+            prints[name] = numbers
     return prints
+
+
+def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
+    values = jax.jit(functools.partial(part, rule))()
+    return [float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)]
 
 
 def difference(theirs: Fingerprint, rule: Rule) -> str | None:
@@ -110,9 +113,8 @@ def _penalty(rule: Rule) -> PyTree:
     if rule.penalty is None:
         return ()
     params = _probe(1.0)
-    return rule.penalty.update(
-        _probe(3.0), rule.penalty.init(params), params, center=_probe(2.0)
-    )[0]
+    state = rule.penalty.init(params)
+    return rule.penalty.update(_probe(3.0), state, params, center=_probe(2.0))[0]
 
 
 def _center(rule: Rule) -> PyTree:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.rules._combinators import (
     accumulate,
@@ -118,33 +117,23 @@ class Rule:
     codec: Codec = dataclasses.field(default_factory=identity)
 
     def __post_init__(self) -> None:
-        for field, choices in (
-            ("combine", ("sum", "mean")),
-            ("adopts", ("before", "after")),
-        ):
-            if getattr(self, field) not in choices:
-                raise errors.InvalidArgumentError(
-                    f"{field} of rule {self.name!r} must be one of {choices}, "
-                    f"got {getattr(self, field)!r}"
-                )
-        check_codec(self.codec, f"codec of rule {self.name!r}")
+        of_rule = f"of rule {self.name!r}"
+        check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"))
+        check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
+        check_codec(self.codec, f"codec {of_rule}")
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
         for field in ("center", "record", "penalty", "discount"):
             part = getattr(self, field)
             if part is not None or field in ("center", "record"):
-                wrapped = check.optimizer(part, f"{field} of rule {self.name!r}")
+                wrapped = check.optimizer(part, f"{field} {of_rule}")
                 object.__setattr__(self, field, wrapped)
 
 
 def check_rule(value: Any) -> None:
     """``value`` is a rule."""
-    if not isinstance(value, Rule):
-        hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(
-            f"rule must be a record of agn_optax.rules, such as rules.downpour(), "
-            f"got {check.show(value)}{hint}"
-        )
+    such_as = "a record of agn_optax.rules, such as rules.downpour()"
+    check.instance(value, Rule, f"rule must be {such_as}")
 
 
 def discounted(rule: Rule, message: PyTree, staleness: jax.Array) -> PyTree:
@@ -161,49 +150,37 @@ class _Displacement:
     Under parameters of a narrower dtype than the center's, the worker adopted the
     rounded anchor, so the rounding is not part of its displacement: the center keeps
     its low bits.
+
+    Args:
+      per_step: whether it is divided by the steps.
     """
+
+    def __init__(self, *, per_step: bool = False) -> None:
+        self.per_step = per_step
 
     def __call__(
         self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        del record, steps
+        del record
 
         def subtract(a: jax.Array, x: jax.Array) -> jax.Array:
             return trees.rounded(a, x.dtype) - x.astype(a.dtype)
 
-        return jax.tree.map(subtract, anchor, params)
+        whole = jax.tree.map(subtract, anchor, params)
+        return _per_step(whole, steps) if self.per_step else whole
 
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
         """``a - k``: what rounding kept from the center is not counted as sent."""
-        del steps
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
+            if self.per_step:
+                wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
+                k = (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
             return (trees.rounded(a, x.dtype) - k).astype(x.dtype)
 
         return jax.tree.map(subtract, anchor, contribution, params)
-
-
-class _MeanDisplacement(_Displacement):
-    """``(a - x) / steps``."""
-
-    def __call__(
-        self, record: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
-    ) -> PyTree:
-        return _per_step(super().__call__(record, params, anchor, steps), steps)
-
-    def recover(
-        self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
-    ) -> PyTree:
-        """``a - steps k``."""
-
-        def times(k: jax.Array) -> jax.Array:
-            wide = trees.wider(k.dtype, jnp.float32)  # bfloat16 has no 257
-            return (k.astype(wide) * steps.astype(wide)).astype(k.dtype)
-
-        whole = jax.tree.map(times, contribution)
-        return super().recover(whole, params, anchor, steps)
 
 
 class _Parameters:
@@ -299,7 +276,7 @@ def agn_window(*, codec: Codec | None = None) -> Rule:
     return Rule(
         name="agn_window",
         center=optax.sgd(1.0),
-        contribution=_MeanDisplacement(),
+        contribution=_Displacement(per_step=True),
         codec=codec or identity(),
     )
 

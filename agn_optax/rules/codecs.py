@@ -102,21 +102,12 @@ class Codec:
 
 def check_codec(value: Any, argument: str) -> None:
     """``value`` is a codec."""
-    if not isinstance(value, Codec):
-        hint = "; call it first" if callable(value) else ""
-        raise errors.InvalidTypeError(
-            f"{argument} must be one of agn_optax.codecs, such as "
-            f"codecs.cast('bfloat16'), got {check.show(value)}{hint}"
-        )
-
-
-def _stateless(params: PyTree) -> optax.EmptyState:
-    del params
-    return optax.EmptyState()
+    such_as = "one of agn_optax.codecs, such as codecs.cast('bfloat16')"
+    check.instance(value, Codec, f"{argument} must be {such_as}")
 
 
 _IDENTITY = Codec(
-    _stateless,
+    optax.init_empty_state,
     lambda contribution, state: (contribution, state),
     lambda encoded, like: encoded,
     name="identity",
@@ -194,7 +185,7 @@ def _of_leaves(
 ) -> Codec:
     """A codec without state that treats every leaf alike, and for itself."""
     return Codec(
-        _stateless,
+        optax.init_empty_state,
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
         lambda encoded, like: jax.tree.map(
             lambda leaf, sent: decode(sent, leaf), like, encoded

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
@@ -106,9 +107,9 @@ def all_reduce(
       Communication Operations in MPICH*, 2005.
     """
     axes = collectives.names(axis_name)
-    _one_of(reduction, "reduction", _REDUCTIONS)
-    _one_of(algorithm, "algorithm", _ALGORITHMS)
-    _one_of(delay, "delay", (0, 1))
+    check.one_of(reduction, "reduction", _REDUCTIONS)
+    check.one_of(algorithm, "algorithm", _ALGORITHMS)
+    check.one_of(delay, "delay", (0, 1))
     if not axes:
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
@@ -118,12 +119,10 @@ def all_reduce(
             "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
             f"{axis_name!r}"
         )
-    for value, argument in (
-        (bucket_bytes, "bucket_bytes"),
-        (bucket_leaves, "bucket_leaves"),
-    ):
-        if value is not None:
-            check.positive_int(value, argument)
+    if bucket_bytes is not None:
+        check.positive_int(bucket_bytes, "bucket_bytes")
+    if bucket_leaves is not None:
+        check.positive_int(bucket_leaves, "bucket_leaves")
     if bucket_leaves is not None and bucket_bytes is None:
         raise errors.InvalidArgumentError(
             f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
@@ -144,10 +143,7 @@ def all_reduce(
         return AllReduceState(optax.tree.zeros_like(params) if delay else None)
 
     def update_fn(
-        updates: PyTree,
-        state: AllReduceState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, AllReduceState]:
         del params, extra_args
         check.axis_bound(axis_name)
@@ -157,33 +153,31 @@ def all_reduce(
         if collectives.size(axes) == 1 and not collectives.checked(axes):
             return _rows.map_rows(_rows.unique, updates), state
         scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
-        reduced: list[Any] = [None] * len(leaves)
-        dense = []
-        for i, leaf in enumerate(leaves):
+
+        def reduced(leaf: Any) -> Any:
             if _rows.is_rows(leaf):
-                reduced[i] = _rows.all_gather(leaf, axes, scale, wire.dtype)
-            else:
-                dense.append((i, jnp.asarray(leaf)))
-        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+                return _rows.all_gather(leaf, axes, scale, wire.dtype)
+            leaf = jnp.asarray(leaf)
+            return wire.reduce(leaf, scale) if bucket_bytes is None else leaf
+
+        updates = jax.tree.map(reduced, updates, is_leaf=_rows.is_rows)
         if bucket_bytes is None:
-            for i, leaf in dense:
-                reduced[i] = wire.reduce(leaf, scale)
-        else:
-            for group in _groups(dense, bucket_bytes, bucket_leaves or len(dense)):
-                flat = jnp.concatenate([leaf.reshape(-1) for _, leaf in group])
-                if flat.size:
-                    pieces = -(-flat.nbytes // bucket_bytes)
-                    length = -(-flat.size // pieces)
-                    starts = range(0, flat.size, length)
-                    flat = jnp.concatenate(
-                        [reduce(flat[start : start + length]) for start in starts]
-                    )
-                offset = 0
-                for i, leaf in group:
-                    reduced[i] = flat[offset : offset + leaf.size].reshape(leaf.shape)
-                    offset += leaf.size
-        return jax.tree.unflatten(structure, reduced), state
+            return updates, state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
+        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+        for group in _groups(leaves, bucket_bytes, bucket_leaves or len(leaves)):
+            flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
+            if flat.size:
+                pieces = -(-flat.nbytes // bucket_bytes)
+                length = -(-flat.size // pieces)
+                starts = range(0, flat.size, length)
+                flat = jnp.concatenate(
+                    [reduce(flat[start : start + length]) for start in starts]
+                )
+            ends = np.cumsum([leaves[i].size for i in group])
+            for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
+                leaves[i] = line.reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -209,18 +203,11 @@ def densify() -> optax.GradientTransformationExtraArgs:
        [1. 1.]]
     """
 
-    def update_fn(
-        updates: PyTree,
-        state: optax.EmptyState,
-        params: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra_args
-        return _rows.map_rows(lambda rows: rows.todense(), updates), state
+    def dense(updates: PyTree, params: PyTree) -> PyTree:
+        del params
+        return _rows.map_rows(lambda rows: rows.todense(), updates)
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update_fn
-    )
+    return optax.with_extra_args_support(optax.stateless(dense))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,22 +230,23 @@ class _Wire:
 
     def _reduce(self, x: jax.Array) -> jax.Array:
         if self.algorithm == "hierarchical":
-            scattered, others = self.axes[-1:], self.axes[:-1]
-        elif self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
-            scattered, others = self.axes, ()
-        else:
-            return collectives.psum(x, self.axes)
-        n = collectives.size(scattered)
+            return self._by_pieces(x, self.axes[-1:], self.axes[:-1])
+        if self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
+            return self._by_pieces(x, self.axes)
+        return collectives.psum(x, self.axes)
+
+    def _by_pieces(
+        self, x: jax.Array, axes: collectives.Axes, others: collectives.Axes = ()
+    ) -> jax.Array:
+        """Summed by pieces over ``axes``, and these over ``others``."""
         flat = x.reshape(-1)
-        flat = jnp.pad(flat, (0, -flat.size % n))
-        piece = self._scatter(flat, scattered)
+        flat = jnp.pad(flat, (0, -flat.size % collectives.size(axes)))
+        piece = self._scatter(flat, axes)
         if others and self.sum_dtype is not None:
-            padded = jnp.pad(piece, (0, -piece.size % collectives.size(others)))
-            part = self._gather(self._scatter(padded, others), others)
-            piece = part[: piece.size]
+            piece = self._by_pieces(piece, others)
         else:
             piece = collectives.psum(piece, others)
-        return self._gather(piece, scattered)[: x.size].reshape(x.shape)
+        return self._gather(piece, axes)[: x.size].reshape(x.shape)
 
     def _scatter(self, flat: jax.Array, axes: collectives.Axes) -> jax.Array:
         if self.sum_dtype is None:
@@ -268,7 +256,7 @@ class _Wire:
         # Under vmap a constant gradient is not mapped, and all_to_all wants it so.
         rows = _bits(flat.reshape(n, -1))
         rows = jnp.where(collectives.index(axes) < 0, jnp.zeros_like(rows), rows)
-        pieces = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+        pieces = collectives.all_to_all(rows, axes)
         wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
         return wide.sum(axis=0).astype(flat.dtype)
 
@@ -287,20 +275,21 @@ def _floats(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _groups(
-    leaves: list[tuple[int, jax.Array]], most_bytes: int, most_leaves: int
-) -> Iterator[list[tuple[int, jax.Array]]]:
-    """Leaves of one dtype, in order, as long as they fit together."""
-    by_dtype: dict[Any, list[tuple[int, jax.Array]]] = {}
-    for i, leaf in leaves:
-        by_dtype.setdefault(leaf.dtype, []).append((i, leaf))
+    leaves: list[Any], most_bytes: int, most_leaves: int
+) -> Iterator[list[int]]:
+    """Numbers of dense leaves of one dtype, in order, as long as they fit together."""
+    by_dtype: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if not _rows.is_rows(leaf):
+            by_dtype.setdefault(leaf.dtype, []).append(i)
     for same in by_dtype.values():
-        group: list[tuple[int, jax.Array]] = []
-        for i, leaf in same:
-            full = sum(x.nbytes for _, x in group) + leaf.nbytes > most_bytes
+        group: list[int] = []
+        for i in same:
+            full = sum(leaves[j].nbytes for j in (*group, i)) > most_bytes
             if group and (full or len(group) == most_leaves):
                 yield group
                 group = []
-            group.append((i, leaf))
+            group.append(i)
         yield group
 
 
@@ -354,10 +343,3 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
                 "vary before you differentiate (jax.lax.pcast(params, axes, "
                 "to='varying')), or leave all_reduce out"
             )
-
-
-def _one_of(value: Any, argument: str, choices: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in choices:
-        raise errors.InvalidArgumentError(
-            f"{argument} must be one of {choices}, got {check.show(value)}"
-        )

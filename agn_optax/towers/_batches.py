@@ -18,14 +18,14 @@ from agn_optax.towers import _mesh, _programs, _replicas, _rows
 PyTree = Any
 
 
-def rows_of(batch: PyTree, what: str = "batch") -> int:
+def rows_of(batch: PyTree) -> int:
     """The rows that all leaves of ``batch`` have."""
     leaves = tree_flatten_with_path(batch, is_leaf=_rows.is_rows)[0]
     if not leaves:
-        raise errors.InvalidArgumentError(f"{what} has no arrays: {batch!r}")
-    first: tuple[str, int] | None = None
+        raise errors.InvalidArgumentError(f"batch has no arrays: {batch!r}")
+    counts: dict[str, int] = {}
     for path, leaf in leaves:
-        name = f"{what}{keystr(path)}"
+        name = f"batch{keystr(path)}"
         if dataclasses.is_dataclass(leaf) and not hasattr(leaf, "shape"):
             raise errors.InvalidTypeError(
                 f"{name} is a dataclass that JAX does not know: decorate "
@@ -41,14 +41,13 @@ def rows_of(batch: PyTree, what: str = "batch") -> int:
             raise errors.InvalidArgumentError(
                 f"{name} is a scalar, and rows along dimension 0 are expected"
             )
-        if first is None:
-            first = (name, shape[0])
-        elif shape[0] != first[1]:
+        counts[name] = shape[0]
+        first = next(iter(counts))
+        if shape[0] != counts[first]:
             raise errors.InvalidArgumentError(
-                f"{name} has {shape[0]} rows, but {first[0]} has {first[1]}"
+                f"{name} has {shape[0]} rows, but {first} has {counts[first]}"
             )
-    assert first is not None
-    return first[1]
+    return shape[0]
 
 
 def check_divisible(batch: PyTree, towers: int) -> None:
@@ -157,6 +156,7 @@ def check_alike(batches: list[PyTree]) -> None:
         jax.tree.structure(b, is_leaf=_rows.is_rows) for b in batches
     ]
     rows = [rows_of(batch) for batch in batches]
+    dense = [_rows.map_rows(lambda _: None, batch) for batch in batches]
     for i, (structure, count) in enumerate(zip(structures, rows, strict=True)):
         if structure != structures[0]:
             raise errors.TreeMismatchError(
@@ -167,11 +167,7 @@ def check_alike(batches: list[PyTree]) -> None:
             raise errors.InvalidArgumentError(
                 f"batches[{i}] has {count} rows, but batches[0] has {rows[0]}"
             )
-        if any(
-            _rows.is_rows(x) for x in jax.tree.leaves(batches[i], is_leaf=_rows.is_rows)
-        ):
-            continue
-        check.same_tree(batches[i], batches[0], f"batches[{i}]", "batches[0]")
+        check.same_tree(dense[i], dense[0], f"batches[{i}]", "batches[0]")
 
 
 def stack(batches: list[PyTree]) -> PyTree:

@@ -22,40 +22,42 @@ PyTree = Any
 def sums(mesh: Mesh, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
     """``(arguments, batch, real) -> (sums over rows, number of rows)``, replicated."""
 
-    def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
-        values = metric_fn(*arguments, _rows.own_all(batch))
-        _check_rows(values, real.shape[0], "metric_fn")
-
-        def total(v: jax.Array) -> jax.Array:
+    def total(values: PyTree, real: jax.Array) -> Any:
+        def of(v: jax.Array) -> jax.Array:
             v = jnp.asarray(v)
             wide = v.astype(trees.wider(v.dtype, jnp.float32))
             mask = real.reshape(-1, *(1,) * (v.ndim - 1))
-            return collectives.psum(
-                jnp.where(mask, wide, 0).sum(axis=0), mesh.axis_names
-            )
+            own = jnp.where(mask, wide, 0).sum(axis=0)
+            return collectives.psum(own, mesh.axis_names)
 
-        return jax.tree.map(total, values), collectives.psum(
-            real.sum(), mesh.axis_names
-        )
+        rows = collectives.psum(real.sum(), mesh.axis_names)
+        return jax.tree.map(of, values), rows
 
-    return _mapped(mesh, of_one_tower, PartitionSpec())
+    return _by_rows(mesh, metric_fn, "metric_fn", total, PartitionSpec())
 
 
-def outputs(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+def outputs(mesh: Mesh, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``(arguments, batch, real) -> outputs``, row by row."""
+    return _by_rows(mesh, fn, "fn", lambda values, _: values, _programs.rows(mesh))
+
+
+def _by_rows(
+    mesh: Mesh,
+    function: Callable[..., PyTree],
+    who: str,
+    act: Callable[[PyTree, jax.Array], Any],
+    out_specs: PartitionSpec,
+) -> Callable[..., Any]:
+    """What ``act`` makes of a function's values of the rows, and of which are real."""
 
     def of_one_tower(arguments: Any, batch: PyTree, real: jax.Array) -> Any:
         values = function(*arguments, _rows.own_all(batch))
-        _check_rows(values, real.shape[0], "fn")
-        return values
+        _check_rows(values, real.shape[0], who)
+        return act(values, real)
 
-    return _mapped(mesh, of_one_tower, _programs.rows(mesh))
-
-
-def _mapped(mesh: Mesh, function: Any, out_specs: Any) -> Callable[..., Any]:
     split = _programs.rows(mesh)
     in_specs = (PartitionSpec(), split, split)
-    return jax.jit(_programs.per_tower(mesh, function, in_specs, out_specs))
+    return jax.jit(_programs.per_tower(mesh, of_one_tower, in_specs, out_specs))
 
 
 def _check_rows(values: PyTree, rows: int, who: str) -> None:

@@ -61,11 +61,8 @@ def reduce_loss(
       >>> print(shares.mean())
       3.0
     """
-    if reduction not in _REDUCTIONS:
-        raise errors.InvalidArgumentError(
-            f"reduction must be one of {_REDUCTIONS}, got {check.show(reduction)}; a "
-            "gradient needs one number"
-        )
+    hint = "; a gradient needs one number"
+    check.one_of(reduction, "reduction", _REDUCTIONS, hint)
     check.axis_bound(axis_name)
     axes = collectives.names(axis_name)
     losses = jnp.asarray(losses)
@@ -73,11 +70,7 @@ def reduce_loss(
     if weights is None:
         weights = jnp.ones(losses.shape[:1], losses.dtype)
     weights = jax.lax.stop_gradient(jnp.asarray(weights))
-    if not (
-        jnp.issubdtype(weights.dtype, jnp.floating)
-        or jnp.issubdtype(weights.dtype, jnp.integer)
-        or weights.dtype == bool
-    ):
+    if not (check.is_real(weights.dtype) or weights.dtype == bool):
         raise errors.InvalidArgumentError(
             f"weights must be real numbers, got {weights.dtype}"
         )

@@ -110,10 +110,7 @@ def loss_scaling(
         )
 
     def update_fn(
-        updates: PyTree,
-        state: LossScaleState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaleState]:
         check.axis_bound(axis_name)
         check.float_leaves(updates, "updates")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -15,23 +15,18 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.round import collectives
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _NONE = Mesh(np.empty((), object), ())
 
 
-def on_own_mesh(
-    method: Callable[Concatenate[Any, _Arguments], _Result],
-) -> Callable[Concatenate[Any, _Arguments], _Result]:
+def on_own_mesh(method: _Method) -> _Method:
     """A method of something with a ``mesh``, also where jax.set_mesh has set one.
 
     What it runs names its mesh itself, so it runs as if none were set.
     """
 
     @functools.wraps(method)
-    def run(
-        self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
-    ) -> _Result:
+    def run(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         context = jax.sharding.get_abstract_mesh()
         if context.empty:
             return method(self, *args, **kwargs)
@@ -47,7 +42,7 @@ def on_own_mesh(
         with outside:
             return method(self, *args, **kwargs)
 
-    return run
+    return cast(_Method, run)
 
 
 def make(
@@ -110,9 +105,7 @@ def _chosen(devices: Any) -> list[Any]:
 def _of_mesh(
     mesh: Mesh, workers: int | None, axes: collectives.Axes, worker_axis: str
 ) -> Mesh:
-    missing = [name for name in axes if name not in mesh.axis_names]
-    extra = [n for n in mesh.axis_names if n not in (*axes, worker_axis)]
-    if missing or extra:
+    if {worker_axis, *mesh.axis_names} != {worker_axis, *axes}:
         raise errors.InvalidArgumentError(
             f"the mesh has the axes {mesh.axis_names}; those of the towers, {axes}, "
             f"and perhaps {worker_axis!r} are expected. Name its axes with axis_name "

@@ -56,11 +56,7 @@ def per_tower(
     scan that starts from zeros, say) runs as it is.
     """
     return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
@@ -115,27 +111,22 @@ def step(
     """``(state, batch) -> (state, metrics)`` of all towers."""
 
     def one_step(state: PyTree, batch: PyTree) -> Any:
-        batch = _rows.own_all(batch)
-        state, metrics = _checked(train_step, tower_axes)(row(state), batch)
-        return as_row(state), as_row(metrics)
+        own = _rows.own_all(batch)
+        state, metrics = _checked(train_step, tower_axes, state, own)
+        return state, metrics
 
-    return _of_stacked(mesh, one_step, rows(mesh), donate=donate)
-
-
-def apply(mesh: Mesh, function: Callable[[PyTree], PyTree], donate: bool) -> Program:
-    """``state -> state`` of all towers."""
-
-    def on_tower(state: PyTree) -> PyTree:
-        return as_row(function(row(state)))
-
-    return _of_stacked(mesh, on_tower, donate=donate)
+    return apply(mesh, one_step, rows(mesh), donate=donate)
 
 
-def _of_stacked(
+def apply(
     mesh: Mesh, function: Callable[..., Any], *specs: PartitionSpec, donate: bool
 ) -> Program:
     """A program of state with a row for each tower, and of what ``specs`` lay out."""
-    mapped = per_tower(mesh, function, (rows(mesh), *specs), rows(mesh))
+
+    def on_tower(state: PyTree, *batches: PyTree) -> Any:
+        return as_row(function(row(state), *batches))
+
+    mapped = per_tower(mesh, on_tower, (rows(mesh), *specs), rows(mesh))
 
     def on_all(state: PyTree, *batches: PyTree) -> Any:
         _replicas.check_stacked(state, mesh.size)
@@ -183,44 +174,35 @@ def whole_round(
                     f"a round of period {period} needs batches with {period} as their "
                     f"first dimension, got {leaf.shape[0]}: towers.shard_round(batches)"
                 )
-
-        def run(state: PyTree, batches: PyTree) -> Any:
-            return scanned(None, state, batches)[1:]
-
         axes = (mesh.axis_names[0], *tower_axes)
-        state, metrics = _checked(run, axes)(row(state), batches)
-        return as_row(state), as_row(metrics)
+        return _checked(scanned, axes, None, state, batches)[1:]
 
-    return _of_stacked(mesh, one_round, rows(mesh, 1), donate=donate)
+    return apply(mesh, one_round, rows(mesh, 1), donate=donate)
 
 
 def _checked(
-    train_step: Callable[..., Any], axes: collectives.Axes
-) -> Callable[..., Any]:
-    """``train_step``, refused if the members of one of ``axes`` never speak.
+    train_step: Callable[..., Any], axes: collectives.Axes, *arguments: PyTree
+) -> Any:
+    """What ``train_step`` gives, unless the members of one of ``axes`` never speak.
 
     Each would train on its own and be thrown away but for the first.
     """
+    silent = [name for name in axes if jax.lax.axis_size(name) > 1]
+    if not silent:
+        return train_step(*arguments)
+    traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
+    heard = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
+    silent = [name for name in silent if name not in heard]
+    if silent:
+        raise errors.InvalidArgumentError(
+            "train_step never communicates over "
+            f"{', '.join(map(repr, silent))}: towers of one worker would drift "
+            "apart, and workers never meet. Towers need all_reduce(axis_name) "
+            "first in the optimizer's chain, or to be workers of their own, "
+            "Towers(workers=...); workers need an exchange over their axis_name, "
+            "in the optimizer or with round(..., exchange=...)"
+        )
+    from jax.extend.core import jaxpr_as_fun  # noqa: PLC0415 slow to import
 
-    def run(*arguments: Any) -> Any:
-        silent = [name for name in axes if jax.lax.axis_size(name) > 1]
-        if not silent:
-            return train_step(*arguments)
-        traced, shape = jax.make_jaxpr(train_step, return_shape=True)(*arguments)
-        heard = collectives.spoken(traced.jaxpr, aside=_loss.SCOPE)
-        silent = [name for name in silent if name not in heard]
-        if silent:
-            raise errors.InvalidArgumentError(
-                "train_step never communicates over "
-                f"{', '.join(map(repr, silent))}: towers of one worker would drift "
-                "apart, and workers never meet. Towers need all_reduce(axis_name) "
-                "first in the optimizer's chain, or to be workers of their own, "
-                "Towers(workers=...); workers need an exchange over their axis_name, "
-                "in the optimizer or with round(..., exchange=...)"
-            )
-        from jax.extend.core import jaxpr_as_fun  # noqa: PLC0415 slow to import
-
-        results = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-    return run
+    results = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax._internal import trees
 from agn_optax.round import ExchangeState, OnHost, ShardedCenter, collectives
 from agn_optax.towers._all_reduce import AllReduceState
 
@@ -102,19 +103,10 @@ def fold_keys(tree: PyTree, index: Any) -> PyTree:
     def fold(leaf: Any) -> Any:
         if not is_key(leaf):
             return leaf
-        folded = jax.random.fold_in if not leaf.ndim else _fold_each
-        return jnp.where(index == 0, leaf, folded(leaf, index))
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, index))(leaf.reshape(-1))
+        return jnp.where(index == 0, leaf, flat.reshape(leaf.shape))
 
     return jax.tree.map(fold, tree)
-
-
-def _fold_each(keys: Any, index: Any) -> Any:
-    flat = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1))
-    return flat.reshape(keys.shape)
-
-
-def _is_own_state(node: Any) -> bool:
-    return isinstance(node, ExchangeState | AllReduceState)
 
 
 def marked(state: PyTree) -> PyTree:
@@ -123,32 +115,25 @@ def marked(state: PyTree) -> PyTree:
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
             return AllReduceState(InFlight(node.in_flight))
-        if not isinstance(node, ExchangeState):
-            return node
-        center = node.center.tree if is_on_host(node.center) else node.center
+        on_host = isinstance(node.center, OnHost)
+        center = node.center.tree if on_host else node.center
         if not isinstance(center, ShardedCenter):
             return node
         within, across = center.axes
         axes = (*within, *across)
         center = dataclasses.replace(center, pieces=PerTower(center.pieces, axes))
-        if is_on_host(node.center):
-            center = OnHost(center)
         record = PerTower(node.local.record, within)
         return node._replace(
-            center=center,
+            center=OnHost(center) if on_host else center,
             center_state=PerTower(node.center_state, axes),
             local=node.local._replace(record=record),
         )
 
-    return jax.tree.map(mark, state, is_leaf=_is_own_state)
+    return trees.map_nodes(mark, state, (ExchangeState, AllReduceState))
 
 
 def is_marked(node: Any) -> bool:
     return isinstance(node, PerTower | InFlight)
-
-
-def is_on_host(node: Any) -> bool:
-    return isinstance(node, OnHost)
 
 
 def is_per_tower(node: Any) -> bool:
@@ -158,41 +143,38 @@ def is_per_tower(node: Any) -> bool:
 def own(state: PyTree) -> PyTree:
     """One tower's state, of what every tower gets alike and of its `PerTower` rows."""
 
-    def of_tower(node: Any) -> Any:
-        if not is_per_tower(node):
-            return node
+    def of_tower(node: PerTower) -> PyTree:
         dimensions = len(node.axes)
         return jax.tree.map(lambda x: x.reshape(x.shape[dimensions:]), node.rows)
 
-    return jax.tree.map(of_tower, state, is_leaf=is_per_tower)
+    return trees.map_nodes(of_tower, state, PerTower)
 
 
-def is_special(node: Any) -> bool:
-    return is_on_host(node) or is_per_tower(node)
+def agreement(state: PyTree, workers: int) -> Agreement:
+    """Whether the towers of each worker have the same bits.
 
-
-def comparable(state: PyTree) -> list[tuple[str, jax.Array]]:
-    """The leaves that all towers of a worker have alike.
-
-    Others differ on purpose: random keys, pieces of a center, gradients in flight.
+    Some differ on purpose: random keys, pieces of a center, gradients in flight.
     """
-    leaves = tree_flatten_with_path(marked(state), is_leaf=is_marked)[0]
-    return [
-        (keystr(path), leaf)
-        for path, leaf in leaves
-        if not is_marked(leaf) and not is_key(leaf)
-    ]
+    alike = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
+    leaves = tree_flatten_with_path(alike)[0]
+    named = {keystr(path): leaf for path, leaf in leaves if not is_key(leaf)}
+    same = jax.device_get(_same_rows(list(named.values()), workers))
+    differing = (path for path, rows in zip(named, same, strict=True) if not rows)
+    return Agreement(next(differing, None))
 
 
-def same_rows(leaf: jax.Array, workers: int) -> jax.Array:
-    """Whether the towers of each worker have the same bits."""
-    bits = leaf
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            return same_rows(leaf.real, workers) & same_rows(leaf.imag, workers)
+@functools.partial(jax.jit, static_argnums=1)
+def _same_rows(leaves: list[jax.Array], workers: int) -> list[jax.Array]:
+    return [_same(leaf, workers) for leaf in leaves]
+
+
+def _same(leaf: jax.Array, workers: int) -> jax.Array:
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
         unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-        bits = jax.lax.bitcast_convert_type(leaf, unsigned)
-    bits = bits.reshape(workers, leaf.shape[0] // workers, *leaf.shape[1:])
+        leaf = jax.lax.bitcast_convert_type(leaf, unsigned)
+    bits = leaf.reshape(workers, leaf.shape[0] // workers, *leaf.shape[1:])
     return (bits == bits[:, :1]).all()
 
 

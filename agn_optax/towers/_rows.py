@@ -64,19 +64,18 @@ def split(rows: Any, towers: int, per_tower: int, stored: int) -> Any:
     """
     data, indices = np.asarray(rows.data), np.asarray(rows.indices)
     width = rows.shape[1:]
-    inside = (indices[:, 0] < rows.shape[0]) & (indices[:, 0] < towers * per_tower)
-    data, indices = data[inside], indices[inside]
-    block = indices[:, 0] // per_tower
+    inside = np.flatnonzero(indices[:, 0] < min(rows.shape[0], towers * per_tower))
+    block = indices[inside, 0] // per_tower
+    inside = inside[np.argsort(block, kind="stable")]
+    block.sort()
     # What is not stored stands outside of the block, where BCOO ignores it.
     outside = np.array((per_tower, *width[: indices.shape[1] - 1]), indices.dtype)
     new_data = np.zeros((towers, stored, *data.shape[1:]), data.dtype)
     new_indices = np.broadcast_to(outside, (towers, stored, indices.shape[1])).copy()
-    for tower in range(towers):
-        own = block == tower
-        count = int(own.sum())
-        new_data[tower, :count] = data[own]
-        new_indices[tower, :count] = indices[own]
-        new_indices[tower, :count, 0] -= tower * per_tower
+    place = np.arange(block.size) - np.searchsorted(block, block)  # in its block
+    new_data[block, place] = data[inside]
+    new_indices[block, place] = indices[inside]
+    new_indices[block, place, 0] -= block * per_tower
     return type(rows)((new_data, new_indices), shape=(towers, per_tower, *width))
 
 
@@ -90,11 +89,8 @@ def fullest(rows: Any, towers: int, per_tower: int) -> int:
 
 def own(stacked: Any) -> Any:
     """One tower's matrix, of the batch dimension that `split` made."""
-    dense = stacked.n_dense
-    data = stacked.data.reshape(stacked.data.shape[stacked.data.ndim - dense - 1 :])
-    indices = stacked.indices.reshape(stacked.indices.shape[-2:])
-    sparse = indices.shape[-1]
-    return type(stacked)((data, indices), shape=stacked.shape[-(sparse + dense) :])
+    first = (stacked.data[0], stacked.indices[0])
+    return type(stacked)(first, shape=stacked.shape[1:])
 
 
 def own_all(batch: Any) -> Any:

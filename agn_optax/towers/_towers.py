@@ -94,19 +94,11 @@ class Towers:
         self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
         self._own_towers = _mesh.own_towers(self.mesh)
-        self._rows = NamedSharding(self.mesh, _programs.rows(self.mesh))
         self._alike = NamedSharding(self.mesh, PartitionSpec())
-        # Programs are kept for the functions that they were made of.
-        self._created = functools.lru_cache(64)(
-            functools.partial(_programs.create, self.mesh)
-        )
-        self._sums = functools.lru_cache(64)(
-            functools.partial(_evaluate.sums, self.mesh)
-        )
-        self._outputs = functools.lru_cache(64)(
-            functools.partial(_evaluate.outputs, self.mesh)
-        )
-        self._apart = functools.lru_cache(64)(functools.partial(_apart, self.mesh))
+        self._created = self._kept(_programs.create)
+        self._sums = self._kept(_evaluate.sums)
+        self._outputs = self._kept(_evaluate.outputs)
+        self._apart = self._kept(_apart)
         self._means = jax.jit(_mean_of_rows, out_shardings=self._alike)
         self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
         self._centers = jax.jit(
@@ -117,6 +109,10 @@ class Towers:
                 PartitionSpec(),
             )
         )
+
+    def _kept(self, make: Callable[[Mesh, Any], Any]) -> Callable[[Any], Any]:
+        """Programs of ``make``, kept for the functions that they are made of."""
+        return functools.lru_cache(64)(functools.partial(make, self.mesh))
 
     def __repr__(self) -> str:
         """The workers, and the towers of each."""
@@ -245,14 +241,7 @@ class Towers:
           towers differ, first in state['w']
         """
         _replicas.check_stacked(state, self.size)
-        named = _replicas.comparable(state)
-        if not named:
-            return _replicas.Agreement()
-        same = _same_rows([leaf for _, leaf in named], self.workers)
-        differing = np.flatnonzero(~np.asarray(same))
-        if not differing.size:
-            return _replicas.Agreement()
-        return _replicas.Agreement(named[differing[0]][0])
+        return _replicas.agreement(state, self.workers)
 
     @_mesh.on_own_mesh
     def mean(self, tree: PyTree) -> PyTree:
@@ -380,7 +369,7 @@ class Towers:
         mask = (np.arange(padded) < rows).astype(np.float32)
         return (
             self.shard(_batches.fill(batch, padded)),
-            _batches.put(mask, self._rows),
+            _batches.lay(mask, self.mesh),
         )
 
     @_mesh.on_own_mesh
@@ -467,7 +456,7 @@ class Towers:
           >>> print(towers.unreplicate(halve(towers.replicate(jnp.array(8.0)))))
           4.0
         """
-        return _programs.apply(self.mesh, function, donate)
+        return _programs.apply(self.mesh, function, donate=donate)
 
     def round(
         self,
@@ -565,8 +554,7 @@ class Towers:
           {'above': 0.75}
         """
         _evaluate.check_reduction(reduction)
-        *constant, data = _given(arguments)
-        _check_function(metric_fn, "metric_fn")
+        *constant, data = _given(metric_fn, "metric_fn", arguments)
         placed = self._place(tuple(constant))
         program = self._sums(metric_fn)
         parts = []
@@ -601,8 +589,7 @@ class Towers:
           >>> print(agn_optax.Towers(2).predict(double, np.array([1.0, 2.0, 3.0])))
           {'doubled': array([2., 4., 6.], dtype=float32)}
         """
-        *constant, batch = _given(arguments)
-        _check_function(fn, "fn")
+        *constant, batch = _given(fn, "fn", arguments)
         rows = _batches.rows_of(batch)
         padded, mask = self.shard_padded(batch)
         outputs = self._outputs(fn)(self._place(tuple(constant)), padded, mask > 0)
@@ -631,12 +618,13 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
             apart = sharding.update(spec=PartitionSpec(*node.axes))
             rows = _placed(node.rows, apart)
             return _replicas.PerTower(rows, node.axes)
-        if _replicas.is_on_host(node):
+        if isinstance(node, OnHost):
             host = sharding.with_memory_kind("pinned_host")
             return OnHost(_placed(node.tree, host))
         return _batches.put(node, sharding)
 
-    return jax.tree.map(place, tree, is_leaf=_replicas.is_special)
+    special = (_replicas.PerTower, OnHost)
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, special))
 
 
 def _apart(mesh: Mesh, axes: collectives.Axes) -> Callable[[PyTree], PyTree]:
@@ -674,17 +662,14 @@ def _check_function(function: Any, what: str) -> None:
         ) from None
 
 
-def _given(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function is called with, the last of which is a batch."""
     if not arguments:
         raise errors.InvalidArgumentError(
             "the last argument is the batch, and there is none"
         )
+    _check_function(function, what)
     return arguments
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _same_rows(leaves: list[jax.Array], workers: int) -> jax.Array:
-    return jnp.stack([_replicas.same_rows(leaf, workers) for leaf in leaves])
 
 
 def _mean_of_rows(tree: PyTree) -> PyTree:
