@@ -232,7 +232,7 @@ def main() -> None:
     add("--repeats", type=int, default=7, help="turns at 400 MB")
     add("--more", type=int, default=8, help="times as many at smaller sizes, at most")
     add("--torch-python", type=pathlib.Path, help="a Python that has torch")
-    args = parse(parser, megabytes=[0.5], repeats=2, more=1, window=0.1, workers=[1])
+    args = parse(parser, megabytes=[0.1], repeats=1, more=1, window=0.1, workers=[1])
     report = Report(args.json)
     with Process() as center, Process() as peer:
         sides = Sides(center, peer)

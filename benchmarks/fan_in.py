@@ -88,7 +88,7 @@ def main() -> None:
     add("--window", type=float, default=3.0, help="seconds in which they are counted")
     add("--repeats", type=int, default=3)
     args = parse(
-        parser, workers=[1, 4], megabytes=0.1, processes=1, window=0.2, repeats=2
+        parser, workers=[1, 2], megabytes=0.1, processes=1, window=0.1, repeats=1
     )
     report = Report(args.json)
     size = 1e6 * args.megabytes

@@ -86,7 +86,7 @@ def main() -> None:
     add("--megabytes", type=float, default=400, help="of a model")
     add("--leaves", type=int, default=4)
     add("--repeats", type=int, default=5)
-    args = parse(parser, gigabits=[10], megabytes=1, repeats=2)
+    args = parse(parser, gigabits=[10], megabytes=1, repeats=1)
     report = Report(args.json)
     with Process() as center, Process() as peer:
         rows = [

@@ -165,7 +165,7 @@ def main() -> None:
     add("--leaf", type=float, default=1, help="millions of parameters in a leaf")
     add("--period", type=int, default=10)
     add("--repeats", type=int, default=15, help="periods measured of every form")
-    args = parse(parser, millions=[0.1], leaf=0.05, repeats=2)
+    args = parse(parser, millions=[0.1], leaf=0.05, repeats=1)
     report = Report(args.json)
     for millions in args.millions:
         bench = Bench(int(millions * 1e6), int(args.leaf * 1e6), args.period)

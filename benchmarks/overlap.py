@@ -272,7 +272,7 @@ def main() -> None:
     add("--window", type=float, default=2.0, help="seconds of copying, for the bound")
     add("--transports", nargs="+", default=centers.TRANSPORTS)
     small = {"megabytes": 5, "width": 500, "trained": 1, "batch": 64, "rounds": 2}
-    args = parse(parser, transports=["memory"], window=0.5, **small)
+    args = parse(parser, transports=["memory"], window=0.2, **small)
     report = Report(args.json)
     layers = max(2, round(1e6 * args.megabytes / 4 / args.width**2))
     trained = min(args.trained, layers - 1)

@@ -145,9 +145,7 @@ def main() -> None:
     add("--totals", type=float, nargs="*", default=[40, 400], help="MB in those leaves")
     add("--transport", choices=centers.TRANSPORTS, default="memory")
     add("--repeats", type=int, default=7)
-    args = parse(
-        parser, largest=1e5, lines=[1], leaves=[1, 30], totals=[0.1], repeats=2
-    )
+    args = parse(parser, largest=1e5, lines=[1], leaves=[1, 8], totals=[0.1], repeats=1)
     report = Report(args.json)
     lines = [against_size(leaves, args, report) for leaves in args.lines]
     if lines:

@@ -178,7 +178,7 @@ def main() -> None:
     add("--towers", type=int, default=4, help="CPU devices where there are no others")
     add("--period", type=int, default=10)
     add("--repeats", type=int, default=15, help="exchanges measured of every form")
-    args = parse(parser, millions=0.1, leaf=0.05, repeats=2)
+    args = parse(parser, millions=0.1, leaf=0.05, repeats=1)
     jax.config.update("jax_num_cpu_devices", args.towers)
     report = Report(args.json)
     model = Model(int(args.millions * 1e6), int(args.leaf * 1e6))

@@ -80,7 +80,7 @@ def main() -> None:
     add("--batch", type=int, default=64)
     add("--period", type=int, default=10)
     add("--repeats", type=int, default=15, help="periods measured of every form")
-    args = parse(parser, millions=0.05, repeats=2)
+    args = parse(parser, millions=0.01, repeats=1)
     report = Report(args.json)
     rule = agn_optax.rules.agn(adam())
     forms = [

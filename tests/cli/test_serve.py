@@ -194,7 +194,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
 
     def exchange(center):
         center.initialize(jnp.zeros(2), worker="w")
-        center.join("w")
+        sessions.join(center, "w")
         monkeypatch.setattr(_writer, "_sync", full)
         with pytest.raises(errors.CenterClosedError, match="No space left on device"):
             sessions.exchange(center, jnp.ones(2), anchor_version=0, worker="w")

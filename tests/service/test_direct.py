@@ -800,17 +800,12 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
 
 def test_stopping_ends_idle_connections(transport):
     with made(transport) as (server, center):
-        center.join("anna")
+        session = center.join("anna")
         began = time.monotonic()
         server.stop()
         assert time.monotonic() - began < 10
         with pytest.raises(errors.CenterUnreachableError):
-            sessions.exchange(
-                center,
-                {"w": jnp.ones(SIZE), "b": jnp.ones(3)},
-                anchor_version=0,
-                worker="anna",
-            )
+            session.exchange(1, center_params(), anchor_version=0)
 
 
 def a_message(schema):
