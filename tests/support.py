@@ -12,19 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import shared
 
 import agn_optax
-from agn_optax import rules
 
 INNERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.05, momentum=0.9),
-    "nesterov": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.05),
-    "adamw": lambda: optax.adamw(0.05, weight_decay=0.01),
+    "sgd": lambda: shared.sgd(0.1),
+    "momentum": lambda: shared.sgd(0.05, momentum=0.9),
+    "nesterov": lambda: shared.sgd(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: shared.adam(0.05),
+    "adamw": lambda: shared.adamw(0.05, weight_decay=0.01),
 }
 
 
+@functools.cache
 def each_inner(names=tuple(INNERS)):
     """Several inner optimizers at once: each trains the subtree of its name."""
     return optax.partition(
@@ -34,14 +35,14 @@ def each_inner(names=tuple(INNERS)):
 
 # Rule records, with an inner optimizer for those that want a center optimizer.
 RULES = {
-    "agn": lambda: rules.agn(optax.adam(0.05)),
-    "agn_window": rules.agn_window,
-    "downpour": rules.downpour,
-    "dynsgd": rules.dynsgd,
-    "average": rules.average,
-    "diloco": rules.diloco,
-    "easgd": lambda: rules.easgd(0.3),
-    "easgd_rho": lambda: rules.easgd(0.3, rho=0.5),
+    "agn": lambda: shared.agn(shared.adam(0.05)),
+    "agn_window": shared.agn_window,
+    "downpour": shared.downpour,
+    "dynsgd": shared.dynsgd,
+    "average": shared.average,
+    "diloco": shared.diloco,
+    "easgd": lambda: shared.easgd(0.3),
+    "easgd_rho": lambda: shared.easgd(0.3, rho=0.5),
 }
 
 DROP_INS = {
@@ -100,26 +101,36 @@ def step(tx, params, state, feed):
 def run(tx, params, all_feeds, state=None):
     """Every step's parameters (stacked), the last ones, and the last state."""
     state = tx.init(params) if state is None else state
+    (params, state), trajectory = trajectories(tx)((params, state), all_feeds)
+    return trajectory, params, state
+
+
+@functools.lru_cache(maxsize=32)
+def trajectories(tx):
+    """A loop, compiled once for all runs of the same optimizer."""
 
     def body(carry, feed):
         params, state = step(tx, *carry, feed)
         return (params, state), params
 
-    (params, state), trajectory = jax.jit(
-        lambda carry, fs: jax.lax.scan(body, carry, fs)
-    )((params, state), all_feeds)
-    return trajectory, params, state
+    return jax.jit(lambda carry, all_feeds: jax.lax.scan(body, carry, all_feeds))
 
 
-@functools.lru_cache(maxsize=4)
-def split_programs(split):
-    """A step and an exchange, compiled once for all runs of the same optimizer."""
-    return jax.jit(functools.partial(step, split)), jax.jit(split.exchange)
+@functools.lru_cache(maxsize=32)
+def local_step(tx):
+    """A step, compiled once for all runs of the same optimizer."""
+    return jax.jit(functools.partial(step, tx))
+
+
+@functools.lru_cache(maxsize=32)
+def exchange_of(split):
+    """The same for an exchange."""
+    return jax.jit(split.exchange)
 
 
 def run_split(split, params, all_feeds, period, state=None):
     """The split form's loop, with one period or the periods of all rounds."""
-    local, exchange = split_programs(split)
+    local, exchange = local_step(split), exchange_of(split)
     state = split.init(params) if state is None else state
     steps = jax.tree.leaves(all_feeds)[0].shape[0]
     periods = [period] * (steps // period) if isinstance(period, int) else period
@@ -138,7 +149,7 @@ def at(all_feeds, i):
 
 def run_worker(worker, params, state, all_feeds):
     """A worker's loop with a center outside the program."""
-    local = jax.jit(functools.partial(step, worker.tx))
+    local = local_step(worker.tx)
     for i in range(jax.tree.leaves(all_feeds)[0].shape[0]):
         params, state = worker.exchange(*local(params, state, at(all_feeds, i)))
     return params, state
@@ -155,15 +166,15 @@ def held():
     memory = np.zeros(32, np.int32)
     aligned = -memory.ctypes.data // 4 % 16  # what is not aligned to 64 bytes is copied
     ended = memory[aligned : aligned + 16]
-    shared = jax.device_put(ended, jax.devices()[0], may_alias=True)
-    assert shared.unsafe_buffer_pointer() == ended.ctypes.data
+    words = jax.device_put(ended, jax.devices()[0], may_alias=True)
+    assert words.unsafe_buffer_pointer() == ended.ctypes.data
 
     def end():
         ended[:] = 1
 
     def hold(x):
         first, *others = [shard.data for shard in x.addressable_shards]
-        shards = [_until(shared, first), *others]
+        shards = [_until(words, first), *others]
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
     watchdog = threading.Timer(60, end)

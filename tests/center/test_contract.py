@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import (
     RULES,
     assert_close,
@@ -23,7 +24,7 @@ from support import (
 )
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import errors, service
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -43,7 +44,7 @@ def trained(kind, rule):
     """What becomes of two workers, who exchange in turns and so have stale messages."""
     with center_kinds.made(kind, RULES[rule]()) as center:
         workers = [
-            agn_optax.Worker(center, optax.adam(0.05), period=2, name=f"w{i}")
+            agn_optax.Worker(center, shared.adam(0.05), period=2, name=f"w{i}")
             for i in range(2)
         ]
         loops = [w.start(tree(), chief=not i) for i, w in enumerate(workers)]
@@ -79,13 +80,13 @@ def test_law_7_the_same_numbers_as_the_embedded_center(kind, rule):
 
 
 def test_the_chief_initializes_and_the_others_adopt(kind):
-    with center_kinds.made(kind, rules.downpour()) as center:
+    with center_kinds.made(kind, shared.downpour()) as center:
         with pytest.raises(errors.NotInitializedError, match="chief"):
             center.pull()
         with pytest.raises(errors.NotInitializedError, match=r"within 0.1 s"):
             center.wait(timeout=0.1)
         anna, bert = (
-            agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+            agn_optax.Worker(center, shared.sgd(0.1), period=1, name=name)
             for name in ("anna", "bert")
         )
         started = {}
@@ -104,7 +105,7 @@ def test_the_chief_initializes_and_the_others_adopt(kind):
 
 
 def test_versions_are_whole_and_stay_what_they_are(kind):
-    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+    with center_kinds.made(kind, shared.downpour(), tree()) as center:
         first = center.pull()
         answer = sessions.exchange(
             center, tree(seed=1), anchor_version=first.version, worker="w"
@@ -131,7 +132,7 @@ def test_versions_are_whole_and_stay_what_they_are(kind):
     ],
 )
 def test_a_contribution_of_another_model(kind, contribution, message):
-    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+    with center_kinds.made(kind, shared.downpour(), tree()) as center:
         version = center.pull().version
         with pytest.raises(errors.TreeMismatchError, match=message):
             sessions.exchange(center, contribution, anchor_version=version, worker="w")
@@ -141,8 +142,8 @@ def test_a_contribution_of_another_model(kind, contribution, message):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_message_that_is_not_finite(kind, value):
-    with center_kinds.made(kind, rules.downpour(), tree()) as center:
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="anna")
+    with center_kinds.made(kind, shared.downpour(), tree()) as center:
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         params, state = worker.start()
         bad = params | {"layers": jax.tree.map(lambda x: x * value, params["layers"])}
         with pytest.raises(errors.MessageRefusedError, match="not finite"):
@@ -153,7 +154,7 @@ def test_a_message_that_is_not_finite(kind, value):
 
 
 def test_an_anchor_of_the_future(kind):
-    with center_kinds.made(kind, rules.downpour(), tree()) as center:
+    with center_kinds.made(kind, shared.downpour(), tree()) as center:
         version = jax.tree.map(lambda v: v + 1, center.pull().version)
         for wrong in (version, None):
             with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
@@ -165,7 +166,7 @@ def test_threads_exchange_at_once(kind):
     """Whole numbers in float32, so that the sum is exact in any order."""
     workers, exchanges = 4, 6
     start = {"a": jnp.zeros(1000), "b": jnp.zeros((3, 7))}
-    with center_kinds.made(kind, rules.downpour(), start) as center:
+    with center_kinds.made(kind, shared.downpour(), start) as center:
         begin, failures = count(center.pull().version), []
 
         def work(number):
@@ -200,10 +201,10 @@ def test_threads_exchange_at_once(kind):
 
 
 def test_a_barrier_lets_workers_start_together(kind):
-    with center_kinds.made(kind, rules.downpour(), barrier=2) as center:
+    with center_kinds.made(kind, shared.downpour(), barrier=2) as center:
         names, started = ("anna", "bert"), []
         workers = {
-            name: agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+            name: agn_optax.Worker(center, shared.sgd(0.1), period=1, name=name)
             for name in names
         }
         with pytest.raises(errors.CenterError, match="2 workers"):
@@ -224,9 +225,9 @@ def test_a_barrier_lets_workers_start_together(kind):
 def test_overlap_keeps_the_progress_made_meanwhile(kind):
     """With linear losses, nothing that the worker did is lost or comes twice."""
     start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
-    with center_kinds.made(kind, rules.downpour(), start) as center:
+    with center_kinds.made(kind, shared.downpour(), start) as center:
         worker = agn_optax.Worker(
-            center, optax.sgd(1.0), period=2, name="anna", overlap=True
+            center, shared.sgd(1.0), period=2, name="anna", overlap=True
         )
         params, state = worker.start()
         local = jax.jit(worker.tx.update)
@@ -242,9 +243,9 @@ def test_overlap_keeps_the_progress_made_meanwhile(kind):
 
 def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
     start = {"w": jnp.zeros(5), "v": jnp.zeros((4, 2))}
-    with center_kinds.made(kind, rules.downpour(), start) as center:
+    with center_kinds.made(kind, shared.downpour(), start) as center:
         worker = agn_optax.Worker(
-            center, optax.sgd(1.0), period=1, name="anna", overlap=True
+            center, shared.sgd(1.0), period=1, name="anna", overlap=True
         )
         loop = worker.start()
         for _ in range(2):
@@ -262,7 +263,7 @@ def test_who_leaves_while_a_message_is_made_does_not_come_back_by_it(kind):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_connection_ends_with_its_block(shards):
-    rule = rules.downpour()
+    rule = shared.downpour()
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(service.serve(rule)) for _ in range(shards)]
         with service.connect([server.address for server in servers], rule) as center:

@@ -14,6 +14,7 @@ import uuid
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shared
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
@@ -36,7 +37,7 @@ from agn_optax.center import (
 )
 from agn_optax.center.durability import _directory, _keeper, _writer
 
-DOWNPOUR = rules.downpour()
+DOWNPOUR = shared.downpour()
 MODES = [
     Asynchronous(),
     BoundedStaleness(versions=1),

@@ -22,10 +22,11 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import RULES, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
@@ -42,7 +43,7 @@ from agn_optax.center.durability import (
     _writer,
 )
 
-DOWNPOUR = rules.downpour()
+DOWNPOUR = shared.downpour()
 LIMIT = 60  # seconds that nothing here takes
 FIRST = "journal-000000000000"
 
@@ -132,7 +133,7 @@ def test_replayed_it_is_the_same_bit_for_bit(name, dtype, tmp_path, killed):
 def test_rounds_are_replayed(late, tmp_path, killed):
     """Several messages at once, with their weights."""
     mode = Synchronous(quorum=2, grace=0.0, late=late)
-    settings = {"mode": mode, "rule": rules.average()}
+    settings = {"mode": mode, "rule": shared.average()}
     center = kept(Journal(tmp_path / "a"), **settings, params=jnp.ones(3))
     a, b, c = (center.core.join(worker) for worker in "abc")
     for sequence in (1, 2, 3):
@@ -374,9 +375,9 @@ def test_a_missing_journal_is_named(tmp_path, killed):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"rule": rules.average()}, errors.RuleMismatchError, "its name is 'agn'"),
+        ({"rule": shared.average()}, errors.RuleMismatchError, "its name is 'agn'"),
         (
-            {"rule": rules.agn(optax.adam(0.2))},
+            {"rule": shared.agn(shared.adam(0.2))},
             errors.RuleMismatchError,
             "its center optimizer makes",
         ),
@@ -401,7 +402,7 @@ def test_a_missing_journal_is_named(tmp_path, killed):
 def test_a_center_of_something_else_is_refused(
     settings, error, message, tmp_path, killed
 ):
-    rule = rules.agn(optax.adam(0.1))
+    rule = shared.agn(shared.adam(0.1))
     center = kept(Journal(tmp_path / "a"), rule, params={"w": jnp.zeros(2)})
     send(center)
     copy = killed(tmp_path / "a")
@@ -616,7 +617,7 @@ def test_parameters_whose_journal_cannot_be_begun_are_none(tmp_path, monkeypatch
 
 
 def test_versions_and_staleness_beyond_int32(tmp_path, killed):
-    rule, version = rules.dynsgd(), 2**31 + 5
+    rule, version = shared.dynsgd(), 2**31 + 5
     saved = LocalCenter(rule, jnp.zeros(2)).save()._replace(version=version)
     center = LocalCenter.restore(rule, saved, durability=Journal(tmp_path / "a"))
     for anchor in (version, 0):  # in the second one nothing is left of the message
@@ -798,7 +799,7 @@ def test_other_containers_must_be_given_again(tmp_path):
 
 def test_worker_and_center_go_on_where_they_were(tmp_path, killed):
     """As if both had been in processes that were killed."""
-    rule = rules.agn(optax.adam(0.1))
+    rule = shared.agn(shared.adam(0.1))
 
     def train(center, worker, loop, steps):
         for _ in range(steps):
@@ -808,7 +809,7 @@ def test_worker_and_center_go_on_where_they_were(tmp_path, killed):
         return loop
 
     def new(center):
-        return agn_optax.Worker(center, optax.adam(0.1), period=2, name="w")
+        return agn_optax.Worker(center, shared.adam(0.1), period=2, name="w")
 
     center = kept(Journal(tmp_path / "a"), rule, params=jnp.ones(3))
     worker = new(center)

@@ -8,16 +8,17 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import RULES, assert_identical, feeds, run_worker, tree
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 
 
 @pytest.fixture(params=RULES)
 def started(request):
     center = agn_optax.LocalCenter(RULES[request.param](), {"a": jnp.ones(2)})
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=1, name="anna")
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=1, name="anna")
     params, state = worker.start()
     updates, state = worker.tx.update({"a": jnp.ones(2)}, state, params)
     return center, worker, optax.apply_updates(params, updates), state
@@ -50,7 +51,7 @@ def test_wrong_parameters_are_refused_before_anything_is_sent(
 
 def test_a_wrong_state_is_refused_before_anything_is_sent(started):
     center, worker, params, state = started
-    other = state._replace(inner_state=optax.sgd(0.1).init(params))
+    other = state._replace(inner_state=shared.sgd(0.1).init(params))
     with pytest.raises(errors.TreeMismatchError, match="state"):
         worker.exchange(params, other)
     assert center.version == 0
@@ -100,16 +101,16 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
 def test_center_optimizers_that_keep_the_parameters(optimizer):
     make = getattr(optax.contrib, optimizer)
     factory = make if optimizer == "prodigy" else lambda: make(learning_rate=1.0)
-    center = agn_optax.LocalCenter(rules.agn(factory()), tree())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    center = agn_optax.LocalCenter(shared.agn(factory()), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     run_worker(worker, *worker.start(), feeds(tree(), 3))
     assert center.version == 3
     assert np.isfinite(center.pull().params["scale"])
 
 
 def test_what_was_saved_can_be_restored_twice():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=1)
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
     saved = worker.save(*worker.start())
     first = run_worker(worker, *worker.restore(saved), feeds(tree(), 1))
     again = worker.restore(saved)
@@ -118,10 +119,10 @@ def test_what_was_saved_can_be_restored_twice():
 
 
 def test_restore_refuses_what_is_not_this_workers():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=1)
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=1)
     saved = worker.save(*worker.start())
-    other = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    other = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.state"):
         other.restore(saved)
     with pytest.raises(errors.TreeMismatchError, match=r"saved\.anchor"):
@@ -131,11 +132,11 @@ def test_restore_refuses_what_is_not_this_workers():
 
 
 def test_restore_refuses_a_center_older_than_the_worker():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     saved = worker.save(*run_worker(worker, *worker.start(), feeds(tree(), 3)))
-    older = agn_optax.LocalCenter(rules.downpour(), tree())
-    again = agn_optax.Worker(older, optax.sgd(0.1), period=1)
+    older = agn_optax.LocalCenter(shared.downpour(), tree())
+    again = agn_optax.Worker(older, shared.sgd(0.1), period=1)
     with pytest.raises(errors.WorkerStateError, match=r"seen version 3.*is at 0"):
         again.restore(saved)
 
@@ -145,7 +146,7 @@ def test_a_chief_that_cannot_start_lets_nobody_in():
         raise RuntimeError("no memory for this")
 
     broken = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    center = agn_optax.LocalCenter(rules.downpour())
+    center = agn_optax.LocalCenter(shared.downpour())
     worker = agn_optax.Worker(center, broken, period=1)
     with pytest.raises(RuntimeError, match="no memory"):
         worker.start(tree(), chief=True)
@@ -154,7 +155,7 @@ def test_a_chief_that_cannot_start_lets_nobody_in():
 
 
 def test_a_restored_center_has_one_chief():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
     again = agn_optax.LocalCenter.restore(center.rule, center.save())
     again.initialize(tree(seed=1), worker="anna")  # comes back to what there is
     assert_identical(again.pull().params, tree())
@@ -171,14 +172,14 @@ def test_a_restored_center_has_one_chief():
     ],
 )
 def test_restore_of_a_center_refuses(change, error, message):
-    saved = agn_optax.LocalCenter(rules.downpour(), tree()).save()
+    saved = agn_optax.LocalCenter(shared.downpour(), tree()).save()
     with pytest.raises(error, match=message):
-        agn_optax.LocalCenter.restore(rules.downpour(), saved._replace(**change))
+        agn_optax.LocalCenter.restore(shared.downpour(), saved._replace(**change))
 
 
 @pytest.mark.parametrize("version", [None, "0", 0.0])
 def test_a_version_that_is_no_int(version):
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match="anchor_version"):
         sessions.exchange(center, tree(), anchor_version=version, worker="w")
     assert center.version == 0
@@ -186,8 +187,8 @@ def test_a_version_that_is_no_int(version):
 
 @pytest.mark.parametrize("after", ["submit", "collect", "acknowledge"])
 def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
-    center = agn_optax.LocalCenter(rules.downpour(), {"a": jnp.ones(2)})
-    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+    center = agn_optax.LocalCenter(shared.downpour(), {"a": jnp.ones(2)})
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
     params, state = worker.start()
     real = getattr(worker._session, after)
 
@@ -209,10 +210,10 @@ def test_an_interrupted_exchange_is_not_applied_twice(after, monkeypatch):
 
 def test_an_interrupted_wait_is_taken_up_again(monkeypatch):
     center = agn_optax.LocalCenter(
-        rules.downpour(), {"a": jnp.ones(2)}, mode=agn_optax.center.Synchronous()
+        shared.downpour(), {"a": jnp.ones(2)}, mode=agn_optax.center.Synchronous()
     )
     anna, bert = (
-        agn_optax.Worker(center, optax.sgd(1.0), period=1, name=name)
+        agn_optax.Worker(center, shared.sgd(1.0), period=1, name=name)
         for name in ("anna", "bert")
     )
     params, state = anna.start()

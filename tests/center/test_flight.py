@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.center import BoundedStaleness, Session
 
 LIMIT = 60  # seconds that nothing here takes
@@ -63,7 +64,7 @@ class Loop:
     """Local steps with a gradient of 1, whose arrays are donated."""
 
     def __init__(self, center, lr=1.0, **settings):
-        self.worker = agn_optax.Worker(center, optax.sgd(lr), name="anna", **settings)
+        self.worker = agn_optax.Worker(center, shared.sgd(lr), name="anna", **settings)
         self.params, self.state = self.worker.start()
 
         def step(params, state):
@@ -131,7 +132,7 @@ def test_a_message_is_of_its_own_round_and_stays_what_it_is(name, how):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_penalty_pulls_to_the_center_that_was_adopted_last(overlap):
-    center = Watched(rules.easgd(0.3, rho=0.5), tree())
+    center = Watched(shared.easgd(0.3, rho=0.5), tree())
     loop = Loop(center, lr=0.1, period=2, overlap=overlap)
     for _ in range(3):
         before = center.pull()
@@ -143,7 +144,7 @@ def test_a_penalty_pulls_to_the_center_that_was_adopted_last(overlap):
 
 def test_a_refused_message_is_not_sent_again():
     """Its steps are in the next one, which is made anew."""
-    center = Watched(rules.downpour(), jnp.zeros(2))
+    center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     loop.step(1)
     center.refuses = True
@@ -166,7 +167,7 @@ def test_a_refused_message_is_not_sent_again():
 
 def test_a_refused_message_that_was_on_its_way_is_lost_alone():
     """Its round is over; those that come after are whole, in buffers of their own."""
-    center = Watched(rules.downpour(), jnp.zeros(2))
+    center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2, overlap=True)
     loop.step(4)  # the second is on its way
     loop.flush()
@@ -189,7 +190,7 @@ def test_a_refused_message_that_was_on_its_way_is_lost_alone():
 
 def test_what_is_on_its_way_is_not_written_over():
     """Not even by a worker that has left, and started again, meanwhile."""
-    center = Watched(rules.average(), jnp.zeros(1000))
+    center = Watched(shared.average(), jnp.zeros(1000))
     loop = Loop(center, period=1, overlap=True)
     loop.step(3)
     loop.flush()
@@ -211,9 +212,9 @@ def test_what_is_on_its_way_is_not_written_over():
 
 def test_dropped_messages_are_counted():
     mode = BoundedStaleness(versions=0)
-    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2), mode=mode)
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)
     workers = [
-        agn_optax.Worker(center, optax.sgd(1.0), period=1, name=name) for name in "ab"
+        agn_optax.Worker(center, shared.sgd(1.0), period=1, name=name) for name in "ab"
     ]
     loops = [worker.start() for worker in workers]
     for turn in range(3):

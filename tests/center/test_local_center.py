@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 
 
 def threads(*targets):
@@ -38,12 +39,12 @@ def threads(*targets):
 
 def test_is_a_center():
     assert isinstance(
-        agn_optax.LocalCenter(rules.downpour(), jnp.ones(2)), agn_optax.Center
+        agn_optax.LocalCenter(shared.downpour(), jnp.ones(2)), agn_optax.Center
     )
 
 
 def test_versions_are_immutable_and_count_exchanges():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
     kept = [center.pull()]
     for version in range(1, 6):
         answer = sessions.exchange(
@@ -63,7 +64,7 @@ def test_versions_are_immutable_and_count_exchanges():
 
 def test_the_parameters_are_copied():
     params = tree()
-    center = agn_optax.LocalCenter(rules.downpour(), params)
+    center = agn_optax.LocalCenter(shared.downpour(), params)
     jax.tree.map(lambda x: x.delete(), params)
     assert_identical(center.pull().params, tree())
 
@@ -84,7 +85,7 @@ def test_the_version_that_the_rule_adopts(rule):
 
 @pytest.mark.parametrize("version", [-1, 1, 7])
 def test_an_anchor_of_the_future_is_refused(version):
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidArgumentError, match=r"in \[0, 0\].*got"):
         sessions.exchange(center, tree(), anchor_version=version, worker="w")
     assert center.version == 0
@@ -92,7 +93,7 @@ def test_an_anchor_of_the_future_is_refused(version):
 
 
 def test_not_initialized():
-    center = agn_optax.LocalCenter(rules.downpour())
+    center = agn_optax.LocalCenter(shared.downpour())
     for call in (
         center.pull,
         center.save,
@@ -105,7 +106,7 @@ def test_not_initialized():
 
 
 def test_initialize_once():
-    center = agn_optax.LocalCenter(rules.downpour())
+    center = agn_optax.LocalCenter(shared.downpour())
     center.initialize(tree(), worker="anna")
     sessions.exchange(center, tree(seed=1), anchor_version=0, worker="anna")
     moved = center.pull()
@@ -115,13 +116,13 @@ def test_initialize_once():
         center.initialize(tree(), worker="bert")
     assert center.version == 1
     with pytest.raises(errors.AlreadyInitializedError, match="whoever made it"):
-        agn_optax.LocalCenter(rules.downpour(), tree()).initialize(tree(), worker="a")
+        agn_optax.LocalCenter(shared.downpour(), tree()).initialize(tree(), worker="a")
 
 
 def test_exchanges_of_threads_are_atomic_and_counted():
     """Integers in float32, so that the sum is exact in any order."""
     workers, exchanges = 8, 40
-    center = agn_optax.LocalCenter(rules.downpour(), {"w": jnp.zeros(1000)})
+    center = agn_optax.LocalCenter(shared.downpour(), {"w": jnp.zeros(1000)})
     seen = [[] for _ in range(workers)]
 
     def work(number):
@@ -148,7 +149,7 @@ def test_exchanges_of_threads_are_atomic_and_counted():
 
 def test_readers_see_whole_versions_while_threads_write():
     center = agn_optax.LocalCenter(
-        rules.downpour(), {"a": jnp.zeros(100_000), "b": jnp.zeros(3)}
+        shared.downpour(), {"a": jnp.zeros(100_000), "b": jnp.zeros(3)}
     )
     done = threading.Event()
 
@@ -174,7 +175,7 @@ def test_readers_see_whole_versions_while_threads_write():
 )
 def test_any_order_of_workers_adds_up(exchanges):
     """What was applied is what was sent: Σ of messages, exactly, for sum rules."""
-    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(4))
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(4))
     anchors = [center.pull() for _ in range(4)]
     for worker, value in exchanges:
         message = jnp.full(4, float(value))
@@ -197,8 +198,8 @@ def test_any_order_of_workers_adds_up(exchanges):
 )
 def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
     """Law 5 with a center outside the program: Σx + c is the same before and after."""
-    center = agn_optax.LocalCenter(rules.easgd(0.25), jnp.zeros(2))
-    workers = [agn_optax.Worker(center, optax.sgd(1.0), period=1) for _ in range(3)]
+    center = agn_optax.LocalCenter(shared.easgd(0.25), jnp.zeros(2))
+    workers = [agn_optax.Worker(center, shared.sgd(1.0), period=1) for _ in range(3)]
     loops = [worker.start() for worker in workers]
     for number, value in exchanges:
         params, state = loops[number]
@@ -212,7 +213,7 @@ def test_easgd_conserves_the_sum_at_every_exchange(exchanges):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypatch):
-    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(4))
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(4))
     store = center.core.store
     norm, asked, goes_on = store.norm, threading.Event(), threading.Event()
 
@@ -242,7 +243,7 @@ def test_who_leaves_while_its_message_is_examined_is_not_applied(again, monkeypa
 
 
 def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
-    center = agn_optax.LocalCenter(rules.dynsgd(), jnp.zeros(()))
+    center = agn_optax.LocalCenter(shared.dynsgd(), jnp.zeros(()))
     expected = 0.0
     for staleness in range(5):  # the anchor stays at version 0
         answer = sessions.exchange(
@@ -256,9 +257,9 @@ def test_dynsgd_divides_by_the_staleness_counted_at_the_center():
 def test_messages_from_another_device_find_the_center():
     here, there = jax.devices()[0], jax.devices()[5]
     center = agn_optax.LocalCenter(
-        rules.downpour(), jax.device_put({"w": jnp.ones(3)}, here)
+        shared.downpour(), jax.device_put({"w": jnp.ones(3)}, here)
     )
-    worker = agn_optax.Worker(center, optax.sgd(0.5), period=1)
+    worker = agn_optax.Worker(center, shared.sgd(0.5), period=1)
     params, state = worker.start(jax.device_put({"w": jnp.zeros(3)}, there))
     assert params["w"].devices() == {there}
     grads = jax.device_put({"w": jnp.ones(3)}, there)
@@ -271,13 +272,13 @@ def test_messages_from_another_device_find_the_center():
 
 
 def test_restore_refuses_the_state_of_another_rule():
-    saved = agn_optax.LocalCenter(rules.agn(optax.adam(0.1)), tree()).save()
+    saved = agn_optax.LocalCenter(shared.agn(shared.adam(0.1)), tree()).save()
     with pytest.raises(errors.TreeMismatchError, match="center_state"):
-        agn_optax.LocalCenter.restore(rules.downpour(), saved)
+        agn_optax.LocalCenter.restore(shared.downpour(), saved)
 
 
 def test_what_was_saved_is_a_copy():
-    center = agn_optax.LocalCenter(rules.diloco(), tree())
+    center = agn_optax.LocalCenter(shared.diloco(), tree())
     saved = center.save()
     expected = jax.tree.map(np.array, saved)
     for seed in range(3):

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sessions
+import shared
 from support import nothing_compiles
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.center._store import Store
 
 SIZES = [0.0, 1e-36, 1e-30, 1e-19, 1.0, 1e4, 2e19, 1e30, 3e38]
@@ -22,7 +23,7 @@ def message(size, dtype="float32"):
 
 def store(packs, dtype="float32"):
     center = jax.tree.map(np.zeros_like, message(1.0, dtype))
-    made = Store(rules.downpour(), center, None, None, packs=packs)
+    made = Store(shared.downpour(), center, None, None, packs=packs)
     assert (made.packing is not None) == packs
     return made
 
@@ -64,7 +65,7 @@ def test_is_not_finite_if_the_message_is_not(size, wrong, packs):
 
 def test_is_the_message_s_and_not_the_contribution_s():
     center = jax.tree.map(np.ones_like, message(1.0))
-    made = Store(rules.easgd(0.5), center, None, None, packs=True)
+    made = Store(shared.easgd(0.5), center, None, None, packs=True)
     sent = jax.tree.map(lambda c: c + 2, center)
     np.testing.assert_allclose(norm_of(made, sent), 2 * np.sqrt(50 * 41), rtol=1e-6)
 
@@ -72,7 +73,7 @@ def test_is_the_message_s_and_not_the_contribution_s():
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_large_message_is_applied_and_one_that_is_not_finite_is_refused(packs):
     settings = {"refuse_nonfinite": True, "packs": packs}
-    center = agn_optax.LocalCenter(rules.downpour(), message(0.0), **settings)
+    center = agn_optax.LocalCenter(shared.downpour(), message(0.0), **settings)
     assert (center.core.store.packing is not None) == packs
     sent = message(1e25)
     answer = sessions.exchange(center, sent, anchor_version=0, worker="a")

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import assert_identical
 
 import agn_optax
@@ -23,14 +24,14 @@ def times(number, dtype="float32"):
 
 # By what is wrong: a rule, and messages of which only the last one is too much.
 HARMFUL = {
-    "learning_rate": (rules.agn(optax.sgd(1e25)), [1.0, 1e10, 4e13]),
-    "sum": (rules.downpour(), [3e38, -1.0, 3e38]),
-    "0/0": (rules.agn(optax.adam(0.1, eps=0.0)), [0.0]),
-    "momentum": (rules.diloco(optax.sgd(1.0, momentum=0.9)), [1e38, 3.3e38]),
-    "state": (rules.agn(optax.adam(0.1)), [1.0, 1e18, 1e22]),
-    "easgd": (rules.easgd(1.0), [-3e38, 3e38]),
+    "learning_rate": (shared.agn(shared.sgd(1e25)), [1.0, 1e10, 4e13]),
+    "sum": (shared.downpour(), [3e38, -1.0, 3e38]),
+    "0/0": (shared.agn(shared.adam(0.1, eps=0.0)), [0.0]),
+    "momentum": (shared.diloco(shared.sgd(1.0, momentum=0.9)), [1e38, 3.3e38]),
+    "state": (shared.agn(shared.adam(0.1)), [1.0, 1e18, 1e22]),
+    "easgd": (shared.easgd(1.0), [-3e38, 3e38]),
     "decay": (
-        rules.agn(optax.chain(optax.add_decayed_weights(10.0), optax.sgd(1.0))),
+        shared.agn(optax.chain(optax.add_decayed_weights(10.0), shared.sgd(1.0))),
         [1.0, -1e37, 3e38],
     ),
 }
@@ -70,7 +71,7 @@ def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
     assert center.version == len(good) + 1
 
 
-@pytest.mark.parametrize("rule", [rules.downpour(), rules.easgd(1.0)])
+@pytest.mark.parametrize("rule", [shared.downpour(), shared.easgd(1.0)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_narrow_center_overflows_before_its_messages(rule, dtype):
     center = agn_optax.LocalCenter(rule, times(0.0, "float16"), refuse_nonfinite=True)
@@ -84,7 +85,7 @@ def test_a_narrow_center_overflows_before_its_messages(rule, dtype):
 
 def test_many_small_messages_overflow_too():
     center = agn_optax.LocalCenter(
-        rules.downpour(), times(0.0, "float16"), refuse_nonfinite=True
+        shared.downpour(), times(0.0, "float16"), refuse_nonfinite=True
     )
     for _ in range(6):
         takes(center, -1e4)
@@ -114,13 +115,13 @@ def test_a_center_that_is_not_finite_already_takes_messages():
     """So that one number that its chief began with does not stop all training."""
     params = times(1.0)
     params["b"][2] = np.nan
-    center = agn_optax.LocalCenter(rules.downpour(), params, refuse_nonfinite=True)
+    center = agn_optax.LocalCenter(shared.downpour(), params, refuse_nonfinite=True)
     sessions.exchange(center, times(0.5), anchor_version=0, worker="a")
     np.testing.assert_array_equal(center.pull().params["a"], 0.5 * ONES["a"])
 
 
 def test_over_a_wire():
-    rule = rules.agn(optax.sgd(1e25))
+    rule = shared.agn(shared.sgd(1e25))
     with (
         service.serve(rule, times(0.0)) as served,
         service.connect(served.address, rule) as center,
@@ -137,15 +138,15 @@ def test_over_a_wire():
 
 
 MULTIPLES = {
-    "sgd": optax.sgd(0.3),
-    "chain": optax.chain(optax.scale(-2.0), optax.sgd(3.0)),
+    "sgd": shared.sgd(0.3),
+    "chain": optax.chain(optax.scale(-2.0), shared.sgd(3.0)),
     "none": optax.identity(),
 }
 OTHERS = {
-    "adam": optax.adam(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
-    "schedule": optax.sgd(optax.linear_schedule(0.1, 1.0, 10)),
+    "adam": shared.adam(0.1),
+    "momentum": shared.sgd(0.1, momentum=0.9),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), shared.sgd(0.1)),
+    "schedule": shared.sgd(optax.linear_schedule(0.1, 1.0, 10)),
     "noise": optax.add_noise(0.1, 0.5, 0),
     "sign": optax.scale_by_sign(),
     "inverse": optax.stateless(lambda u, _: jax.tree.map(lambda x: 1 / x, u)),
@@ -157,7 +158,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", MULTIPLES)
 def test_the_growth_of_multiples_is_known(name):
-    rule = rules.agn(MULTIPLES[name])
+    rule = shared.agn(MULTIPLES[name])
     factor = growth(rule, ONES)
     state = rule.center.init(ONES)
     updates, _ = rule.center.update(ONES, state, ONES, staleness=jnp.int32(0))
@@ -167,10 +168,10 @@ def test_the_growth_of_multiples_is_known(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_growth_of_others_is_not(name):
-    rule = rules.agn(OTHERS[name])
+    rule = shared.agn(OTHERS[name])
     assert growth(rule, ONES) is None
 
 
 def test_the_growth_of_a_message_made_of_the_center_is_not():
-    rule = dataclasses.replace(rules.easgd(0.5), center=optax.sgd(0.5))
+    rule = dataclasses.replace(shared.easgd(0.5), center=shared.sgd(0.5))
     assert growth(rule, ONES) is None

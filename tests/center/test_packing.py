@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import RULES, assert_identical, feeds, run_worker
 
 import agn_optax
-from agn_optax import rules, service
+from agn_optax import service
 from agn_optax.center import Journal
 from agn_optax.center._packing import Packing, packing_of
 from agn_optax.center._store import Store
@@ -20,10 +21,10 @@ from agn_optax.service.wire import _trees
 
 SHAPES = [(25, 20), (13,), (7,), (3, 2, 4), (1000,), (64,), (0, 3)]
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(1e-2),
+    "sgd": lambda: shared.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: shared.adam(1e-2),
     "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 10)),
-    "narrow": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "narrow": lambda: shared.adam(1e-2, mu_dtype=jnp.bfloat16),
     "rmsprop": lambda: optax.rmsprop(1e-2),
     "lion": lambda: optax.lion(1e-3),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(
@@ -60,7 +61,7 @@ def everything(store):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_numbers_with_any_optimizer(optimizer, dtype):
-    rule = rules.agn(OPTIMIZERS[optimizer]())
+    rule = shared.agn(OPTIMIZERS[optimizer]())
     both = stores(rule, arrays(0, dtype=dtype))
     for i in range(1, 6):
         for store in both:
@@ -89,7 +90,7 @@ def test_the_same_numbers_with_any_shapes(seed):
         tuple(rng.integers(1, 70, size=rng.integers(1, 3)))
         for _ in range(rng.integers(2, 9))
     ]
-    both = stores(rules.agn(optax.adam(0.1)), arrays(seed, shapes))
+    both = stores(shared.agn(shared.adam(0.1)), arrays(seed, shapes))
     for i in range(3):
         for store in both:
             store.apply([store.place(arrays(i, shapes))], [i])
@@ -103,20 +104,24 @@ def by_shape(params):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(1.0), shared.sgd(0.1)),
         optax.lars(0.1),
         optax.adafactor(0.1),
         optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)),
-        optax.multi_transform({"": optax.sgd(1.0), "vector": optax.sgd(2.0)}, by_shape),
-        optax.masked(optax.adam(0.1), {str(i): i % 2 == 0 for i in range(len(SHAPES))}),
         optax.multi_transform(
-            {"0": optax.sgd(0.1), "1": optax.sgd(0.2)},
+            {"": shared.sgd(1.0), "vector": shared.sgd(2.0)}, by_shape
+        ),
+        optax.masked(
+            shared.adam(0.1), {str(i): i % 2 == 0 for i in range(len(SHAPES))}
+        ),
+        optax.multi_transform(
+            {"0": shared.sgd(0.1), "1": shared.sgd(0.2)},
             {str(i): str(i % 2) for i in range(len(SHAPES))},
         ),
         optax.multi_transform(
             {
-                "": optax.sgd(optax.linear_schedule(0.1, 0.2, 5)),
-                "vector": optax.sgd(optax.cosine_decay_schedule(0.1, 5)),
+                "": shared.sgd(optax.linear_schedule(0.1, 0.2, 5)),
+                "vector": shared.sgd(optax.cosine_decay_schedule(0.1, 5)),
             },
             by_shape,
         ),
@@ -124,7 +129,7 @@ def by_shape(params):
     ],
 )
 def test_rules_that_look_at_leaves_keep_them(optimizer):
-    assert packing_of(rules.agn(optimizer), arrays(0)) is None
+    assert packing_of(shared.agn(optimizer), arrays(0)) is None
 
 
 def test_a_mask_that_takes_half_of_either():
@@ -136,12 +141,12 @@ def test_a_mask_that_takes_half_of_either():
         )
 
     params = {"first": jnp.ones(64), "second": jnp.ones(64)}
-    rule = rules.agn(optax.adamw(0.1, mask=first))
+    rule = shared.agn(optax.adamw(0.1, mask=first))
     assert packing_of(rule, params) is None
 
 
 def test_what_is_not_worth_it_or_cannot_be():
-    rule = rules.downpour()
+    rule = shared.downpour()
     assert packing_of(rule, {"w": jnp.ones(3)}) is None
     assert packing_of(rule, {}) is None
     assert packing_of(rule, {"w": jnp.ones(()), "v": jnp.ones(3)}) is None
@@ -181,7 +186,7 @@ def test_one_part_is_packed_at_a_time():
 
 @pytest.mark.parametrize("then", [True, False])
 def test_a_checkpoint_does_not_depend_on_it(then):
-    rule = rules.agn(optax.adam(1e-2))
+    rule = shared.agn(shared.adam(1e-2))
     for first in stores(rule, arrays(0)):
         first.apply([first.place(arrays(1))], [0])
         saved = everything(first)
@@ -194,7 +199,7 @@ def test_a_checkpoint_does_not_depend_on_it(then):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_journal_does_not_depend_on_it(tmp_path, before):
-    rule = rules.agn(optax.adam(1e-2))
+    rule = shared.agn(shared.adam(1e-2))
     settings = {"durability": Journal(tmp_path)}
     center = agn_optax.LocalCenter(rule, arrays(0), packs=before, **settings)
     for version in range(3):
@@ -216,8 +221,8 @@ def test_a_journal_does_not_depend_on_it(tmp_path, before):
 def test_a_worker_in_the_process_of_the_center():
     ends = []
     for packs in (True, False):
-        center = agn_optax.LocalCenter(rules.easgd(0.3), packs=packs)
-        worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
+        center = agn_optax.LocalCenter(shared.easgd(0.3), packs=packs)
+        worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         loop = worker.start(arrays(0), chief=True)
         assert (center.core.store.packing is not None) == packs
         loop = run_worker(worker, *loop, feeds(loop[0], 6))
@@ -232,7 +237,7 @@ def test_law_7_where_the_server_packs(name):
         assert server.center.core.store.packing is not None
         with service.connect(server.address, RULES[name]()) as remote:
             for center in (remote, agn_optax.LocalCenter(RULES[name](), arrays(0))):
-                worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="a")
+                worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="a")
                 loop = worker.start()
                 loop = run_worker(worker, *loop, feeds(loop[0], 8))
                 ends.append((loop, center.pull().params))
@@ -242,7 +247,7 @@ def test_law_7_where_the_server_packs(name):
 def test_a_server_of_containers_in_another_order():
     """Their leaves lie on the wire in the order of names, in the center otherwise."""
     params = Layer(jnp.arange(100.0).reshape(4, 25), jnp.ones(3))
-    rule = rules.downpour()
+    rule = shared.downpour()
     with (
         service.serve(rule, params) as server,
         service.connect(server.address, rule, like=params) as center,

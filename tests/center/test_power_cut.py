@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sessions
+import shared
 
-from agn_optax import rules
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger
 from agn_optax.center.durability import Keeper, _directory, _writer
 
-RULE = rules.downpour()
+RULE = shared.downpour()
 SECTOR = 512  # bytes that a disk writes as a whole
 
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
-from agn_optax import rules
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import Store
 
@@ -34,7 +34,7 @@ def store(rule, center):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
     made, center = RULES[rule](), values(dtype, seed=9)
-    split = agn_optax.phases(optax.sgd(0.1), made, axis_name="workers")
+    split = agn_optax.phases(shared.sgd(0.1), made, axis_name="workers")
     params = [values(dtype, seed) for seed in range(WORKERS)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
 
@@ -82,7 +82,7 @@ def test_a_round_is_rounded_once(rule, dtype):
 @pytest.mark.parametrize("combine", ["sum", "mean"])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1 / 3), (0.5, 0.25)])
 def test_messages_count_by_their_weights(combine, weights):
-    rule = dataclasses.replace(rules.downpour(), combine=combine)
+    rule = dataclasses.replace(shared.downpour(), combine=combine)
     kept = store(rule, np.zeros(2, np.float32))
     sent = [np.array([1.0, 3.0], np.float32), np.array([-6.0, 12.0], np.float32)]
     kept.apply(sent, [0, 0], weights)
@@ -96,10 +96,10 @@ def test_messages_count_by_their_weights(combine, weights):
 @pytest.mark.parametrize("rule", ["downpour", "dynsgd", "told"])
 def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone):
     """By its own staleness if the rule or the mode says so, and never twice."""
-    told = optax.chain(agn_optax.scale_by_staleness(), optax.sgd(1.0))
+    told = optax.chain(agn_optax.scale_by_staleness(), shared.sgd(1.0))
     made = {
         **{name: RULES[name]() for name in ("downpour", "dynsgd")},
-        "told": dataclasses.replace(rules.downpour(), center=told),
+        "told": dataclasses.replace(shared.downpour(), center=told),
     }[rule]
     ledger = Ledger(agn_optax.center.Synchronous(quorum=1, late=late))
     kept = store(made, np.zeros(1, np.float32))

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shared
 from support import assert_identical
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.center import BoundedStaleness, ShardedCenter, Synchronous
 
 PARAMS = {"a": jnp.zeros((6, 2)), "b": jnp.zeros(5), "c": jnp.zeros(())}
@@ -15,7 +16,7 @@ ONES = jax.tree.map(jnp.ones_like, PARAMS)
 
 
 def shards(count=2, params=PARAMS, **settings):
-    rule = rules.downpour()
+    rule = shared.downpour()
     made = ShardedCenter(
         [agn_optax.LocalCenter(rule, **settings) for _ in range(count)]
     )

@@ -5,11 +5,11 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import shared
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.center import Core
 from agn_optax.worker import Uplink
 
@@ -79,8 +79,8 @@ def site(*args, **settings):
 
 
 def test_a_site_sends_the_displacement_since_it_adopted_last():
-    parent = Parent(rules.downpour(), jnp.zeros(3))
-    with site(rules.downpour(), parent, period=3) as made:
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=3) as made:
         for meeting in (1, 2, 3):
             made.exchange(float(meeting), times=3)
             made.meets(meeting)
@@ -96,8 +96,8 @@ def test_a_site_sends_the_displacement_since_it_adopted_last():
 
 def test_a_site_sends_the_gradients_since_it_adopted_last():
     """Its record is empty after each meeting; it is divided by the steps it tells."""
-    parent = Parent(rules.agn(optax.sgd(0.1)), jnp.zeros(3))
-    with site(rules.agn(optax.sgd(1.0)), parent, period=2) as made:
+    parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
+    with site(shared.agn(shared.sgd(1.0)), parent, period=2) as made:
         for meeting in (1, 2, 3):
             made.exchange(float(meeting), times=2)
             made.meets(meeting)
@@ -108,8 +108,8 @@ def test_a_site_sends_the_gradients_since_it_adopted_last():
 
 
 def test_a_site_adopts_what_others_have_sent_meanwhile():
-    parent = Parent(rules.downpour(), jnp.zeros(3))
-    with site(rules.downpour(), parent, period=2) as made:
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=2) as made:
         other = parent.join("other")
         other.exchange(1, jnp.full(3, 100.0), anchor_version=0)
         made.exchange(1.0, times=2)
@@ -124,8 +124,8 @@ def test_a_site_adopts_what_others_have_sent_meanwhile():
 @pytest.mark.parametrize("record", [False, True])
 def test_a_site_goes_on_while_its_message_is_on_its_way(record):
     """What it does meanwhile stays in its center, and is in its next message."""
-    rule = rules.agn(optax.sgd(1.0)) if record else rules.downpour()
-    parent = Parent(rules.agn(optax.sgd(1.0)) if record else rule, jnp.zeros(3))
+    rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
+    parent = Parent(shared.agn(shared.sgd(1.0)) if record else rule, jnp.zeros(3))
     with site(rule, parent, period=2) as made:
         parent.meanwhile.append(lambda: made.exchange(5.0))
         made.exchange(1.0, times=2)
@@ -141,17 +141,17 @@ def test_a_site_goes_on_while_its_message_is_on_its_way(record):
 
 
 def test_a_site_begins_with_the_parameters_of_its_parent():
-    parent = Parent(rules.downpour(), jnp.full(3, 7.0))
+    parent = Parent(shared.downpour(), jnp.full(3, 7.0))
     for params in (None, jnp.zeros(3)):
-        with site(rules.downpour(), parent, period=2, params=params) as made:
+        with site(shared.downpour(), parent, period=2, params=params) as made:
             np.testing.assert_array_equal(made.core.snapshot().params, 7.0)
             assert made.core.store.current.number == (params is not None)
     assert not parent.sent
 
 
 def test_a_parent_begins_with_the_parameters_of_a_site():
-    parent = Parent(rules.downpour())
-    with site(rules.downpour(), parent, period=2, params=jnp.full(3, 7.0)) as made:
+    parent = Parent(shared.downpour())
+    with site(shared.downpour(), parent, period=2, params=jnp.full(3, 7.0)) as made:
         np.testing.assert_array_equal(parent.pull().params, 7.0)
         made.exchange(1.0, times=2)
         made.meets(1)
@@ -159,8 +159,8 @@ def test_a_parent_begins_with_the_parameters_of_a_site():
 
 
 def test_a_parent_of_gradients_needs_a_site_of_gradients():
-    core = Core(rules.easgd(0.3), jnp.zeros(3))
-    parent = Parent(rules.agn(optax.sgd(0.1)), jnp.zeros(3))
+    core = Core(shared.easgd(0.3), jnp.zeros(3))
+    parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
     with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
         Uplink(core, parent, period=2, name="site")
     assert not parent.workers

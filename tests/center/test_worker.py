@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import (
     RULES,
     assert_close,
@@ -23,14 +24,14 @@ from support import (
 )
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.round import _exchange
 
 
 def test_the_chief_initializes_and_the_others_wait_and_adopt():
-    center = agn_optax.LocalCenter(rules.downpour())
+    center = agn_optax.LocalCenter(shared.downpour())
     workers = [
-        agn_optax.Worker(center, optax.sgd(0.1), period=2, name=f"worker-{i}")
+        agn_optax.Worker(center, shared.sgd(0.1), period=2, name=f"worker-{i}")
         for i in range(4)
     ]
     started = {}
@@ -52,8 +53,8 @@ def test_the_chief_initializes_and_the_others_wait_and_adopt():
 
 
 def test_waiting_for_a_chief_that_never_comes_ends_in_time():
-    center = agn_optax.LocalCenter(rules.downpour())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    center = agn_optax.LocalCenter(shared.downpour())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     with pytest.raises(errors.NotInitializedError, match=r"within 0.01 s.*chief=True"):
         worker.start(tree(), chief=False, timeout=0.01)
     with pytest.raises(errors.NotInitializedError, match="chief=True"):
@@ -61,17 +62,17 @@ def test_waiting_for_a_chief_that_never_comes_ends_in_time():
 
 
 def test_a_chief_needs_parameters():
-    center = agn_optax.LocalCenter(rules.downpour())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
+    center = agn_optax.LocalCenter(shared.downpour())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="anna")
     with pytest.raises(errors.MissingArgumentError, match=r"'anna'.*params=None"):
         worker.start(chief=True)
     worker.start(tree(), chief=True)  # nothing was spoiled
 
 
 def test_a_second_chief_is_refused():
-    center = agn_optax.LocalCenter(rules.downpour())
-    anna = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
-    bert = agn_optax.Worker(center, optax.sgd(0.1), period=2, name="bert")
+    center = agn_optax.LocalCenter(shared.downpour())
+    anna = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="anna")
+    bert = agn_optax.Worker(center, shared.sgd(0.1), period=2, name="bert")
     anna.start(tree(), chief=True)
     with pytest.raises(errors.AlreadyInitializedError, match=r"'bert'.*'anna'"):
         bert.start(tree(seed=1), chief=True)
@@ -79,36 +80,36 @@ def test_a_second_chief_is_refused():
 
 
 def test_exchange_before_start():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1, name="anna")
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1, name="anna")
     state = worker.tx.init(tree())
     for call in (worker.exchange, worker.flush, worker.save):
         with pytest.raises(errors.WorkerStateError, match="'anna' has not started"):
             call(tree(), state)
 
 
-@pytest.mark.parametrize("center", [None, rules.downpour(), "localhost:50051"])
+@pytest.mark.parametrize("center", [None, shared.downpour(), "localhost:50051"])
 def test_not_a_center(center):
     with pytest.raises(errors.InvalidTypeError, match="center must be a center"):
-        agn_optax.Worker(center, optax.sgd(0.1), period=1)
+        agn_optax.Worker(center, shared.sgd(0.1), period=1)
 
 
 @pytest.mark.parametrize("name", ["", 3])
 def test_not_a_name(name):
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
     with pytest.raises(errors.InvalidTypeError, match="name must be a non-empty str"):
-        agn_optax.Worker(center, optax.sgd(0.1), period=1, name=name)
+        agn_optax.Worker(center, shared.sgd(0.1), period=1, name=name)
 
 
 def test_names_are_made_up_one_by_one():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    names = {agn_optax.Worker(center, optax.sgd(0.1), period=1).name for _ in range(5)}
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    names = {agn_optax.Worker(center, shared.sgd(0.1), period=1).name for _ in range(5)}
     assert len(names) == 5
 
 
 def test_between_exchanges_nothing_is_touched():
-    center = agn_optax.LocalCenter(rules.agn(optax.sgd(0.1)), tree())
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=3)
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=3)
     params, state = worker.start()
     for _ in range(2):
         same_params, same_state = worker.exchange(params, state)
@@ -125,7 +126,7 @@ def test_between_exchanges_nothing_is_touched():
 def test_no_call_waits_for_the_device(rule, donate):
     """All of a round is handed over while its first step still computes."""
     center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3))
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
     params, state = worker.start()
     target = np.zeros(3, np.float32)
@@ -147,11 +148,11 @@ def test_the_loop_may_donate_everything(rule):
     params = tree()
     targets = feeds(params, 6)
     expected_center = agn_optax.LocalCenter(RULES[rule](), params)
-    plain = agn_optax.Worker(expected_center, optax.adam(0.1), period=2)
+    plain = agn_optax.Worker(expected_center, shared.adam(0.1), period=2)
     expected = run_worker(plain, *plain.start(), targets)
 
     center = agn_optax.LocalCenter(RULES[rule](), params)
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=2)
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=(0, 1))
     loop = worker.start()
     snapshots = []
@@ -164,8 +165,8 @@ def test_the_loop_may_donate_everything(rule):
 
 
 def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
-    center = agn_optax.LocalCenter(rules.agn(optax.sgd(1.0)), jnp.zeros(2))
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(1.0)), jnp.zeros(2))
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
     submit, refusals = worker._session.submit, [None, None]
 
@@ -192,10 +193,10 @@ def test_a_refused_exchange_changes_nothing_and_may_be_tried_again(monkeypatch):
 
 
 def test_a_late_joiner_starts_from_the_center_as_it_is():
-    center = agn_optax.LocalCenter(rules.downpour(), tree())
-    first = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    first = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     run_worker(first, *first.start(), feeds(tree(), 5))
-    late = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    late = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     params, state = late.start()
     assert_identical(params, center.pull().params)
     assert int(state.local_steps) == 0
@@ -207,7 +208,7 @@ def test_a_late_joiner_starts_from_the_center_as_it_is():
 def test_old_versions_are_let_go(rule):
     """A rule that does not read its anchor must not keep old centers alive."""
     center = agn_optax.LocalCenter(RULES[rule](), jnp.zeros(1000))
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
     loop = run_worker(worker, *worker.start(), np.zeros((3, 1000), np.float32))
     live = sum(x.shape == (1000,) for x in jax.live_arrays())
     loop = run_worker(worker, *loop, np.zeros((5, 1000), np.float32))
@@ -220,13 +221,13 @@ def test_threads_train_one_model():
     X = rng.normal(size=(256, 4)).astype(np.float32)
     solution = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     Y = X @ solution
-    center = agn_optax.LocalCenter(rules.agn(optax.sgd(0.1)))
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)))
     failures = []
 
     def work(rank):
         try:
             worker = agn_optax.Worker(
-                center, optax.sgd(0.05), period=5, name=f"worker-{rank}"
+                center, shared.sgd(0.05), period=5, name=f"worker-{rank}"
             )
             mine = slice(rank * 64, (rank + 1) * 64)
 
@@ -255,8 +256,8 @@ def test_threads_train_one_model():
 
 
 def test_due_says_when_exchange_acts():
-    center = agn_optax.LocalCenter(rules.downpour(), jnp.zeros(2))
-    worker = agn_optax.Worker(center, optax.sgd(1.0), period=lambda n: n + 1)
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=lambda n: n + 1)
     loop = worker.start()
     acted = []
     for _ in range(6):
@@ -273,7 +274,7 @@ def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
     """Told from the contribution, or from a copy where that does not tell it."""
     made = RULES[rule]()
     center = agn_optax.LocalCenter(made, tree(dtype), dtype="float32")
-    worker = agn_optax.Worker(center, optax.sgd(0.05), period=2, overlap=True)
+    worker = agn_optax.Worker(center, shared.sgd(0.05), period=2, overlap=True)
     loop = worker.start(tree(dtype))
     target = tree(dtype, seed=1)
 
@@ -334,7 +335,7 @@ def test_a_flush_asks_for_no_next_round(overlap):
         return 2 if exchanges == 0 or len(asked) > 4 else -1
 
     center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.zeros(2))
-    worker = agn_optax.Worker(center, optax.sgd(1.0), period=period, overlap=overlap)
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=period, overlap=overlap)
     params, state = worker.start()
     updates, state = worker.tx.update(jnp.ones(2), state, params)
     params = optax.apply_updates(params, updates)

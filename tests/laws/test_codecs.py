@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from sessions import exchange
 from support import assert_identical, tree
 
@@ -22,13 +23,13 @@ from agn_optax.center import Journal, Synchronous
 
 PERIOD = 2
 WORKERS = 2
-INNER = optax.sgd(0.25)
+INNER = shared.sgd(0.25)
 
 RULES = {
-    "agn": functools.partial(rules.agn, optax.sgd(0.5)),
-    "agn_window": rules.agn_window,
-    "diloco": functools.partial(rules.diloco, optax.sgd(0.5, momentum=0.5)),
-    "easgd": functools.partial(rules.easgd, 0.5, rho=0.5),
+    "agn": functools.partial(shared.agn, shared.sgd(0.5)),
+    "agn_window": shared.agn_window,
+    "diloco": functools.partial(shared.diloco, shared.sgd(0.5, momentum=0.5)),
+    "easgd": functools.partial(shared.easgd, 0.5, rho=0.5),
 }
 
 
@@ -251,10 +252,10 @@ CODECS = {
 @pytest.mark.parametrize(
     ("codec", "rule"),
     [
-        ("cast", functools.partial(rules.easgd, 0.5)),
-        ("quantize", functools.partial(rules.agn, optax.sgd(0.5))),
-        ("error_feedback", rules.downpour),
-        ("of a cast", functools.partial(rules.agn, optax.sgd(0.5))),
+        ("cast", functools.partial(shared.easgd, 0.5)),
+        ("quantize", functools.partial(shared.agn, shared.sgd(0.5))),
+        ("error_feedback", shared.downpour),
+        ("of a cast", functools.partial(shared.agn, shared.sgd(0.5))),
     ],
 )
 def test_12_an_encoded_message_is_the_same_in_every_placement(codec, rule):
@@ -272,7 +273,7 @@ def double(tree):
 @placements
 def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
     """And that is all progress, each of it once, also where exchanges overlap."""
-    rule = rules.downpour(codec=observed(CODECS["error_feedback"]()))
+    rule = shared.downpour(codec=observed(CODECS["error_feedback"]()))
     _, state, center = double(place(rule, PARAMS, GRADS))
     residual, sent = state["own"].residual, state["sent"]
     assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
@@ -326,7 +327,7 @@ def test_13_of_numbers_of_any_size(codec, dtype):
 @pytest.mark.parametrize("codec", CODECS)
 def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
     like = {**tree("bfloat16"), "none": None}
-    rule = rules.diloco(optax.sgd(0.5), codec=CODECS[codec]())
+    rule = shared.diloco(shared.sgd(0.5), codec=CODECS[codec]())
     params, _, center = place(rule, like, dyadic(like, 2 * PERIOD, 1))
     kind = jax.tree.map(lambda x: (jnp.shape(x), x.dtype), like)
     for tree_ in (params, center):
@@ -336,7 +337,7 @@ def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
 @pytest.mark.parametrize("stop", [2, 3])  # at the end of a round, and within one
 @pytest.mark.parametrize("overlap", [False, True])
 def test_9_a_residual_survives_a_restart(stop, overlap):
-    rule = rules.agn(optax.sgd(0.5), codec=CODECS["error_feedback"]())
+    rule = shared.agn(shared.sgd(0.5), codec=CODECS["error_feedback"]())
     grads = of_worker(GRADS, 0)
     settings = {"period": PERIOD, "overlap": overlap, "patience": 1}
 
@@ -361,7 +362,7 @@ def test_9_a_residual_survives_a_restart(stop, overlap):
 
 
 def test_a_journal_repeats_what_was_sent(tmp_path):
-    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path))
     worker = agn_optax.Worker(center, INNER, period=PERIOD)
     train_worker(worker, worker.start(), of_worker(GRADS, 0))
@@ -395,7 +396,7 @@ class Refusing:
 
 
 def test_a_message_that_is_repeated_is_encoded_once():
-    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = Unreachable(rule, PARAMS)
     worker = agn_optax.Worker(center, INNER, period=PERIOD, patience=0)
     local = jax.jit(functools.partial(step, worker.tx))
@@ -414,7 +415,7 @@ def test_a_message_that_is_repeated_is_encoded_once():
 
 
 def test_a_refused_message_leaves_the_residual_as_it_was():
-    rule = rules.downpour(codec=CODECS["error_feedback"]())
+    rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = agn_optax.LocalCenter(rule, PARAMS, refuse_nonfinite=True)
     worker = agn_optax.Worker(center, INNER, period=PERIOD)
     loop = train_worker(worker, worker.start(), of_worker(GRADS, 0))
@@ -436,7 +437,7 @@ def test_a_cast_travels_in_shards_of_a_mesh(rule):
 
 
 def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
-    rule = rules.downpour(codec=codecs.quantize())
+    rule = shared.downpour(codec=codecs.quantize())
     shards = agn_optax.Placement(shard_axis="workers")
     with pytest.raises(errors.InvalidArgumentError, match="more than one element"):
         over_shard_map(rule, PARAMS, GRADS, shards)
@@ -444,7 +445,7 @@ def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_packed_center_gives_the_same_numbers(codec):
-    rule = rules.agn(optax.adam(0.5), codec=CODECS[codec]())
+    rule = shared.agn(shared.adam(0.5), codec=CODECS[codec]())
     params = {"b": jnp.ones(4), "w": jnp.ones((3, 2))}  # no scalars, which are not
     plain = agn_optax.LocalCenter(rule, params)
     packed = agn_optax.LocalCenter(rule, params, packs=True)
@@ -458,8 +459,8 @@ def test_a_packed_center_gives_the_same_numbers(codec):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rules.agn(optax.sgd(1.0), codec="int8"), "codec of rule 'agn' must"),
-        (lambda: rules.downpour(codec=codecs.quantize), "call it first"),
+        (lambda: shared.agn(shared.sgd(1.0), codec="int8"), "codec of rule 'agn' must"),
+        (lambda: shared.downpour(codec=codecs.quantize), "call it first"),
         (lambda: codecs.error_feedback(8), "codec must be one of agn_optax.codecs"),
         (lambda: codecs.quantize(3), "bits must be 8, 4 or 2, got 3"),
         (lambda: codecs.quantize(block=0), "block must be a positive int, got 0"),
@@ -473,7 +474,9 @@ def test_bad_input(call, message):
 
 
 def test_a_contribution_of_another_codec_is_refused():
-    center = agn_optax.LocalCenter(rules.downpour(codec=codecs.quantize()), jnp.ones(3))
+    center = agn_optax.LocalCenter(
+        shared.downpour(codec=codecs.quantize()), jnp.ones(3)
+    )
     right = {"codes": jnp.zeros(3, jnp.uint8), "scales": jnp.ones(1)}
     for wrong, where in (
         (jnp.ones(3), "different trees"),
@@ -489,8 +492,8 @@ def test_a_contribution_of_another_codec_is_refused():
 
 
 def test_rules_of_other_codecs_are_other_rules():
-    print_ = rules.fingerprint(rules.downpour(codec=codecs.quantize()))
-    said = rules.difference(print_, rules.downpour())
+    print_ = rules.fingerprint(shared.downpour(codec=codecs.quantize()))
+    said = rules.difference(print_, shared.downpour())
     assert said == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"
     named = dataclasses.replace(codecs.quantize(4), name=codecs.quantize().name)
-    assert "encoding" in rules.difference(print_, rules.downpour(codec=named))
+    assert "encoding" in rules.difference(print_, shared.downpour(codec=named))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import (
     INNERS,
     RULES,
@@ -28,7 +29,6 @@ from support import (
 )
 
 import agn_optax
-from agn_optax import rules
 
 STEPS = 21
 PERIODS = [1, 3, 10]
@@ -72,8 +72,8 @@ def test_1_downpour_of_one_worker_is_its_inner_optimizer(problem):
 def test_2_agn_with_period_1_and_inner_sgd_is_downpour_with_period_1(dtype):
     params = tree(dtype)
     targets = feeds(params, STEPS)
-    expected, *_ = run(agn_optax.downpour(optax.sgd(0.1), 1), params, targets)
-    actual, *_ = run(agn_optax.agn(optax.sgd(0.1), 1), params, targets)
+    expected, *_ = run(agn_optax.downpour(shared.sgd(0.1), 1), params, targets)
+    actual, *_ = run(agn_optax.agn(shared.sgd(0.1), 1), params, targets)
     assert_close(actual, expected)
 
 
@@ -107,7 +107,7 @@ def test_4_dynsgd_of_fresh_messages_is_downpour(problem):
 def test_4_diloco_with_center_sgd_1_is_average(problem):
     inner, params = problem
     targets = feeds(params, STEPS)
-    diloco = functools.partial(agn_optax.diloco, inner, center=optax.sgd(1.0))
+    diloco = functools.partial(agn_optax.diloco, inner, center=shared.sgd(1.0))
     assert_identical(
         at_every_period(diloco, params, targets),
         at_every_period(functools.partial(agn_optax.average, inner), params, targets),
@@ -128,7 +128,7 @@ def test_5_easgd_conserves_the_sum_of_workers_and_center(rho):
         lambda x: x + np.arange(workers, dtype="f").reshape(-1, *[1] * x.ndim), one
     )
     split = agn_optax.phases(
-        each_inner(), rules.easgd(0.2, rho=rho), axis_name="workers"
+        each_inner(), shared.easgd(0.2, rho=rho), axis_name="workers"
     )
     state = jax.vmap(split.init)(params)._replace(center=many(one))
     local = jax.jit(jax.vmap(functools.partial(step, split)))
@@ -205,11 +205,11 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
 def test_8_the_embedded_center_gives_the_numbers_of_the_split_form(rule):
     params = tree()
     targets = feeds(params, sum(PERIODS))
-    split = agn_optax.phases(optax.adam(0.05), RULES[rule]())
+    split = agn_optax.phases(shared.adam(0.05), RULES[rule]())
     expected, state = run_split(split, params, targets, PERIODS)
     center = agn_optax.LocalCenter(RULES[rule](), params)
     worker = agn_optax.Worker(
-        center, optax.adam(0.05), period=lambda exchanges: (*PERIODS, 1)[exchanges]
+        center, shared.adam(0.05), period=lambda exchanges: (*PERIODS, 1)[exchanges]
     )
     actual, _ = run_worker(worker, *worker.start(), targets)
     assert worker.exchanges == len(PERIODS)
@@ -223,13 +223,13 @@ def test_8_the_embedded_center_gives_the_numbers_of_the_split_form(rule):
 def test_8_a_rule_with_an_adoption_of_its_own(needs_params):
     """Halfway to the center, from the parameters after the last local step."""
     halfway = dataclasses.replace(
-        rules.agn(optax.sgd(0.3)),
+        shared.agn(shared.sgd(0.3)),
         adopt=lambda x, c: jax.tree.map(lambda x, c: (x + c) / 2, x, c),
         needs_params=needs_params,
     )
     params = tree()
     targets = feeds(params, 6)
-    tx = agn_optax.exchange_every(optax.sgd(0.1), halfway, 3)
-    split = agn_optax.phases(optax.sgd(0.1), halfway)
+    tx = agn_optax.exchange_every(shared.sgd(0.1), halfway, 3)
+    split = agn_optax.phases(shared.sgd(0.1), halfway)
     _, *dropped_in = run(tx, params, targets)
     assert_close(run_split(split, params, targets, 3), tuple(dropped_in))

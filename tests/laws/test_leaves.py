@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import (
     DROP_INS,
     RULES,
@@ -20,7 +21,6 @@ from support import (
 )
 
 import agn_optax
-from agn_optax import rules
 
 TREES = {
     "nothing": {},
@@ -46,7 +46,7 @@ def descend(tx, params, state):
 @pytest.mark.parametrize("kind", TREES)
 def test_drop_in(name, kind):
     params = TREES[kind]
-    tx = DROP_INS[name](optax.sgd(0.1), 2)
+    tx = DROP_INS[name](shared.sgd(0.1), 2)
     state = tx.init(params)
     assert jax.tree.structure(state.center) == jax.tree.structure(params)
     local = jax.jit(functools.partial(descend, tx))
@@ -60,7 +60,7 @@ def test_drop_in(name, kind):
 @pytest.mark.parametrize("kind", TREES)
 def test_worker(rule, kind):
     center = agn_optax.LocalCenter(RULES[rule](), TREES[kind])
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     params, state = worker.start()
     local = jax.jit(functools.partial(descend, worker.tx))
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_frozen_subtrees_do_not_move(name):
     params = {"body": tree(), "head": jnp.ones(3), "steps": jnp.arange(2)}
     labels = {"body": "frozen", "head": "trained", "steps": "frozen"}
     tx = optax.multi_transform(
-        {"trained": DROP_INS[name](optax.sgd(0.1), 2), "frozen": optax.set_to_zero()},
+        {"trained": DROP_INS[name](shared.sgd(0.1), 2), "frozen": optax.set_to_zero()},
         labels,
     )
     state = tx.init(params)
@@ -94,7 +94,7 @@ def test_frozen_subtrees_do_not_move(name):
 @pytest.mark.parametrize("rule", RULES)
 def test_bfloat16_stays_bfloat16(rule):
     params = tree("bfloat16")
-    split = agn_optax.phases(optax.sgd(0.1), RULES[rule]())
+    split = agn_optax.phases(shared.sgd(0.1), RULES[rule]())
 
     def one_round(params):
         grads = gradient(params, tree("bfloat16", 1))
@@ -112,8 +112,8 @@ def test_float32_master_center_under_bfloat16_parameters(rule):
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     steps, period = 64, 2
     # A step of 2⁻⁹ vanishes next to 1 in bfloat16, unless something keeps it.
-    inner = optax.sgd(2.0**-9)
-    record = rules.agn(optax.sgd(2.0**-9), record_dtype="float32")
+    inner = shared.sgd(2.0**-9)
+    record = shared.agn(shared.sgd(2.0**-9), record_dtype="float32")
     rule = record if rule == "agn" else RULES[rule]()
     split = agn_optax.phases(inner, rule, center_dtype="float32")
     state = split.init(params)
@@ -137,8 +137,8 @@ def test_float32_master_center_under_bfloat16_parameters(rule):
 def test_rounding_of_the_anchor_is_not_sent_as_displacement():
     """A worker that made no progress leaves the master center as it is."""
     center = {"w": jnp.array([1.0 + 2**-12, 3.0 - 2**-11])}
-    for rule in (rules.downpour(), rules.average(), rules.agn_window()):
-        split = agn_optax.phases(optax.sgd(0.0), rule, center_dtype="float32")
+    for rule in (shared.downpour(), shared.average(), shared.agn_window()):
+        split = agn_optax.phases(shared.sgd(0.0), rule, center_dtype="float32")
         params = jax.tree.map(lambda c: c.astype(jnp.bfloat16), center)
         state = split.init(params)._replace(center=center)
         updates, state = split.update(params, state, params)
@@ -148,8 +148,8 @@ def test_rounding_of_the_anchor_is_not_sent_as_displacement():
 
 def test_float32_local_center_under_bfloat16_workers():
     params = tree("bfloat16")
-    center = agn_optax.LocalCenter(rules.average(), dtype="float32")
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+    center = agn_optax.LocalCenter(shared.average(), dtype="float32")
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
     started, state = worker.start(params, chief=True)
     assert_identical(started, params)
     targets = feeds(params, 4)
@@ -158,7 +158,7 @@ def test_float32_local_center_under_bfloat16_workers():
         jnp.dtype("float32")
     }
     assert {x.dtype for x in jax.tree.leaves(local)} == {jnp.dtype("bfloat16")}
-    expected = run(agn_optax.average(optax.sgd(0.1), 2), tree("bfloat16"), targets)[1]
+    expected = run(agn_optax.average(shared.sgd(0.1), 2), tree("bfloat16"), targets)[1]
     assert_close(local, expected, "bfloat16")
 
 
@@ -167,7 +167,7 @@ def test_float32_local_center_under_bfloat16_workers():
 def test_a_center_narrower_than_the_parameters_is_adopted_as_it_is_kept(rule, narrow):
     """Compiled: XLA must not skip the rounding on the way to the parameters."""
     params = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)
-    split = agn_optax.phases(optax.sgd(0.1), RULES[rule](), center_dtype=narrow)
+    split = agn_optax.phases(shared.sgd(0.1), RULES[rule](), center_dtype=narrow)
     state = split.init(params)
     exchange = jax.jit(split.exchange)
     for _ in range(3):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import shared
 import support
 from support import DROP_INS, RULES, held, nothing_compiles
 
@@ -25,7 +26,7 @@ step = functools.partial(jax.jit, donate_argnums=(0, 1))
 
 @contextlib.contextmanager
 def drop_in(name):
-    tx = DROP_INS[name](optax.adam(0.1), PERIOD)
+    tx = DROP_INS[name](shared.adam(0.1), PERIOD)
     params = jnp.ones(3)
     local = step(functools.partial(support.step, tx))
     yield (params, tx.init(params)), lambda loop: local(*loop, TARGET)
@@ -33,7 +34,7 @@ def drop_in(name):
 
 @contextlib.contextmanager
 def split(name):
-    tx = agn_optax.phases(optax.adam(0.1), RULES[name]())
+    tx = agn_optax.phases(shared.adam(0.1), RULES[name]())
     params = jnp.ones(3)
     local, exchange = step(functools.partial(support.step, tx)), step(tx.exchange)
 
@@ -47,7 +48,7 @@ def split(name):
 
 @contextlib.contextmanager
 def scanned(name):
-    tx = agn_optax.phases(optax.adam(0.1), RULES[name]())
+    tx = agn_optax.phases(shared.adam(0.1), RULES[name]())
     params, targets = jnp.ones(3), jnp.zeros((PERIOD, 3))
     run = step(
         agn_optax.scan_round(
@@ -60,7 +61,7 @@ def scanned(name):
 
 @contextlib.contextmanager
 def with_worker(center, **settings):
-    worker = agn_optax.Worker(center, optax.adam(0.1), period=PERIOD, **settings)
+    worker = agn_optax.Worker(center, shared.adam(0.1), period=PERIOD, **settings)
     local = step(functools.partial(support.step, worker.tx))
 
     def period(loop):
@@ -94,7 +95,7 @@ def served(name, **settings):
 def towers(name):
     mesh = agn_optax.Towers(4, workers=2)
     tx = agn_optax.exchange_every(
-        optax.adam(0.1), RULES[name](), PERIOD, axis_name="workers"
+        shared.adam(0.1), RULES[name](), PERIOD, axis_name="workers"
     )
     tx = optax.chain(agn_optax.all_reduce("towers"), tx)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import (
     DROP_INS,
     RULES,
@@ -17,7 +18,6 @@ from support import (
 )
 
 import agn_optax
-from agn_optax import rules
 
 WORKERS = 4
 STEPS = 7
@@ -29,7 +29,7 @@ def stacked(one):
 
 
 def make(name, inner=None):
-    inner = inner or optax.adam(0.05)
+    inner = inner or shared.adam(0.05)
     extra = {"num_workers": WORKERS} if name.startswith("easgd") else {}
     return DROP_INS[name](inner, PERIOD, axis_name="workers", **extra)
 
@@ -160,27 +160,27 @@ def test_permuting_the_workers_permutes_the_results(name):
 @pytest.mark.parametrize("name", ["agn", "agn_window", "downpour"])
 def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
     """For sum rules with a linear center optimizer, order and batching are nothing."""
-    rule = rules.agn(optax.sgd(0.1)) if name == "agn" else RULES[name]()
+    rule = shared.agn(shared.sgd(0.1)) if name == "agn" else RULES[name]()
     one = tree()
     targets = feeds(one, PERIOD, workers=(WORKERS,))
     center = agn_optax.LocalCenter(rule, one)
     workers = [
-        agn_optax.Worker(center, optax.sgd(0.1), period=PERIOD) for _ in range(WORKERS)
+        agn_optax.Worker(center, shared.sgd(0.1), period=PERIOD) for _ in range(WORKERS)
     ]
     started = [worker.start() for worker in workers]  # all at version 0
     for i, worker in enumerate(workers):
         mine = jax.tree.map(lambda f: f[:, i], targets)  # noqa: B023
         run_worker(worker, *started[i], mine)
         assert worker.staleness == i
-    _, expected = with_vmap(make(name, optax.sgd(0.1)), stacked(one), targets)
+    _, expected = with_vmap(make(name, shared.sgd(0.1)), stacked(one), targets)
     assert_close(center.pull().params, jax.tree.map(lambda c: c[0], expected))
 
 
 def test_average_is_the_mean_of_the_workers():
     one = {"w": jnp.arange(3.0)}
     targets = feeds(one, PERIOD, workers=(WORKERS,))
-    params, center = with_vmap(make("average", optax.sgd(0.1)), stacked(one), targets)
-    alone = optax.sgd(0.1)
+    params, center = with_vmap(make("average", shared.sgd(0.1)), stacked(one), targets)
+    alone = shared.sgd(0.1)
     ends = []
     for i in range(WORKERS):
         x, state = one, alone.init(one)
@@ -196,7 +196,7 @@ def test_average_is_the_mean_of_the_workers():
 def test_eamsgd_is_easgd_with_a_nesterov_inner_optimizer():
     """v <- μv - ηg(x + μv), x <- x + v, with the elastic exchange of EASGD."""
     rate, lr, momentum, workers = 0.2, 0.05, 0.9, 2
-    inner = optax.sgd(lr, momentum, nesterov=True)
+    inner = shared.sgd(lr, momentum, nesterov=True)
     tx = agn_optax.easgd(inner, PERIOD, moving_rate=rate, axis_name="workers")
     one = {"w": jnp.array([1.0, -2.0])}
     params = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), one)
@@ -224,10 +224,10 @@ def test_eamsgd_is_easgd_with_a_nesterov_inner_optimizer():
 def test_axis_of_one_worker_is_no_axis():
     params = tree()
     targets = feeds(params, STEPS, workers=(1,))
-    tx = agn_optax.agn(optax.adam(0.05), PERIOD, axis_name="workers")
+    tx = agn_optax.agn(shared.adam(0.05), PERIOD, axis_name="workers")
     many = jax.jit(jax.vmap(train(tx), in_axes=(0, 1), axis_name="workers"))(
         jax.tree.map(lambda x: x[None], params), targets
     )
-    tx = agn_optax.agn(optax.adam(0.05), PERIOD)
+    tx = agn_optax.agn(shared.adam(0.05), PERIOD)
     alone = jax.jit(train(tx))(params, jax.tree.map(lambda f: f[:, 0], targets))
     assert_identical(jax.tree.map(lambda x: x[0], many), alone)

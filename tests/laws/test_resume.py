@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
+import shared
 from orbax.checkpoint import v1 as ocp
 from support import (
     DROP_INS,
@@ -48,7 +48,7 @@ def through_orbax(path, saved):
 def test_drop_in(name, tmp_path):
     first = tree()
     targets = feeds(first, 8)
-    local = jax.jit(functools.partial(step, DROP_INS[name](optax.adam(0.05), 3)))
+    local = jax.jit(functools.partial(step, DROP_INS[name](shared.adam(0.05), 3)))
 
     def go_on(loop, steps, save_at=()):
         saved = {}
@@ -58,7 +58,7 @@ def test_drop_in(name, tmp_path):
                 saved[i + 1] = through_orbax(tmp_path / f"after {i + 1}", loop)
         return loop, saved
 
-    begin = (first, DROP_INS[name](optax.adam(0.05), 3).init(first))
+    begin = (first, DROP_INS[name](shared.adam(0.05), 3).init(first))
     expected, _ = go_on(begin, range(8))
     _, saved = go_on(begin, range(max(STOPS)), STOPS)
     for stop, loop in saved.items():
@@ -72,7 +72,7 @@ def test_worker_and_center(rule, tmp_path):
 
     def begin():
         center = agn_optax.LocalCenter(RULES[rule](), first)
-        return center, agn_optax.Worker(center, optax.adam(0.05), period=3)
+        return center, agn_optax.Worker(center, shared.adam(0.05), period=3)
 
     center, worker = begin()
     expected = run_worker(worker, *worker.start(), targets)
@@ -87,7 +87,7 @@ def test_worker_and_center(rule, tmp_path):
 
     for stop, both in saved.items():
         center = agn_optax.LocalCenter.restore(RULES[rule](), both["center"])
-        worker = agn_optax.Worker(center, optax.adam(0.05), period=3)
+        worker = agn_optax.Worker(center, shared.adam(0.05), period=3)
         loop = worker.restore(both["worker"])
         assert worker.exchanges == stop // 3
         loop = run_worker(worker, *loop, part(targets, stop, 8))

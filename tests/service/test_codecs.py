@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from support import assert_identical
 
 import agn_optax
-from agn_optax import codecs, rules, service
+from agn_optax import codecs, service
 from agn_optax.center import Journal
 from agn_optax.service.transports import _memory
 
@@ -38,7 +39,7 @@ def codec(request):
 
 @functools.cache
 def rule(codec):
-    return rules.diloco(optax.sgd(0.5, momentum=0.9), codec=CODECS[codec]())
+    return shared.diloco(shared.sgd(0.5, momentum=0.9), codec=CODECS[codec]())
 
 
 def start():
@@ -62,7 +63,7 @@ def train(worker, *steps, loop=None):
 
 
 def a_worker(center):
-    return agn_optax.Worker(center, optax.sgd(0.1), period=2, name="anna")
+    return agn_optax.Worker(center, shared.sgd(0.1), period=2, name="anna")
 
 
 @functools.cache
@@ -146,13 +147,13 @@ def test_law_9_a_center_goes_on_from_its_journal(codec, killed, tmp_path):
 def test_law_13_what_was_sent_and_the_residual_is_what_was_contributed(transport):
     """Also where local steps go on meanwhile: powers of two, so that sums are exact."""
     codec = codecs.error_feedback(codecs.quantize(2))
-    made = rules.downpour(codec=codec)
+    made = shared.downpour(codec=codec)
     params = {"w": jnp.zeros(40), "b": jnp.zeros(())}
     with (
         service.serve(made, params) as server,
         service.connect(server.address, made, transports=[transport]) as center,
     ):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, overlap=True)
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, overlap=True)
         params, state = worker.start()
         grads = {"w": jnp.arange(40.0) / 64, "b": jnp.float32(0.25)}
         for _ in range(6):

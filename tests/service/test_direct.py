@@ -23,10 +23,11 @@ import numpy as np
 import optax
 import pytest
 import sessions
+import shared
 from support import RULES, assert_identical, tree
 
 import agn_optax
-from agn_optax import codecs, errors, rules, service
+from agn_optax import codecs, errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
 from agn_optax.service import _address, _connection
@@ -36,7 +37,7 @@ from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD, MAX_CONTROL, Reader
 
-RULE = rules.downpour()  # whose center goes where its messages point away from
+RULE = shared.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes
 SIZE = 50_000  # elements: large enough to be worth shared memory
 TRANSPORTS = ["memory", "socket", "grpc"]
@@ -107,7 +108,7 @@ def wait_for(condition):
 def trained(transport, rule):
     like = {**tree(), "large": jnp.ones(SIZE)}
     with made(transport, rule=RULES[rule](), params=like) as (_, center):
-        worker = agn_optax.Worker(center, optax.adam(0.1), period=2, name="anna")
+        worker = agn_optax.Worker(center, shared.adam(0.1), period=2, name="anna")
         params, state = worker.start(like)
         for i in range(8):
             grads = jax.tree.map(lambda x, i=i: jnp.cos(x + i), params)
@@ -216,7 +217,7 @@ def test_a_buffer_is_used_again_by_what_fits_into_it():
 @shares
 def test_a_message_is_read_before_it_is_overwritten():
     """Also where the answer does not depend on it: the center before the message."""
-    rule = rules.easgd(0.5)
+    rule = shared.easgd(0.5)
     assert rule.adopts == "before"
     params = {"w": jnp.zeros(4 * SIZE)}
     with made("memory", rule=rule, params=params) as (server, center):
@@ -719,7 +720,7 @@ def test_a_connection_that_says_nothing_any_more_is_replaced(way_of):
 @pytest.mark.parametrize("way_of", [pytest.param("memory", marks=shares), "socket"])
 def test_a_broken_connection_is_made_again(way_of):
     with made(way_of) as (server, center):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="anna")
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         loop = worker.start()
         for broken in range(6):
             if broken:

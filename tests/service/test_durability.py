@@ -10,19 +10,19 @@ import threading
 import time
 
 import numpy as np
-import optax
 import pytest
 import sessions
+import shared
 import talking
 from commands import python
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import errors, service
 from agn_optax.center import Journal, Snapshots
 from agn_optax.center.durability import _writer
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
-RULE = rules.downpour()
+RULE = shared.downpour()
 WORKERS, PROCESSES = 6, 2
 LIMIT = 60  # seconds that nothing here takes
 
@@ -144,7 +144,7 @@ def killed(tmp_path):
 
 def test_with_a_journal_a_worker_does_not_notice(killed):
     with killed(Journal) as (center, kill):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
         params, state = worker.exchange(params - 1, state)
         server = kill()
@@ -177,7 +177,7 @@ def test_a_shard_that_is_killed_goes_on(killed):
 
 def test_with_snapshots_a_worker_is_told(killed):
     with killed(Snapshots) as (center, kill):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="w")
         params, state = worker.start()
         params, state = worker.exchange(params - 1, state)
         server = kill()

@@ -18,9 +18,10 @@ import weakref
 import numpy as np
 import pytest
 import sessions
+import shared
 import talking
 
-from agn_optax import errors, rules, service
+from agn_optax import errors, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.service import _address, _client
 from agn_optax.service.wire._buffers import Buffers
@@ -28,7 +29,7 @@ from agn_optax.service.wire._packets import Parcel, Reader
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 WORKERS, MESSAGES = 16, 6
-RULE = rules.downpour()
+RULE = shared.downpour()
 LIMIT = 60  # seconds that nothing here takes
 
 

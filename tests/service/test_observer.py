@@ -5,7 +5,9 @@ import socket
 import threading
 import time
 
-from agn_optax import rules, service
+import shared
+
+from agn_optax import service
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def slow_link(address, delay):
 def test_a_connection_may_take_its_time():
     """As over continents, where greetings of TCP, TLS and HTTP go back and forth."""
     with (
-        service.serve(rules.downpour()) as server,
+        service.serve(shared.downpour()) as server,
         slow_link(server.address, 1.5) as address,
         service.Observer(address, timeout=30.0) as observer,
     ):

@@ -8,13 +8,14 @@ import network
 import optax
 import pytest
 import sessions
+import shared
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import errors, service
 from agn_optax.center import Synchronous
 from agn_optax.service import center_pb2 as pb
 
-RULE = rules.downpour()
+RULE = shared.downpour()
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
 ONES = {"w": jnp.ones(2), "v": jnp.ones(2)}
 
@@ -25,7 +26,7 @@ def step(worker, params, state):
 
 
 def start(center, **settings):
-    worker = agn_optax.Worker(center, optax.sgd(1.0), name="w", **settings)
+    worker = agn_optax.Worker(center, shared.sgd(1.0), name="w", **settings)
     return worker, worker.start()
 
 
@@ -36,7 +37,7 @@ def test_many_workers_of_one_process_share_a_center_in_shards():
         center.initialize(ZEROS, worker="")
 
         def work(rank):
-            worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name=f"{rank}")
+            worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name=f"{rank}")
             loop = worker.start()
             worker.exchange(*step(worker, *loop))
             worker.leave()
@@ -58,7 +59,7 @@ def test_many_workers_of_one_process_share_a_center_in_shards():
 def test_a_message_that_is_not_finite_reaches_no_shard():
     servers = [service.serve(RULE) for _ in "ab"]
     with service.connect([s.address for s in servers], RULE) as center:
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         params, state = worker.start(ZEROS, chief=True)
         with pytest.raises(errors.MessageRefusedError):
             worker.exchange({**params, "v": jnp.full(2, jnp.nan)}, state)
@@ -151,7 +152,7 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
         service.serve(RULE, parent=parent, parent_period=100) as site,
         service.connect(site.address, RULE) as center,
     ):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         loop = worker.start(ZEROS, chief=True)
         while not parent.core.is_initialized:
             time.sleep(0.05)

@@ -16,6 +16,7 @@ import network
 import numpy as np
 import optax
 import pytest
+import shared
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -42,7 +43,7 @@ def stack():
 @pytest.fixture
 def serve(stack):
     def serve(rule=None, params=ONES, **settings):
-        rule = rule or rules.downpour()
+        rule = rule or shared.downpour()
         return stack.enter_context(service.serve(rule, params, **settings))
 
     return serve
@@ -52,7 +53,7 @@ def serve(stack):
 def connect(stack):
     def connect(address, rule=None, **settings):
         settings = {"timeout": 10, **settings}
-        center = service.connect(address, rule or rules.downpour(), **settings)
+        center = service.connect(address, rule or shared.downpour(), **settings)
         return stack.enter_context(center)
 
     return connect
@@ -67,7 +68,7 @@ def a_step(worker, params, state):
 
 def a_worker(center, name="anna", period=1, **settings):
     return agn_optax.Worker(
-        center, optax.sgd(1.0), period=period, name=name, **settings
+        center, shared.sgd(1.0), period=period, name=name, **settings
     )
 
 
@@ -142,7 +143,7 @@ def test_a_unix_socket(serve, connect, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_messages_travel_narrow_and_the_center_stays_wide(serve, connect, dtype):
     params = {"w": jnp.linspace(0.1, 1.0, 1000)}
-    rule = rules.downpour(codec=codecs.cast(dtype))
+    rule = shared.downpour(codec=codecs.cast(dtype))
     server = serve(rule, params=params)
     narrow = connect(server.address, rule)
     worker = a_worker(narrow)
@@ -157,7 +158,7 @@ def test_messages_travel_narrow_and_the_center_stays_wide(serve, connect, dtype)
 
 def test_narrow_workers_of_a_wide_center(serve, connect):
     """A bfloat16 model: messages travel as they are, and lose nothing."""
-    rule = rules.agn(optax.sgd(0.5))
+    rule = shared.agn(shared.sgd(0.5))
     server = serve(rule, None, dtype="float32")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ONES)
     center = connect(server.address, rule)
@@ -189,7 +190,7 @@ def test_a_large_leaf_and_many_small_ones(serve, connect):
 
 
 def test_containers_come_back(serve, connect):
-    rule, params = rules.downpour(), tree()
+    rule, params = shared.downpour(), tree()
     center = connect(serve(rule, params).address, rule)
     assert_identical(center.pull().params, params)
 
@@ -202,7 +203,7 @@ def test_nobody_is_there(unused_port):
         errors.CenterUnreachableError,
         match=rf"127.0.0.1:{unused_port} does not answer since .*attempts",
     ):
-        service.connect(f"127.0.0.1:{unused_port}", rules.downpour(), timeout=0.3)
+        service.connect(f"127.0.0.1:{unused_port}", shared.downpour(), timeout=0.3)
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def test_something_else_listens(stack):
         port = other.add_insecure_port("127.0.0.1:0")
         other.start()
         with pytest.raises(errors.ProtocolError, match="no center of agn_optax"):
-            service.connect(f"127.0.0.1:{port}", rules.downpour(), timeout=5)
+            service.connect(f"127.0.0.1:{port}", shared.downpour(), timeout=5)
         other.stop(0).wait()
 
 
@@ -240,14 +241,14 @@ def test_something_else_listens(stack):
 )
 def test_what_is_no_address(address):
     with pytest.raises(errors.InvalidArgumentError, match="address"):
-        service.connect(address, rules.downpour())
+        service.connect(address, shared.downpour())
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: service.connect("10.1.2.3:50051", rules.downpour()),
-        lambda: service.serve(rules.downpour(), address="0.0.0.0:0"),
+        lambda: service.connect("10.1.2.3:50051", shared.downpour()),
+        lambda: service.serve(shared.downpour(), address="0.0.0.0:0"),
     ],
 )
 def test_plain_text_stays_on_this_machine(call):
@@ -257,7 +258,7 @@ def test_plain_text_stays_on_this_machine(call):
 
 def test_a_port_that_is_taken(serve):
     with pytest.raises(errors.InvalidArgumentError, match="cannot listen at"):
-        service.serve(rules.downpour(), address=serve().address)
+        service.serve(shared.downpour(), address=serve().address)
 
 
 def test_another_protocol(serve, connect, monkeypatch):
@@ -270,13 +271,13 @@ def test_another_protocol(serve, connect, monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (rules.downpour(), "its name is 'agn', and here it is 'downpour'"),
-        (rules.agn(optax.adam(0.2)), "its center optimizer makes"),
-        (rules.agn(optax.sgd(0.1)), "its center optimizer makes"),
+        (shared.downpour(), "its name is 'agn', and here it is 'downpour'"),
+        (shared.agn(shared.adam(0.2)), "its center optimizer makes"),
+        (shared.agn(shared.sgd(0.1)), "its center optimizer makes"),
     ],
 )
 def test_another_rule(serve, connect, rule, message):
-    server = serve(rules.agn(optax.adam(0.1)))
+    server = serve(shared.agn(shared.adam(0.1)))
     with pytest.raises(errors.RuleMismatchError, match=message):
         connect(server.address, rule)
     connect(server.address, rules.agn(optax.adam(0.1)))  # made anew, and the same
@@ -524,8 +525,8 @@ def test_a_center_that_was_started_anew_is_not_taken_for_the_old_one(
 
 def test_rounds(serve, connect):
     """Two workers in synchronous rounds: each is the mean, as on a mesh."""
-    server = serve(rules.average(), mode=Synchronous())
-    center = connect(server.address, rules.average())
+    server = serve(shared.average(), mode=Synchronous())
+    center = connect(server.address, shared.average())
     workers = [a_worker(center, name) for name in ("anna", "bert")]
     loops = [worker.start() for worker in workers]
     slopes, ends = (1.0, 3.0), {}
@@ -579,7 +580,7 @@ def test_a_worker_too_far_behind_goes_on_from_the_center(serve, connect):
 
 @pytest.mark.parametrize("chief", [True, False])
 def test_the_center_moves_in_place_where_nobody_reads(serve, connect, chief):
-    rule = rules.agn(optax.adam(0.1))
+    rule = shared.agn(shared.adam(0.1))
     server = serve(rule, None if chief else {"w": jnp.ones(100_000)})
     worker = a_worker(connect(server.address, rule))
     params, state = worker.start({"w": jnp.ones(100_000)}, chief=chief or None)
@@ -624,7 +625,7 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
 
 
 def test_a_tree_of_gradient_sums(serve, connect):
-    rule = rules.agn(optax.sgd(1.0))
+    rule = shared.agn(shared.sgd(1.0))
     parent = serve(rule)
     site = serve(rule, None, parent=connect(parent.address, rule), parent_period=1000)
     assert site.uplink.ready.wait(20)
@@ -637,15 +638,15 @@ def test_a_tree_of_gradient_sums(serve, connect):
     # The mean of the site's messages, each a mean gradient of 1.
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
-        serve(rules.easgd(0.5), parent=connect(parent.address, rule))
+        serve(shared.easgd(0.5), parent=connect(parent.address, rule))
 
 
 # In shards.
 
 
 def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    rule = rules.agn(clipped)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), shared.sgd(0.1))
+    rule = shared.agn(clipped)
     center = connect([serve(rule, None).address for _ in range(2)], rule)
     worker = a_worker(center)
     with pytest.raises(errors.InvalidArgumentError, match="clip_by_global_norm"):
@@ -658,7 +659,7 @@ def test_rules_that_look_at_the_whole_tree_have_no_shards(serve, connect):
 def test_what_reached_one_shard_only_is_completed_when_repeated(
     serve, connect, transport
 ):
-    rule = rules.downpour()
+    rule = shared.downpour()
     servers = [serve(params=None) for _ in range(2)]
     with network.Network(servers[1], transport) as net:
         center = connect([servers[0].address, net.address], rule)

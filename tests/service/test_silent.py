@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sessions
+import shared
 import talking
 
-from agn_optax import rules, service
+from agn_optax import service
 from agn_optax.center import BoundedStaleness, Synchronous
 from agn_optax.service.transports import _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
-RULE = rules.downpour()
+RULE = shared.downpour()
 LIMIT = 90  # seconds that nothing here takes
 LARGE = 4_000_000  # elements: more than all buffers of a socket hold
 shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sessions
+import shared
 from support import assert_identical
 
-from agn_optax import codecs, errors, rules, service
+from agn_optax import codecs, errors, service
 from agn_optax.service import Tls
 from agn_optax.service.transports import TRANSPORTS, Target, _memory
 from agn_optax.service.wire._buffers import Buffers
 
-RULE = rules.downpour()
+RULE = shared.downpour()
 SIZE = 300_000  # elements: more than a socket takes at once
 LIMIT = 20  # seconds that nothing here takes
 MEMORY, SOCKET, GRPC = TRANSPORTS

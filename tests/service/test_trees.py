@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shared
 from flax.core import FrozenDict
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import agn_optax
-from agn_optax import errors, rules
+from agn_optax import errors
 from agn_optax.service import connect, serve
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._schema import Leaf, Schema
@@ -310,12 +311,12 @@ def test_any_structure_is_that_of_the_leaves_or_refused(paths, structure):
 )
 @pytest.mark.parametrize("who", ["chief", "service"])
 def test_a_service_works_with_what_a_center_in_this_process_takes(params, who):
-    rule = rules.downpour()
+    rule = shared.downpour()
     with (
         serve(rule, params if who == "service" else None) as server,
         connect(server.address, rule, timeout=20.0) as center,
     ):
-        worker = agn_optax.Worker(center, optax.sgd(1.0), period=1)
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
         own, state = worker.start(params, chief=who == "chief")
         grads = jax.tree.map(jnp.ones_like, own)
         updates, state = worker.tx.update(grads, state, own)
