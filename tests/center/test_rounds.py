@@ -1,6 +1,7 @@
 """What a synchronous round makes of several messages, in numbers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,18 @@ def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
     made, center = RULES[rule](), values(dtype, seed=9)
     split = agn_optax.phases(shared.sgd(0.1), made, axis_name="workers")
     params = [values(dtype, seed) for seed in range(WORKERS)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *params)
 
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="workers")
     def contributes(params):
         state = split.init(center)
         _, state = split.update(jax.tree.map(lambda x: x / 8, params), state, params)
         return split.exchange(params, state)[1]
 
-    expected = jax.vmap(contributes, axis_name="workers")(stacked)
+    expected = contributes(stacked)
 
+    @jax.jit
     def sends(params):
         state = split.init(center)
         _, state = split.update(jax.tree.map(lambda x: x / 8, params), state, params)
@@ -53,7 +57,7 @@ def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
         )
 
     kept = store(made, center)
-    sent = [jax.jit(sends)(each) for each in params]
+    sent = [sends(each) for each in params]
     kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
     first = jax.tree.map(lambda c: c[0], expected.center)
     # Messages of a mesh are added up in the center's dtype.

@@ -72,6 +72,12 @@ def step(tx, params, state, grads):
     return optax.apply_updates(params, updates), state
 
 
+@functools.lru_cache(maxsize=32)
+def local_step(tx):
+    """A step, compiled once for all workers with one rule."""
+    return jax.jit(functools.partial(step, tx))
+
+
 def train(tx):
     """A drop-in's loop, for any way of having workers."""
 
@@ -98,7 +104,7 @@ def split(rule, params, grads):
     tx = agn_optax.phases(INNER, rule)
     local = jax.jit(functools.partial(step, tx))
     exchange = jax.jit(tx.exchange)
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     for i, each in enumerate(steps(of_worker(grads, 0))):
         params, state = local(params, state, each)
         if (i + 1) % PERIOD == 0:
@@ -114,7 +120,7 @@ def scanned(rule, params, grads):
             tx.exchange,
         )
     )
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     every = list(steps(of_worker(grads, 0)))
     for i in range(0, len(every), PERIOD):
         batches = jax.tree.map(lambda *g: np.stack(g), *every[i : i + PERIOD])
@@ -123,7 +129,7 @@ def scanned(rule, params, grads):
 
 
 def train_worker(worker, loop, grads):
-    local = jax.jit(functools.partial(step, worker.tx))
+    local = local_step(worker.tx)
     for each in steps(grads):
         loop = worker.exchange(*local(*loop, each))
     return loop
@@ -167,7 +173,7 @@ def over_shard_map(rule, params, grads, placement=None):
         out_specs=P("workers"),
         check_vma=placement is None,
     )
-    params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
+    params = jax.tree.map(lambda x: np.stack([x] * WORKERS), params)
     return jax.jit(run)(params, grads)
 
 
@@ -206,12 +212,28 @@ def steps(grads):
         yield jax.tree.map(lambda g: g[i], grads)  # noqa: B023
 
 
+@functools.cache
+def without_codec(place, rule):
+    params, _, center = place(RULES[rule](), PARAMS, GRADS)
+    return params, center
+
+
 @pytest.mark.parametrize("rule", RULES)
 @placements
 def test_11_a_codec_that_loses_nothing_changes_nothing(place, rule):
-    params, _, center = place(RULES[rule](), PARAMS, GRADS)
-    coded = place(RULES[rule](codec=as_bytes()), PARAMS, GRADS)
-    assert_identical((coded[0], coded[2]), (params, center))
+    """Sums are exact, so that one program may stand for the others that lose nothing.
+
+    An overlapping worker adopts its answers later, which makes other numbers.
+    """
+    if place is overlapping:
+        plain = overlapping
+    else:
+        plain = over_vmap if place in MANY else drop_in
+    params, _, center = place(RULES[rule](codec=as_bytes()), PARAMS, GRADS)
+    assert_identical(
+        jax.tree.map(np.asarray, (params, center)),
+        jax.tree.map(np.asarray, without_codec(plain, rule)),
+    )
 
 
 def observed(codec):
@@ -249,21 +271,30 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("codec", "rule"),
-    [
-        ("cast", functools.partial(shared.easgd, 0.5)),
-        ("quantize", functools.partial(shared.agn, shared.sgd(0.5))),
-        ("error_feedback", shared.downpour),
-        ("of a cast", functools.partial(shared.agn, shared.sgd(0.5))),
-    ],
-)
-def test_12_an_encoded_message_is_the_same_in_every_placement(codec, rule):
-    rule = rule(codec=observed(CODECS[codec]()))
+OBSERVED = {
+    "cast": functools.partial(shared.easgd, 0.5),
+    "quantize": functools.partial(shared.agn, shared.sgd(0.5)),
+    "error_feedback": shared.downpour,
+    "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
+}
+
+
+@functools.cache
+def observed_rule(codec):
+    return OBSERVED[codec](codec=observed(CODECS[codec]()))
+
+
+@functools.cache
+def trained(place, codec):
+    return place(observed_rule(codec), PARAMS, GRADS)
+
+
+@pytest.mark.parametrize("codec", OBSERVED)
+def test_12_an_encoded_message_is_the_same_in_every_placement(codec):
     for group in ([drop_in, split, scanned, embedded], MANY):
-        first, *others = [place(rule, PARAMS, GRADS) for place in group]
+        first, *others = [trained(place, codec) for place in group]
         for other in others:
-            assert_identical(jax.tree.map(jnp.asarray, other), first)
+            assert_identical(jax.tree.map(np.asarray, other), first)
 
 
 def double(tree):
@@ -273,8 +304,7 @@ def double(tree):
 @placements
 def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
     """And that is all progress, each of it once, also where exchanges overlap."""
-    rule = shared.downpour(codec=observed(CODECS["error_feedback"]()))
-    _, state, center = double(place(rule, PARAMS, GRADS))
+    _, state, center = double(trained(place, "error_feedback"))
     residual, sent = state["own"].residual, state["sent"]
     assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
     assert any(np.any(e) for e in jax.tree.leaves(residual))
@@ -399,7 +429,7 @@ def test_a_message_that_is_repeated_is_encoded_once():
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = Unreachable(rule, PARAMS)
     worker = agn_optax.Worker(center, INNER, period=PERIOD, patience=0)
-    local = jax.jit(functools.partial(step, worker.tx))
+    local = local_step(worker.tx)
     loop = worker.start()
     for each in steps(of_worker(GRADS, 0)):
         loop = local(*loop, each)

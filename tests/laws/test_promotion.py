@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import INNERS, RULES, feeds, gradient, run, tree
+from support import INNERS, RULES, feeds, gradient, run, run_worker, tree
 
 import agn_optax
 
@@ -55,10 +55,7 @@ def test_a_worker(rule, overlap):
     inner = INNERS["adam"]()
     worker = agn_optax.Worker(center, inner, period=PERIOD, overlap=overlap)
     loop = worker.start(params)
-    for i in range(3 * PERIOD):
-        target = jax.tree.map(lambda f: f[i], feeds(params, 6))  # noqa: B023
-        updates, state = worker.tx.update(gradient(loop[0], target), loop[1], loop[0])
-        loop = worker.exchange(optax.apply_updates(loop[0], updates), state)
+    loop = run_worker(worker, *loop, feeds(params, 3 * PERIOD))
     worker.flush(*loop)
     assert worker.exchanges == 3
 
