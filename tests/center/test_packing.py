@@ -83,7 +83,7 @@ def test_the_same_numbers_with_any_rule(name):
     assert_identical(*map(everything, both))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_same_numbers_with_any_shapes(seed):
     rng = np.random.default_rng(seed)
     shapes = [

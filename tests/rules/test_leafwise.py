@@ -1,7 +1,6 @@
 """Exchanges of a few leaves at a time: the same numbers, and less memory."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,21 +40,22 @@ def trained(tx, dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DROP_INS)
 def test_a_drop_in_gives_the_same_numbers(name, dtype, groups, monkeypatch):
-    tx = DROP_INS[name](optax.adam(0.05), 3)
-    found = trained(tx, dtype)
+    found = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
     assert groups == [[{0}, {1}, {2}]]
     monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
-    support.assert_close(found, trained(tx, dtype), dtype, tolerance=1e-6)
+    whole = trained(DROP_INS[name](optax.adam(0.05), 3), dtype)
+    support.assert_close(found, whole, dtype, tolerance=1e-6)
     assert len(groups) == 1
 
 
 @pytest.mark.parametrize("rule", support.RULES)
 def test_an_exchange_gives_the_same_numbers(rule, groups, monkeypatch):
-    split = agn_optax.phases(optax.adam(0.05), support.RULES[rule]())
     params = support.tree()
-    run = functools.partial(
-        support.run_split, split, params, support.feeds(params, 7), 3
-    )
+
+    def run():  # an optimizer of its own, as programs are kept by it
+        split = agn_optax.phases(optax.adam(0.05), support.RULES[rule]())
+        return support.run_split(split, params, support.feeds(params, 7), 3)
+
     found = run()
     assert groups == ([[{0}, {1}, {2}]] if "easgd" in rule else [])
     monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
@@ -82,10 +82,10 @@ def test_a_state_that_changes_its_dtype_exchanges_whole(groups):
 
 
 def test_several_workers(groups, monkeypatch):
-    tx = agn_optax.downpour(optax.sgd(0.1), 3, axis_name="workers")
     params = support.tree()
 
     def run():
+        tx = agn_optax.downpour(optax.sgd(0.1), 3, axis_name="workers")
         one = jax.vmap(
             lambda feeds: support.run(tx, params, feeds)[1],
             axis_name="workers",
@@ -143,11 +143,14 @@ def test_on_a_mesh(form, placement, groups, monkeypatch):
 def test_a_center_optimizer_of_some_leaves(momentum, groups, monkeypatch):
     mask = jax.tree.map(lambda x: x.ndim > 1, support.tree())
     rule = agn_optax.rules.diloco(optax.masked(optax.sgd(0.5, momentum), mask))
-    tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 3)
-    found = trained(tx)
+
+    def run():
+        return trained(agn_optax.exchange_every(optax.sgd(0.1), rule, 3))
+
+    found = run()
     assert bool(groups) == (momentum is None)
     monkeypatch.setattr(_leafwise, "LEAST", 1 << 40)
-    support.assert_close(found, trained(tx), tolerance=1e-6)
+    support.assert_close(found, run(), tolerance=1e-6)
 
 
 WHOLE = {
