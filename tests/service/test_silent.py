@@ -40,13 +40,19 @@ def connect(server, *transports):
     return service.connect(server.address, RULE, transports=names, timeout=LIMIT)
 
 
+@pytest.fixture(scope="module")
+def process():
+    """One for all tests: it starts for longer than they take."""
+    with talking.processes(PROGRAM, 1) as (made,):
+        yield made
+
+
 @pytest.mark.parametrize("mode", [BoundedStaleness(rounds=1), Synchronous()], ids=repr)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_worker_that_is_stopped_is_given_up(transport, mode):
+def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
     """The others wait for it until its lease is over, and not for good."""
     start = np.zeros(8, np.float32)
     with (
-        talking.processes(PROGRAM, 1) as (process,),
         service.serve(RULE, start, mode=mode, lease=1.0) as server,
         connect(server) as center,
     ):
@@ -63,6 +69,7 @@ def test_a_worker_that_is_stopped_is_given_up(transport, mode):
         sessions.leave(center, "bert")
         assert process.ask(do="exchange", element=1)["version"] == 5
         assert server.center.workers == {"anna"}
+        process.ask(do="leave")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

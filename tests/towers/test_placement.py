@@ -36,13 +36,15 @@ def make(rule, placement=None, period=3, inner=None):
 
 @pytest.mark.parametrize("rule", support.RULES)
 def test_shards_give_the_same_numbers(rule):
+    """Over all axes for every rule; over one for a sum, a mean and a penalty."""
     # Three towers of two workers: no leaf divides evenly, and small ones stay whole.
     towers = agn_optax.Towers(6, workers=2)
     data = problem.batches(6, rows=12)
     (params, state), _ = problem.train(
         towers, make(support.RULES[rule]()), data, problem.params()
     )
-    for axes in SHARDS:
+    every = rule in ("agn", "diloco", "easgd_rho")
+    for axes in SHARDS if every else SHARDS[-1:]:
         placement = agn_optax.Placement(shard_axis=axes)
         tx = make(support.RULES[rule](), placement)
         (own, own_state), _ = problem.train(towers, tx, data, problem.params())
