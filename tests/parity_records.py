@@ -1,14 +1,15 @@
 """TensorFlow 1.14's recorded trajectories: what they are of, and how they go again."""
 
+import functools
 import json
 import pathlib
 
 import jax
 import numpy as np
 import optax
+import shared
 
 import agn_optax
-from agn_optax import rules
 
 FOLDER = pathlib.Path(__file__).parent / "parity"
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -26,9 +27,9 @@ def as_arrays(tree):
 def inner_optimizer(record):
     inner = record["inner"]
     if inner["name"] == "sgd":
-        return optax.sgd(inner["learning_rate"])
+        return shared.sgd(inner["learning_rate"])
     assert inner["name"] == "momentum"
-    return optax.sgd(
+    return shared.sgd(
         inner["learning_rate"],
         inner["momentum"],
         nesterov=inner.get("use_nesterov", False),
@@ -37,17 +38,33 @@ def inner_optimizer(record):
 
 def rule_of(record):
     if record["algorithm"] == "AGN":
-        return rules.agn(inner_optimizer(record))
+        return shared.agn(inner_optimizer(record))
     assert record["algorithm"] == "EASGD"
-    return rules.easgd(record["moving_rate_effective"], rho=record["rho_effective"])
+    return shared.easgd(record["moving_rate_effective"], rho=record["rho_effective"])
 
 
-def gradient(record, params, feed):
+def curvature_of(record):
+    """Of the loss; 0 where that is linear."""
     if record["loss"]["kind"] == "linear":
-        return feed
+        return 0.0
     assert record["loss"]["kind"] == "quadratic"
-    curvature = record["loss"]["curvature"]
-    return jax.tree.map(lambda x, f: curvature * (x - f), params, feed)
+    return record["loss"]["curvature"]
+
+
+@functools.cache
+def local_step(tx, curvature):
+    """Compiled once for all workers of one rule and inner optimizer."""
+
+    def gradient(x, feed):
+        return curvature * (x - feed) if curvature else feed
+
+    @jax.jit
+    def step(params, state, feed):
+        grads = jax.tree.map(gradient, params, feed)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 class Participant:
@@ -62,14 +79,7 @@ class Participant:
         )
         self._feeds = [as_arrays(feed) for feed in record["feeds"]]
         self._loop = None
-
-        @jax.jit
-        def local_step(params, state, feed):
-            grads = gradient(record, params, feed)
-            updates, state = self.worker.tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        self._local_step = local_step
+        self._local_step = local_step(self.worker.tx, curvature_of(record))
 
     def start(self):
         self._loop = self.worker.start()

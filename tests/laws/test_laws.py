@@ -163,6 +163,13 @@ def schedule(periods):
     return lambda exchanges: jnp.asarray(periods)[exchanges]
 
 
+@functools.cache
+def apart(rule, inners):
+    """The split form of one optimizer or of several."""
+    inner = each_inner(inners) if inners else INNERS["adam"]()
+    return agn_optax.phases(inner, RULES[rule]())
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("inners", "dtype", "periods"),
@@ -182,9 +189,9 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
     )
     _, *dropped_in = run(tx, params, targets)
 
-    split = agn_optax.phases(inner, RULES[rule]())
-    apart = run_split(split, params, targets, periods)
-    assert_close(apart, tuple(dropped_in))
+    split = apart(rule, inners)
+    in_halves = run_split(split, params, targets, periods)
+    assert_close(in_halves, tuple(dropped_in))
 
     one_round = jax.jit(
         agn_optax.scan_round(lambda *args: (*step(split, *args), ()), split.exchange)
@@ -194,10 +201,10 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
         batches = jax.tree.map(lambda f: f[start : start + period], targets)  # noqa: B023
         *scanned, _ = one_round(*scanned, batches)
         start += period
-    assert_close(tuple(scanned), apart)
+    assert_close(tuple(scanned), in_halves)
 
     if "easgd" not in rule:  # which adopts a part of the center; the others, all of it
-        for params, state in (apart, scanned):
+        for params, state in (in_halves, scanned):
             assert_identical(params, state.center)
 
 
@@ -205,8 +212,7 @@ def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, pe
 def test_8_the_embedded_center_gives_the_numbers_of_the_split_form(rule):
     params = tree()
     targets = feeds(params, sum(PERIODS))
-    split = agn_optax.phases(shared.adam(0.05), RULES[rule]())
-    expected, state = run_split(split, params, targets, PERIODS)
+    expected, state = run_split(apart(rule, None), params, targets, PERIODS)
     center = agn_optax.LocalCenter(RULES[rule](), params)
     worker = agn_optax.Worker(
         center, shared.adam(0.05), period=lambda exchanges: (*PERIODS, 1)[exchanges]

@@ -1,5 +1,7 @@
 """Law 6: where workers live changes nothing: vmap, shard_map, pmap, or one by one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,9 @@ def stacked(one):
     return jax.tree.map(lambda x: jnp.stack([x] * WORKERS), one)
 
 
+@functools.cache
 def make(name, inner=None):
+    """One object for all tests, which then share what is compiled for it."""
     inner = inner or shared.adam(0.05)
     extra = {"num_workers": WORKERS} if name.startswith("easgd") else {}
     return DROP_INS[name](inner, PERIOD, axis_name="workers", **extra)
@@ -49,13 +53,13 @@ def train(tx):
     return run
 
 
-def with_vmap(tx, params, targets):
-    return jax.jit(jax.vmap(train(tx), in_axes=(0, 1), axis_name="workers"))(
-        params, targets
-    )
+@functools.cache
+def with_vmap(tx):
+    return jax.jit(jax.vmap(train(tx), in_axes=(0, 1), axis_name="workers"))
 
 
-def with_shard_map(tx, params, targets):
+@functools.cache
+def with_shard_map(tx):
     mesh = jax.make_mesh(
         (WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -73,30 +77,28 @@ def with_shard_map(tx, params, targets):
             in_specs=(P("workers"), P(None, "workers")),
             out_specs=P("workers"),
         )
-    )(params, targets)
-
-
-def with_pmap(tx, params, targets):
-    devices = jax.devices()[:WORKERS]
-    return jax.pmap(train(tx), axis_name="workers", in_axes=(0, 1), devices=devices)(
-        params, targets
     )
+
+
+def with_pmap(tx):
+    devices = jax.devices()[:WORKERS]
+    return jax.pmap(train(tx), axis_name="workers", in_axes=(0, 1), devices=devices)
 
 
 @pytest.mark.parametrize("name", DROP_INS)
 def test_vmap_shard_map_and_pmap_agree(name):
     params = stacked(tree())
     targets = feeds(tree(), STEPS, workers=(WORKERS,))
-    expected = with_vmap(make(name), params, targets)
-    assert_close(with_shard_map(make(name), params, targets), expected)
-    assert_close(with_pmap(make(name), params, targets), expected)
+    expected = with_vmap(make(name))(params, targets)
+    assert_close(with_shard_map(make(name))(params, targets), expected)
+    assert_close(with_pmap(make(name))(params, targets), expected)
 
 
 @pytest.mark.parametrize("name", DROP_INS)
 def test_one_center_for_all_workers(name):
     params = stacked(tree())
     targets = feeds(tree(), STEPS, workers=(WORKERS,))
-    _, center = with_shard_map(make(name), params, targets)
+    _, center = with_shard_map(make(name))(params, targets)
     for leaf in jax.tree.leaves(center):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
 
@@ -139,7 +141,7 @@ def test_a_replicated_center_stays_replicated_in_a_checked_shard_map(name):
     params, moved = run(
         stacked(one), state._replace(local=stacked(state.local)), per_worker
     )
-    expected, centers = with_vmap(make(name), stacked(one), targets)
+    expected, centers = with_vmap(make(name))(stacked(one), targets)
     assert_close(params, expected)
     assert_close(moved, jax.tree.map(lambda c: c[0], centers))
 
@@ -149,10 +151,9 @@ def test_permuting_the_workers_permutes_the_results(name):
     params = stacked(tree())
     targets = feeds(tree(), STEPS, workers=(WORKERS,))
     order = jnp.array([2, 0, 3, 1])
-    params_there, center_there = with_vmap(
-        make(name), params, jax.tree.map(lambda f: f[:, order], targets)
-    )
-    params_here, center_here = with_vmap(make(name), params, targets)
+    permuted = jax.tree.map(lambda f: f[:, order], targets)
+    params_there, center_there = with_vmap(make(name))(params, permuted)
+    params_here, center_here = with_vmap(make(name))(params, targets)
     assert_close(params_there, jax.tree.map(lambda x: x[order], params_here))
     assert_close(center_there, center_here)
 
@@ -172,14 +173,14 @@ def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
         mine = jax.tree.map(lambda f: f[:, i], targets)  # noqa: B023
         run_worker(worker, *started[i], mine)
         assert worker.staleness == i
-    _, expected = with_vmap(make(name, shared.sgd(0.1)), stacked(one), targets)
+    _, expected = with_vmap(make(name, shared.sgd(0.1)))(stacked(one), targets)
     assert_close(center.pull().params, jax.tree.map(lambda c: c[0], expected))
 
 
 def test_average_is_the_mean_of_the_workers():
     one = {"w": jnp.arange(3.0)}
     targets = feeds(one, PERIOD, workers=(WORKERS,))
-    params, center = with_vmap(make("average", shared.sgd(0.1)), stacked(one), targets)
+    params, center = with_vmap(make("average", shared.sgd(0.1)))(stacked(one), targets)
     alone = shared.sgd(0.1)
     ends = []
     for i in range(WORKERS):

@@ -22,7 +22,7 @@ def arrays(shapes):
     """Of these shapes, all elements different, in containers with a None among them."""
     ends = np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes)])
     leaves = [
-        jnp.arange(begin, end, dtype=jnp.float32).reshape(shape)
+        np.arange(begin, end, dtype=np.float32).reshape(shape)
         for begin, end, shape in zip(ends, ends[1:], shapes, strict=False)
     ]
     return {"a": leaves[::2], "nothing": None, "b": tuple(leaves[1::2])}
