@@ -255,9 +255,14 @@ def cut_off(path, rng):
     os.truncate(path, rng.integers(path.stat().st_size))
 
 
+def written(data):
+    """Bytes before those that are reserved; of a journal that just begins, one."""
+    return max(len(data.rstrip(b"\0")), 1)
+
+
 def zeroed(path, rng):
     data = bytearray(path.read_bytes())
-    begin = rng.integers(len(data.rstrip(b"\0")))
+    begin = rng.integers(written(data))
     end = begin + rng.integers(1, len(data) - begin + 1)
     data[begin:end] = bytes(end - begin)
     path.write_bytes(data)
@@ -265,7 +270,7 @@ def zeroed(path, rng):
 
 def changed(path, rng):
     data = bytearray(path.read_bytes())
-    data[rng.integers(len(data.rstrip(b"\0")))] ^= 1 << rng.integers(8)
+    data[rng.integers(written(data))] ^= 1 << rng.integers(8)
     path.write_bytes(data)
 
 

@@ -59,10 +59,16 @@ def scanned(name):
     yield (params, tx.init(params)), lambda loop: run(*loop, targets)[:2]
 
 
+@functools.cache
+def local_step(tx):
+    """Compiled once for the workers of all kinds of centers."""
+    return step(functools.partial(support.step, tx))
+
+
 @contextlib.contextmanager
 def with_worker(center, **settings):
     worker = agn_optax.Worker(center, shared.adam(0.1), period=PERIOD, **settings)
-    local = step(functools.partial(support.step, worker.tx))
+    local = local_step(worker.tx)
 
     def period(loop):
         for _ in range(PERIOD):
