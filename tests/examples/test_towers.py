@@ -19,7 +19,8 @@ def rows(output):
 
 def test_trains_in_every_mode_and_in_two_processes(tmp_path):
     """The same script: the first process alone says something and draws the plot."""
-    arguments = [*SMALL, "--towers", 2, "--megabytes", 1, "--output", tmp_path]
+    text = ["--megabytes", 0.2, "--learning-rate", 0.01]
+    arguments = [*SMALL, *text, "--towers", 2, "--output", tmp_path]
     first, second = support.run_processes(PROGRAM, arguments, count=2)
     found = rows(first)
     assert set(found) == {"data parallel", "independent", "islands"}
