@@ -247,9 +247,9 @@ class Core:
         if self._keeper is not None:
             self._keeper.close()
 
-    def wait_until_closed(self) -> None:
-        """Until no more exchanges are taken, for whatever reason."""
-        self.wait_for(lambda: bool(self._closed or self.failure), None)
+    def wait_until_closed(self, timeout: float | None = None) -> bool:
+        """Whether no more exchanges are taken, for whatever reason: now or in time."""
+        return self.wait_for(lambda: bool(self._closed or self.failure), timeout)
 
     # Who takes part.
 

@@ -15,17 +15,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from agn_optax import errors
 from agn_optax.launch._guard import Guard
 from agn_optax.launch._process import Process
 from agn_optax.launch._program import Ended, Program
-from agn_optax.launch._signals import signals_to
+from agn_optax.launch._signals import handled
 
 # What a terminal, a shell or a scheduler ends the launcher with. The programs, in
 # sessions of their own, see nothing of it unless it is forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_AWAKE = b"\0"  # no signal, but something has happened
+_LOOK = 0.02  # seconds, at most, until an end, a signal or a moment to act is seen
 
 
 def run(
@@ -91,11 +92,9 @@ def run(
                 f"{what} must be a number of seconds, got {seconds!r}"
             )
     supervisor = _Supervisor(programs, output, grace, restart_delay)
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        # It is closed after the handlers are restored, and has heard all signals then.
-        with contextlib.closing(supervisor), contextlib.ExitStack() as heard:
-            if threading.current_thread() is threading.main_thread():
-                heard.enter_context(signals_to(supervisor.waker, _FORWARDED))
+        with handled(_FORWARDED if is_main else (), supervisor.hear):
             return supervisor.run()
     finally:
         # Also when something else was raised: whoever reads the lines may have been
@@ -135,13 +134,12 @@ class _Course:
 
 
 class _Supervisor:
-    """One call of `run`: a loop in one thread, which all events wake.
+    """One call of `run`: a loop in one thread, which looks at what has happened.
 
     Its arguments are those of `run`.
 
     Attributes:
       signals: those that came, in order.
-      waker: the end of a pipe to which signals are written, each as one byte.
     """
 
     def __init__(
@@ -157,16 +155,13 @@ class _Supervisor:
         self._grace = grace
         self._restart_delay = restart_delay
         self._stopping = False
+        self._forwarded = 0  # of the signals
         self._selector = selectors.DefaultSelector()
-        self._woken, self.waker = os.pipe()
-        for end in (self._woken, self.waker):
-            os.set_blocking(end, False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         self._add(programs)
 
     def run(self) -> list[Ended]:
         """Runs all programs to their end, whatever is raised meanwhile."""
-        with contextlib.closing(Guard()) as self._guard:
+        with self._selector, contextlib.closing(Guard()) as self._guard:
             try:
                 self._loop()
             except BaseException:
@@ -186,39 +181,27 @@ class _Supervisor:
             for c in self._courses
         ]
 
-    def close(self) -> None:
-        """To be called when no signal comes any more."""
-        self._listen()
-        self._selector.close()
-        os.close(self._woken)
-        os.close(self.waker)
+    def hear(self, signum: int, frame: FrameType | None) -> None:
+        """Handles a signal, which is forwarded at the next look."""
+        self.signals.append(signum)
 
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
         self._courses += [_Course(each, now, now + each.delay) for each in programs]
 
     def _loop(self) -> None:
-        while any(course.going_on for course in self._courses):
-            self._wait()
+        while True:
+            for signum in self.signals[self._forwarded :]:
+                self._forwarded += 1
+                self._stop(signum)
             for course in self._courses:
                 self._tend(course, time.monotonic())
-            if not self._stopping and not any(
-                course.going_on for course in self._courses if course.waited_for
-            ):
+            going_on = [course for course in self._courses if course.going_on]
+            if not going_on:
+                return
+            if not self._stopping and not any(each.waited_for for each in going_on):
                 self._stop(signal.SIGTERM)
-
-    def _wait(self) -> None:
-        """Waits for lines, an end, a signal or the next moment to act; reads lines."""
-        moments = [course.start_at for course in self._courses]
-        for course in self._courses:
-            if course.process is not None and not course.process.killed:
-                moments.append(course.process.deadline)
-        moment = min(moments)
-        left = None if moment == math.inf else max(0.0, moment - time.monotonic())
-        for key, _ in self._selector.select(left):
-            if key.data is None:
-                self._listen()
-            else:
+            for key, _ in self._selector.select(_LOOK):
                 self._read(key.data, key.data.process)
 
     def _tend(self, course: _Course, now: float) -> None:
@@ -231,7 +214,7 @@ class _Supervisor:
                     cause = _describe(course.returncode).removeprefix("killed by ")
                     self._say(course, f"restarted ({number}) after {cause}")
             return
-        exited = process.exited  # once, as another thread sets it
+        exited = process.exited  # once, as it may end at any time
         if exited and not process.at_end and process.deadline == math.inf:
             process.signal(signal.SIGTERM)  # the rest of its group
             process.deadline = now + self._grace
@@ -252,7 +235,7 @@ class _Supervisor:
             "AGN_OPTAX_RESTARTS": str(course.restarts),
         }
         try:
-            course.process = Process(program.command, environment, self._wake)
+            course.process = Process(program.command, environment)
         except (OSError, ValueError) as error:
             raise errors.InvalidArgumentError(
                 f"{program.name!r} cannot be started: {error}; its command is "
@@ -279,7 +262,8 @@ class _Supervisor:
             self._stop(signal.SIGTERM)
 
     def _close(self, course: _Course, process: Process) -> None:
-        self._unregister(process)
+        if process.output in self._selector.get_map():
+            self._selector.unregister(process.output)
         self._guard.remove(process.group)
         course.returncode = process.close()
         course.process = None
@@ -301,7 +285,7 @@ class _Supervisor:
     def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
         lines = process.read(last=last)
         if process.at_end:
-            self._unregister(process)
+            self._selector.unregister(process.output)
         for line in lines:  # may raise, so after all else
             self._output(course.program.name, line)
             if course.awaits_followers and not self._stopping:
@@ -310,24 +294,8 @@ class _Supervisor:
                 course.followed = bool(followers)
                 self._add(followers)
 
-    def _unregister(self, process: Process) -> None:
-        with contextlib.suppress(KeyError):  # it is no more
-            self._selector.unregister(process.output)
-
     def _say(self, course: _Course, event: str) -> None:
         self._output(course.program.name, f"agn-optax: {event}")
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            os.write(self.waker, _AWAKE)
-
-    def _listen(self) -> None:
-        """Ends all at the signals that have come."""
-        with contextlib.suppress(BlockingIOError):
-            for said in os.read(self._woken, 1 << 16):
-                if said in _FORWARDED:
-                    self.signals.append(said)
-                    self._stop(said)
 
 
 def _describe(returncode: int) -> str:

@@ -10,8 +10,7 @@ import math
 import os
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from agn_optax.launch import _guard
 
@@ -31,23 +30,16 @@ class Process:
     Args:
       command: program and arguments.
       environment: all of its environment.
-      on_exit: called from another thread when the process has ended.
 
     Attributes:
       group: the number of its process group.
       output: the file descriptor to wait on before `read`.
-      exited: whether the process has ended; others of its group may be alive.
       at_end: whether nobody can write to its output any more.
       killed: whether the group has been killed.
       deadline: when the group is to be killed, in `time.monotonic` seconds.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        on_exit: Callable[[], None],
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(  # noqa: S603 running it is what we are for
             command,
             env=environment,
@@ -58,21 +50,23 @@ class Process:
             start_new_session=True,
         )
         assert self._popen.stdout is not None
-        self._on_exit = on_exit
         self._lines = _Lines()
         self.group = self._popen.pid
         self.output = self._popen.stdout.fileno()
         os.set_blocking(self.output, False)
-        self.exited = self.at_end = self.killed = False
+        self.at_end = self.killed = False
         self.deadline = math.inf
-        # A thread is what every system can wait for a process with.
-        self._waiter = threading.Thread(target=self._wait, daemon=True)
+
+    @property
+    def exited(self) -> bool:
+        """Whether the process has ended; others of its group may be alive."""
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self._popen.poll() is not None
+        how = os.WEXITED | os.WNOWAIT | os.WNOHANG
         try:
-            self._waiter.start()
-        except RuntimeError:  # no more threads
-            self.signal(signal.SIGKILL)
-            with self._popen:
-                raise
+            return os.waitid(os.P_PID, self.group, how) is not None
+        except ChildProcessError:  # SIGCHLD is ignored
+            return True
 
     def signal(self, signum: int) -> None:
         """Sends a signal to all of the group."""
@@ -94,19 +88,9 @@ class Process:
           Its exit status, or the negative number of the signal that killed it.
         """
         self.signal(signal.SIGKILL)
-        self._waiter.join()
         with self._popen:  # closes the pipe and waits
             pass
         return self._popen.returncode
-
-    def _wait(self) -> None:
-        if hasattr(os, "waitid"):
-            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
-                os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOWAIT)
-        else:  # macOS before Python 3.13
-            self._popen.wait()
-        self.exited = True
-        self._on_exit()
 
 
 class _Lines:

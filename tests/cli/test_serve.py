@@ -21,7 +21,7 @@ import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Snapshots, Synchronous
 from agn_optax.center.durability import _writer
-from agn_optax.cli import _center_options, _rules, _serve
+from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.service import _fingerprint
@@ -333,19 +333,10 @@ def test_a_process_drains_when_it_is_told_to():
             process.kill()
 
 
-def test_a_signal_that_another_thread_gets_is_heard():
-    def kill():
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-
-    with _serve._stop_signals() as signals:
-        later = threading.Timer(PATIENCE, os.write, (signals.waker, b"\0"))
-        later.start()
-        killer = threading.Timer(0.1, kill)  # while this one waits, most likely
-        killer.start()
-        assert signals.wait() == signal.SIGTERM
-        later.cancel()
-        later.join()
-        killer.join()
+def test_a_signal_that_another_thread_gets_is_heard(address):
+    """The client sends it to its own thread, while this one waits."""
+    result = serve(address, rules.downpour(), "--rule=downpour")
+    assert result.stderr == "draining after SIGTERM; again to end at once\n"
 
 
 def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
