@@ -2,9 +2,8 @@
 
 `_app` is the command and its exit codes, `_serve`, `_status`, `_doctor`, `_plan` and
 `_launch_command` its subcommands. `_options` makes records of options out of command
-lines and files, `_rules`, `_center_options` and `_tls` are such records. `_launch` runs
-programs side by side, and is public as `run`. The command needs the extra
-``agn_optax[cli]``.
+lines and files, `_rules` and `_center_options` are such records. `run` runs programs
+side by side. The command needs the extra ``agn_optax[cli]``.
 """
 
 from agn_optax.launch import Ended, Program, run

@@ -15,7 +15,7 @@ from agn_optax.center import (
     Snapshots,
     Synchronous,
 )
-from agn_optax.cli import _options, _tls
+from agn_optax.cli import _options
 from agn_optax.rules import Rule
 
 # Options that `agn_optax.service.serve` has under the same name.
@@ -165,6 +165,18 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
     return {"parent": connected, **named}
 
 
+def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
+    """Both are there, or none is.
+
+    Raises:
+      InvalidArgumentError: one is missing.
+    """
+    if (certificate is None) != (key is None):
+        raise errors.InvalidArgumentError(
+            "--tls-certificate and --tls-key go together: give both"
+        )
+
+
 def _named(options: CenterOptions, names: dict[str, str]) -> dict[str, Any]:
     """Those of some options that were given, under other names."""
     given = _options.given(options)
@@ -188,7 +200,7 @@ def _mode_of(options: CenterOptions) -> Mode:
 
 def _tls_of(options: CenterOptions) -> service.Tls | None:
     certificate, key = options.tls_certificate, options.tls_key
-    _tls.check_pair(certificate, key)
+    check_pair(certificate, key)
     if certificate is None:
         why = "needs --tls-certificate and --tls-key"
         _options.refuse(options, why, only=("tls_client_ca",))

@@ -12,7 +12,6 @@ import difflib
 import functools
 import inspect
 import json
-import math
 import pathlib
 import re
 import tomllib
@@ -224,17 +223,9 @@ def filled(record: T, values: dict[str, Any]) -> T:
 
 def print_json(value: Any) -> None:
     """One object, on a line of its own; what JSON has no word for is null."""
-    typer.echo(json.dumps(_plain(value), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    # Python writes and reads NaN and Infinity, which JSON does not have.
+    plain = json.loads(json.dumps(value), parse_constant=lambda constant: None)
+    typer.echo(json.dumps(plain))
 
 
 def _converted(value: Any, annotation: Any, what: str) -> Any:

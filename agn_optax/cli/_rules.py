@@ -35,17 +35,12 @@ _CODECS = {
         f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
     },
 }
-# What an option may be.
-_RANGES = {
-    "learning_rate": (0.0, math.inf),
-    "momentum": (0.0, 1.0),
-    "b1": (0.0, 1.0),
-    "b2": (0.0, 1.0),
-    "decay": (0.0, 1.0),
-    "eps": (0.0, math.inf),
-    "weight_decay": (0.0, math.inf),
+# What an option may be at most; 0 is the least.
+_HIGHEST = {
+    **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
+    **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OF_OPTIMIZER = (*_RANGES, "nesterov")
+_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
 
 
 @_options.record(
@@ -116,13 +111,13 @@ def make(options: RuleOptions) -> Rule:
         )
     factory = _options.choose(options.rule, _RULES, "--rule")
     settings = _settings(options, factory, f"rule {options.rule}")
-    has_center = "center" in inspect.signature(factory).parameters
-    of_center = ("center_optimizer", *_OF_OPTIMIZER) if has_center else ()
+    center = inspect.signature(factory).parameters.get("center")
+    of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
     does_not_apply = f"does not apply to rule {options.rule}"
     _options.refuse(options, does_not_apply, but=("rule", *settings, *of_center))
     if options.center_optimizer is not None:
         settings["center"] = _optimizer(options)
-    elif has_center and _is_required(factory, "center"):
+    elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {options.rule} needs --center-optimizer, one of "
             f"{', '.join(_OPTIMIZERS)}"
@@ -168,9 +163,9 @@ def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
         f"{', '.join(map(_options.option, _known(factory)))}",
         only=set(_OF_OPTIMIZER) - set(settings),
     )
-    for each, (low, high) in _RANGES.items():
+    for each, high in _HIGHEST.items():
         if each in settings:
-            check.rate(settings[each], _options.option(each), low=low, high=high)
+            check.rate(settings[each], _options.option(each), low=0.0, high=high)
     return factory(**settings)
 
 
@@ -179,23 +174,20 @@ def _settings(
 ) -> dict[str, Any]:
     """The arguments of a factory that were given."""
     given = _options.given(options)
-    for name in _known(factory):
-        if name not in given and _is_required(factory, name):
+    known = _known(factory)
+    for name, parameter in known.items():
+        if name not in given and parameter.default is parameter.empty:
             raise errors.InvalidArgumentError(f"{what} needs {_options.option(name)}")
-    return {name: given[name] for name in _known(factory) if name in given}
+    return {name: given[name] for name in known if name in given}
 
 
-def _known(factory: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name in inspect.signature(factory).parameters
+def _known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Its parameters that are options."""
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(factory).parameters.items()
         if name in RuleOptions.__dataclass_fields__
-    ]
-
-
-def _is_required(factory: Callable[..., Any], name: str) -> bool:
-    parameter = inspect.signature(factory).parameters[name]
-    return parameter.default is inspect.Parameter.empty
+    }
 
 
 def _load(name: str) -> Rule:

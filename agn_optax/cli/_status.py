@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pathlib
 import time
 from typing import Annotated, Any
 
 import typer
 
 from agn_optax import errors, service
-from agn_optax.cli import _options, _table, _tls
-from agn_optax.cli._tls import ClientTls
+from agn_optax.cli import _center_options, _options, _table
 
 Address = Annotated[
     str,
@@ -22,13 +22,37 @@ Address = Annotated[
 Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
 
 
+@_options.record()
+class ClientTls:
+    """How a center is reached.
+
+    TLS:
+      tls_ca FILE.pem: Who vouches for the center; plain text is spoken without it.
+      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
+      tls_key FILE.pem: The certificate's private key.
+      insecure: Allow plain text beyond this machine, in a network that you trust.
+    """
+
+    tls_ca: pathlib.Path | None = None
+    tls_certificate: pathlib.Path | None = None
+    tls_key: pathlib.Path | None = None
+    insecure: bool | None = _options.switch()
+
+
 def observer(address: str, tls: ClientTls, timeout: float) -> service.Observer:
-    """A connection that takes no part."""
+    """A connection that takes no part.
+
+    Raises:
+      InvalidArgumentError: options do not go together, or a file cannot be read.
+    """
+    _center_options.check_pair(tls.tls_certificate, tls.tls_key)
+    made = None
+    if tls.tls_ca is None:
+        _options.refuse(tls, "needs --tls-ca", only=("tls_certificate",))
+    else:
+        made = service.Tls(tls.tls_ca, tls.tls_certificate, tls.tls_key)
     return service.Observer(
-        address,
-        timeout=timeout,
-        tls=_tls.client(tls),
-        insecure=bool(tls.insecure),
+        address, timeout=timeout, tls=made, insecure=bool(tls.insecure)
     )
 
 

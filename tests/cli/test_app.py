@@ -7,7 +7,7 @@ import typer
 from commands import command, fails, succeeds
 
 from agn_optax import __version__, errors
-from agn_optax.cli import _options, _tls
+from agn_optax.cli import _options, _status
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 
@@ -77,11 +77,11 @@ def test_every_option_is_optional_and_has_one_meaning():
         assert _options.given(record()) == {}
         names += [field.name for field in dataclasses.fields(record)]
     assert len(set(names)) == len(names)
-    assert dataclasses.fields(_tls.ClientTls)
+    assert dataclasses.fields(_status.ClientTls)
 
 
 def test_every_field_is_described():
-    for record in (RuleOptions, CenterOptions, _tls.ClientTls):
+    for record in (RuleOptions, CenterOptions, _status.ClientTls):
         names = [field.name for field in dataclasses.fields(record)]
         assert list(record.__options__) == names
         assert all(option.help for option in record.__options__.values())

@@ -16,7 +16,7 @@ from commands import PATIENCE, command, fails, succeeds
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.cli import _checks, _status, _table
+from agn_optax.cli import _doctor, _status, _table
 
 RULE = rules.easgd(0.25)
 
@@ -306,7 +306,7 @@ class Described:
     ],
 )
 def test_doctor_of_a_strange_center(server, check, result, message, said):
-    doctor = _checks.Checks(
+    checks = _doctor.Checks(
         server.address,
         lambda: Described(server, **said),
         None,
@@ -314,7 +314,7 @@ def test_doctor_of_a_strange_center(server, check, result, message, said):
         client_timeout=30.0,
         encrypted=False,
     )
-    for finding in doctor.run():
+    for finding in checks.run():
         if finding.check == check:
             assert finding.result == result
             assert message in finding.said
