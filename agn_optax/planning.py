@@ -227,10 +227,17 @@ def plan(
     """
     check_rule(rule)
     params = _shapes(params)
+    inner = check.optimizer(inner, "inner")
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
     if period is not None:
         period = int(check.positive_int(period, "period"))
 
+    state = jax.eval_shape(
+        lambda params: rounds.init_local(rule, inner, params, None), params
+    )
+    # Where a penalty reads the anchor it is in the state, else the worker holds on to
+    # the snapshot: one copy either way.
+    anchored = rule.needs_anchor or rule.penalty is not None
     center = _cast(params, center_dtype)
     center_state = jax.eval_shape(rule.center.init, center)
     message = _nbytes(rounds.contribution_like(rule, center, params))
@@ -261,7 +268,15 @@ def plan(
         period=period,
         utilization=steps / max(steps + exchange, workers * service),
         utilization_overlapping=steps / max(steps, longest),
-        worker=_worker(rule, inner, params, center, message),
+        worker=WorkerMemory(
+            params=_nbytes(params),
+            inner_state=_nbytes(state.inner_state),
+            record=_nbytes(state.record),
+            codec_state=_nbytes(state.codec_state),
+            anchor=_nbytes(center) if anchored else 0,
+            staged=message + _nbytes(center),
+            overlap=_nbytes(params),
+        ),
         center=CenterMemory(
             center=_nbytes(center),
             center_state=_nbytes(center_state),
@@ -403,41 +418,13 @@ def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Ru
     return made
 
 
-def _worker(
-    rule: Rule,
-    inner: optax.GradientTransformation,
-    params: PyTree,
-    center: PyTree,
-    message: int,
-) -> WorkerMemory:
-    """What a worker keeps."""
-    inner = check.optimizer(inner, "inner")
-    state = jax.eval_shape(
-        lambda params: rounds.init_local(rule, inner, params, None), params
-    )
-    # Where a penalty reads the anchor it is in the state, else the worker holds on to
-    # the snapshot: one copy either way.
-    anchored = rule.needs_anchor or rule.penalty is not None
-    return WorkerMemory(
-        params=_nbytes(params),
-        inner_state=_nbytes(state.inner_state),
-        record=_nbytes(state.record),
-        codec_state=_nbytes(state.codec_state),
-        anchor=_nbytes(center) if anchored else 0,
-        staged=message + _nbytes(center),
-        overlap=_nbytes(params),
-    )
-
-
 def _shapes(params: PyTree) -> PyTree:
     check.float_leaves(params, "params")
-    return jax.eval_shape(lambda params: params, params)
+    return _cast(params, None)
 
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), tree
-    )
+    return jax.eval_shape(lambda tree: optax.tree.cast(tree, dtype), tree)
 
 
 def _nbytes(tree: PyTree) -> int:
