@@ -24,7 +24,6 @@ taken to be evenly spread in time: near the center's limit they meet, and wait l
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -405,17 +404,9 @@ def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Ru
       ['agn', 'agn_window']
     """
     workers = check.positive_int(workers, "workers")
-    settings = {"center": inner, "moving_rate": 0.9 / workers}
-    made = []
-    for name in sorted(set(rules.__all__) - {"Rule"}):
-        factory = getattr(rules, name)
-        wanted = {
-            each.name: settings[each.name]
-            for each in inspect.signature(factory).parameters.values()
-            if each.default is each.empty
-        }
-        made.append(factory(**wanted))
-    return made
+    wanted = {"agn": [inner], "easgd": [0.9 / workers]}
+    names = sorted(set(rules.__all__) - {"Rule"})
+    return [getattr(rules, name)(*wanted.get(name, ())) for name in names]
 
 
 def _shapes(params: PyTree) -> PyTree:

@@ -53,11 +53,8 @@ def _root(
     del version
 
 
-app.command("serve")(_options.spread(_serve.serve))
-app.command("status")(_options.spread(_status.status))
-app.command("watch")(_options.spread(_status.watch))
-app.command("doctor")(_options.spread(_doctor.doctor))
-app.command("plan")(_options.spread(_plan.plan))
+for each in (_serve.serve, _status.status, _status.watch, _doctor.doctor, _plan.plan):
+    app.command()(_options.spread(each))
 # What follows the program's name is the program's.
 app.command("launch", context_settings={"allow_interspersed_args": False})(
     _options.spread(_launch_command.launch_command)

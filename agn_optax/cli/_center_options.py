@@ -21,7 +21,7 @@ from agn_optax.rules import Rule
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "dtype", "device"),
-    *("direct", "direct_address", "insecure"),
+    *("direct", "direct_address", "insecure", "parent_period"),
 )
 # Modes and durabilities, and the names that they have for options of theirs alone.
 _MODES: dict[str, tuple[Any, dict[str, str]]] = {
@@ -128,7 +128,7 @@ class CenterOptions:
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
-    """The arguments of `agn_optax.service.serve`, but for its rule and parent.
+    """The arguments of `agn_optax.service.serve`, but for its rule and its parent.
 
     Raises:
       InvalidArgumentError: options do not go together.
@@ -142,7 +142,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
 
 
 def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
-    """The arguments of `agn_optax.service.serve` about a parent, which is connected.
+    """The parent for `agn_optax.service.serve`, connected; nothing without one.
 
     Raises:
       InvalidArgumentError: options do not go together.
@@ -161,8 +161,7 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
         tls=None if ca is None else service.Tls(ca, *own),
         insecure=bool(options.insecure),
     )
-    named = _named(options, {"parent_period": "parent_period"})
-    return {"parent": connected, **named}
+    return {"parent": connected}
 
 
 def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:

@@ -91,11 +91,11 @@ def run(
             raise errors.InvalidArgumentError(
                 f"{what} must be a number of seconds, got {seconds!r}"
             )
-    supervisor = _Supervisor(programs, output, grace, restart_delay)
+    supervisor = _Supervisor(output, grace, restart_delay)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(_FORWARDED if is_main else (), supervisor.hear):
-            return supervisor.run()
+            return supervisor.run(programs)
     finally:
         # Also when something else was raised: whoever reads the lines may have been
         # interrupted as well, so that writing them has failed.
@@ -133,40 +133,33 @@ class _Course:
         return self.program.followers is not None and not self.followed
 
 
+@dataclasses.dataclass
 class _Supervisor:
     """One call of `run`: a loop in one thread, which looks at what has happened.
 
-    Its arguments are those of `run`.
-
-    Attributes:
-      signals: those that came, in order.
+    Its arguments are those of `run`. ``signals`` are those that came, in order.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[Program],
-        output: Callable[[str, str], None],
-        grace: float,
-        restart_delay: float,
-    ) -> None:
-        self.signals: list[int] = []
-        self._courses: list[_Course] = []
-        self._output = output
-        self._grace = grace
-        self._restart_delay = restart_delay
-        self._stopping = False
-        self._forwarded = 0  # of the signals
-        self._selector = selectors.DefaultSelector()
-        self._add(programs)
+    output: Callable[[str, str], None]
+    grace: float
+    restart_delay: float
+    signals: list[int] = dataclasses.field(default_factory=list)
+    _forwarded: int = 0  # of the signals
+    _courses: list[_Course] = dataclasses.field(default_factory=list)
+    _stopping: bool = False
 
-    def run(self) -> list[Ended]:
+    def run(self, programs: Sequence[Program]) -> list[Ended]:
         """Runs all programs to their end, whatever is raised meanwhile."""
-        with self._selector, contextlib.closing(Guard()) as self._guard:
+        self._add(programs)
+        with (
+            selectors.DefaultSelector() as self._selector,
+            contextlib.closing(Guard()) as self._guard,
+        ):
             try:
                 self._loop()
             except BaseException:
                 # Their last words are still read, lest they block; nobody hears them.
-                self._output = lambda name, line: None
+                self.output = lambda name, line: None
                 self._stop(signal.SIGTERM)
                 self._loop()
                 raise
@@ -217,10 +210,10 @@ class _Supervisor:
         exited = process.exited  # once, as it may end at any time
         if exited and not process.at_end and process.deadline == math.inf:
             process.signal(signal.SIGTERM)  # the rest of its group
-            process.deadline = now + self._grace
+            process.deadline = now + self.grace
         if now >= process.deadline and not process.killed:
             process.signal(signal.SIGKILL)
-            self._say(course, f"killed what had not ended within {self._grace:g} s")
+            self._say(course, f"killed what had not ended within {self.grace:g} s")
         if exited and (process.at_end or process.killed):
             self._end(course, process, now)
 
@@ -257,7 +250,7 @@ class _Supervisor:
         if self._stopping:
             return
         if course.restarts < course.program.restarts:
-            course.start_at = now + self._restart_delay
+            course.start_at = now + self.restart_delay
         else:
             self._stop(signal.SIGTERM)
 
@@ -271,7 +264,7 @@ class _Supervisor:
     def _stop(self, signum: int) -> None:
         """Nothing starts any more, and what runs has the grace to end."""
         self._stopping = True
-        deadline = time.monotonic() + self._grace
+        deadline = time.monotonic() + self.grace
         for course in self._courses:
             process = course.process
             if process is not None:
@@ -287,7 +280,7 @@ class _Supervisor:
         if process.at_end:
             self._selector.unregister(process.output)
         for line in lines:  # may raise, so after all else
-            self._output(course.program.name, line)
+            self.output(course.program.name, line)
             if course.awaits_followers and not self._stopping:
                 assert course.program.followers is not None
                 followers = course.program.followers(line)
@@ -295,7 +288,7 @@ class _Supervisor:
                 self._add(followers)
 
     def _say(self, course: _Course, event: str) -> None:
-        self._output(course.program.name, f"agn-optax: {event}")
+        self.output(course.program.name, f"agn-optax: {event}")
 
 
 def _describe(returncode: int) -> str:
