@@ -12,6 +12,7 @@ from agn_optax.center import (
     Durability,
     Journal,
     Mode,
+    ShardedCenter,
     Snapshots,
     Synchronous,
 )
@@ -141,8 +142,10 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     }
 
 
-def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
-    """The parent for `agn_optax.service.serve`, connected; nothing without one.
+def parent(
+    options: CenterOptions, rule: Rule
+) -> service.RemoteCenter | ShardedCenter | None:
+    """The center that this one is a worker of, connected; None without one.
 
     Raises:
       InvalidArgumentError: options do not go together.
@@ -152,16 +155,15 @@ def parent(options: CenterOptions, rule: Rule) -> dict[str, Any]:
         _options.refuse(
             options, "needs --parent", only=("parent_period", "parent_tls_ca")
         )
-        return {}
+        return None
     # A center that has a certificate shows it to its parent.
     ca, own = options.parent_tls_ca, (options.tls_certificate, options.tls_key)
-    connected = service.connect(
+    return service.connect(
         options.parent,
         rule,
         tls=None if ca is None else service.Tls(ca, *own),
         insecure=bool(options.insecure),
     )
-    return {"parent": connected}
 
 
 def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:

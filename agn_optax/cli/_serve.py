@@ -47,9 +47,8 @@ def serve(
         signal.signal(signum, signal.SIG_DFL)  # the next one kills
 
     with launch.handled(_ENDS, hear), contextlib.ExitStack() as stack:
-        settings |= _center_options.parent(center, made)
-        if "parent" in settings:
-            stack.callback(settings["parent"].close)
+        if (parent := _center_options.parent(center, made)) is not None:
+            settings["parent"] = stack.enter_context(parent)
         server = stack.enter_context(service.serve(made, **settings))
         if json:
             _options.print_json(

@@ -9,7 +9,7 @@ from agn_optax import errors
 
 _POWERS = " kmgt"
 _RATE = re.compile(
-    r"(?P<number>[0-9.]+(?:e[+-]?[0-9]+)?) *"
+    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?) *"
     r"(?:(?P<prefix>[kmgt])(?P<binary>i?))?"
     r"(?P<unit>bits?|bytes?|b)"
     r"(?:/s|ps)?",
@@ -41,10 +41,7 @@ def rate(text: str, what: str) -> float:
       (1500000000.0, 1024.0)
     """
     found = _RATE.fullmatch(text.strip())
-    try:
-        number = float(found["number"]) if found else 0.0
-    except ValueError:  # several points
-        number = 0.0
+    number = float(found["number"]) if found else 0.0
     if found is None or not 0 < number < math.inf:
         raise errors.InvalidArgumentError(
             f"{what} must be a positive rate with its unit, such as 1Gbit, 100Mbit or "

@@ -113,12 +113,12 @@ class _Course:
     program: Program
     began: float
     start_at: float
+    followers: Callable[[str], Sequence[Program]] | None  # None once they are there
     process: Process | None = None
     seconds: float = 0.0
     returncode: int = 0
     restarts: int = -1  # the first start is none
     stopped: bool = False
-    followed: bool = False
 
     @property
     def going_on(self) -> bool:
@@ -126,11 +126,7 @@ class _Course:
 
     @property
     def waited_for(self) -> bool:
-        return self.program.waited_for or self.awaits_followers
-
-    @property
-    def awaits_followers(self) -> bool:
-        return self.program.followers is not None and not self.followed
+        return self.program.waited_for or self.followers is not None
 
 
 @dataclasses.dataclass
@@ -180,7 +176,9 @@ class _Supervisor:
 
     def _add(self, programs: Sequence[Program]) -> None:
         now = time.monotonic()
-        self._courses += [_Course(each, now, now + each.delay) for each in programs]
+        self._courses += [
+            _Course(each, now, now + each.delay, each.followers) for each in programs
+        ]
 
     def _loop(self) -> None:
         while True:
@@ -281,11 +279,11 @@ class _Supervisor:
             self._selector.unregister(process.output)
         for line in lines:  # may raise, so after all else
             self.output(course.program.name, line)
-            if course.awaits_followers and not self._stopping:
-                assert course.program.followers is not None
-                followers = course.program.followers(line)
-                course.followed = bool(followers)
-                self._add(followers)
+            if course.followers is None or self._stopping:
+                continue
+            if programs := course.followers(line):
+                course.followers = None
+                self._add(programs)
 
     def _say(self, course: _Course, event: str) -> None:
         self.output(course.program.name, f"agn-optax: {event}")
