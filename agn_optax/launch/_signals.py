@@ -20,13 +20,10 @@ def handled(
 
     Those that are ignored, as nohup and background jobs have it, stay so.
     """
-    before = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for signum in signums:
             # None is a handler not of Python's, which could not be restored.
-            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
-                before[signum] = signal.signal(signum, handler)
+            if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None):
+                stack.callback(signal.signal, signum, before)
+                signal.signal(signum, handler)
         yield
-    finally:
-        for signum, earlier in before.items():
-            signal.signal(signum, earlier)
