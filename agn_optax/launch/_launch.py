@@ -233,9 +233,7 @@ class _Supervisor:
                 f"{list(program.command)}"
             ) from error
         self._guard.add(course.process.group)
-        self._selector.register(
-            course.process.output, selectors.EVENT_READ, data=course
-        )
+        self._selector.register(course.process.output, selectors.EVENT_READ, course)
 
     def _end(self, course: _Course, process: Process, now: float) -> None:
         if not process.at_end:
