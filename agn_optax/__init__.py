@@ -34,12 +34,7 @@ from agn_optax.rules import (
 
 if _typing.TYPE_CHECKING:
     from agn_optax import towers
-    from agn_optax.center import (
-        Center,
-        CenterState,
-        LocalCenter,
-        Snapshot,
-    )
+    from agn_optax.center import Center, CenterState, LocalCenter, Snapshot
     from agn_optax.towers import (
         AllReduceState,
         LossScaleState,
@@ -100,10 +95,12 @@ __all__ = [
 
 # What optimizers alone do not need is imported when it is used first.
 _MODULES = ("center", "launch", "planning", "service", "towers", "worker")
-_NAMES_OF = {
-    "center": ("Center", "CenterState", "LocalCenter", "Snapshot"),
-    "worker": ("Worker", "WorkerState"),
-}
+
+
+def _module_of(name: str) -> str:
+    if name in ("Center", "CenterState", "LocalCenter", "Snapshot"):
+        return "center"
+    return "worker" if name in ("Worker", "WorkerState") else "towers"
 
 
 def __getattr__(name: str) -> _typing.Any:
@@ -111,8 +108,7 @@ def __getattr__(name: str) -> _typing.Any:
         return _importlib.import_module(f"agn_optax.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
-    others = (module for module, names in _NAMES_OF.items() if name in names)
-    value = getattr(__getattr__(next(others, "towers")), name)
+    value = getattr(__getattr__(_module_of(name)), name)
     globals()[name] = value  # it is not asked for again
     return value
 

@@ -8,15 +8,11 @@ leaf may be cut along its first dimension.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_leaves_with_path
-
-from agn_optax import errors
 
 PyTree = Any
 
@@ -107,32 +103,3 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
             parts[part].append(Piece(leaf, cut))
             load[part] += sizes[leaf] * (bounds[i + 1] - bounds[i]) // max(length, 1)
     return Parts(tuple(sorted(part, key=lambda piece: piece.leaf)) for part in parts)
-
-
-def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
-    """Parts by name: a leaf is in the part of the first pattern found in its path.
-
-    Args:
-      tree: to be divided.
-      patterns: regular expressions, searched for in paths such as "['layer_1']['w']".
-
-    Raises:
-      InvalidArgumentError: a leaf has no part, or a part has no leaf.
-    """
-    parts: list[list[Piece]] = [[] for _ in patterns]
-    for leaf, (path, _) in enumerate(tree_leaves_with_path(tree)):
-        name = keystr(path)
-        found = [i for i, pattern in enumerate(patterns) if re.search(pattern, name)]
-        if not found:
-            raise errors.InvalidArgumentError(
-                f"every leaf must be in a part, and no pattern of {list(patterns)} is "
-                f"found in {name or 'the path of a single leaf'}"
-            )
-        parts[found[0]].append(Piece(leaf))
-    for pattern, part in zip(patterns, parts, strict=True):
-        if not part:
-            raise errors.InvalidArgumentError(
-                f"every part must have a leaf, and pattern {pattern!r} is the first "
-                "to be found in none of the paths"
-            )
-    return Parts(map(tuple, parts))

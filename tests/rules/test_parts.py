@@ -1,16 +1,12 @@
 """Parts of a tree: cut and joined, balanced, and the same for everybody."""
 
-import re
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from support import assert_identical
 
-from agn_optax import errors
 from agn_optax.round import _parts
 
 SHAPES = st.lists(
@@ -93,27 +89,3 @@ def test_a_state_is_cut_as_the_tree_that_it_belongs_to():
     first, second = parts.cut(state, owners)
     assert_identical(first, {"count": jnp.ones(()), "mu": [jnp.arange(4.0), None]})
     assert_identical(second, {"count": jnp.ones(()), "mu": [None, jnp.arange(3.0)]})
-
-
-def test_parts_by_path():
-    tree = {"embed": jnp.ones(3), "layers": [jnp.zeros(2), jnp.ones((2, 2))]}
-    parts = _parts.by_path(tree, [r"\['layers'\]\[1\]", "layers", "."])
-    assert parts == (((2, None),), ((1, None),), ((0, None),))
-    assert_identical(_parts.join(parts.cut(tree)), tree)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "words"),
-    [
-        (["layers"], "is found in ['embed']"),
-        (["layers", "embed", "layers"], "pattern 'layers' is the first"),
-        (["."], None),
-    ],
-)
-def test_every_leaf_has_a_part_and_every_part_a_leaf(patterns, words):
-    tree = {"embed": jnp.ones(3), "layers": [jnp.zeros(2)]}
-    if words is None:
-        _parts.by_path(tree, patterns)
-        return
-    with pytest.raises(errors.InvalidArgumentError, match=re.escape(words)):
-        _parts.by_path(tree, patterns)
