@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax.round import collectives, scan_round
-from agn_optax.towers import _loss, _mesh, _replicas, _rows
+from agn_optax.round import collectives
+from agn_optax.towers import _loss, _mesh, _replicas
 
 PyTree = Any
 
@@ -102,22 +102,6 @@ def create(mesh: Mesh, make: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return jax.jit(on_all)
 
 
-def step(
-    mesh: Mesh,
-    train_step: Callable[..., Any],
-    tower_axes: collectives.Axes,
-    donate: bool,
-) -> Program:
-    """``(state, batch) -> (state, metrics)`` of all towers."""
-
-    def one_step(state: PyTree, batch: PyTree) -> Any:
-        own = _rows.own_all(batch)
-        state, metrics = _checked(train_step, tower_axes, state, own)
-        return state, metrics
-
-    return apply(mesh, one_step, rows(mesh), donate=donate)
-
-
 def apply(
     mesh: Mesh, function: Callable[..., Any], *specs: PartitionSpec, donate: bool
 ) -> Program:
@@ -150,37 +134,7 @@ def _check_batch(batch: PyTree, dimension: int, towers: int) -> None:
             )
 
 
-def whole_round(
-    mesh: Mesh,
-    train_step: Callable[..., Any],
-    period: int,
-    exchange: Callable[[PyTree], PyTree] | None,
-    unroll: int | bool,
-    tower_axes: collectives.Axes,
-    donate: bool,
-) -> Program:
-    """``(state, batches) -> (state, metrics)`` of all towers."""
-    # The scan of the split form, with everything in one state.
-    scanned = scan_round(
-        lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
-        lambda _, state: (None, state if exchange is None else exchange(state)),
-        unroll=unroll,
-    )
-
-    def one_round(state: PyTree, batches: PyTree) -> Any:
-        for leaf in jax.tree.leaves(batches):
-            if leaf.shape[0] != period:
-                raise errors.InvalidArgumentError(
-                    f"a round of period {period} needs batches with {period} as their "
-                    f"first dimension, got {leaf.shape[0]}: towers.shard_round(batches)"
-                )
-        axes = (mesh.axis_names[0], *tower_axes)
-        return _checked(scanned, axes, None, state, batches)[1:]
-
-    return apply(mesh, one_round, rows(mesh, 1), donate=donate)
-
-
-def _checked(
+def checked(
     train_step: Callable[..., Any], axes: collectives.Axes, *arguments: PyTree
 ) -> Any:
     """What ``train_step`` gives, unless the members of one of ``axes`` never speak.

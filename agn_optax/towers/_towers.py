@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round import OnHost, collectives
+from agn_optax.round import OnHost, collectives, scan_round
 from agn_optax.round import center_params as _center_params
-from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas
+from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas, _rows
 
 PyTree = Any
 
@@ -433,7 +433,14 @@ class Towers:
           >>> print(towers.mean(state))
           2.0
         """
-        return _programs.step(self.mesh, train_step, self._tower_axes, donate)
+
+        def one_step(state: PyTree, batch: PyTree) -> Any:
+            own = _rows.own_all(batch)
+            state, metrics = _programs.checked(train_step, self._tower_axes, state, own)
+            return state, metrics
+
+        rows = _programs.rows(self.mesh)
+        return _programs.apply(self.mesh, one_step, rows, donate=donate)
 
     def apply(
         self, function: Callable[[PyTree], PyTree], *, donate: bool = True
@@ -507,9 +514,26 @@ class Towers:
           7.5
         """
         check.positive_int(period, "period")
-        return _programs.whole_round(
-            self.mesh, train_step, period, exchange, unroll, self._tower_axes, donate
+        # The scan of the split form, with everything in one state.
+        scanned = scan_round(
+            lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
+            lambda _, state: (None, state if exchange is None else exchange(state)),
+            unroll=unroll,
         )
+
+        def one_round(state: PyTree, batches: PyTree) -> Any:
+            for leaf in jax.tree.leaves(batches):
+                if leaf.shape[0] != period:
+                    raise errors.InvalidArgumentError(
+                        f"a round of period {period} needs batches with {period} as "
+                        f"their first dimension, got {leaf.shape[0]}: "
+                        "towers.shard_round(batches)"
+                    )
+            axes = self.mesh.axis_names
+            return _programs.checked(scanned, axes, None, state, batches)[1:]
+
+        rows = _programs.rows(self.mesh, dimension=1)
+        return _programs.apply(self.mesh, one_round, rows, donate=donate)
 
     @_mesh.on_own_mesh
     def evaluate(
