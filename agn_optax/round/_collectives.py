@@ -76,11 +76,6 @@ def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
     return jax.lax.all_gather(x, axes, axis=0, tiled=True, to=to)
 
 
-def stack(x: jax.Array, axes: Axes) -> jax.Array:
-    """Every member's ``x``, the same stack everywhere: [members, ...]."""
-    return gather(x[None], axes, same=True)
-
-
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
     """Row i of every member's ``x`` at member i: [members, ...], by who had it."""
     axes = _live(axes, x)

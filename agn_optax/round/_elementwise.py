@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax._internal import tracing
@@ -67,13 +68,11 @@ def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
 
 def _cuts(params: PyTree, parts: Iterable[PyTree]) -> bool:
     """Whether a part has some of the elements of a leaf, and not all."""
-    shapes = {
-        path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    whole = dict(tree_leaves_with_path(params))
     return any(
-        leaf.shape != shapes[path]
+        leaf.shape != whole[path].shape
         for part in parts
-        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+        for path, leaf in tree_leaves_with_path(part)
     )
 
 

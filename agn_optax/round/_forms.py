@@ -279,7 +279,7 @@ def exchange_every(
             adopted, state = _exchange.exchange(
                 rule, layout, stepped, state, extra_args
             )
-            return _difference(adopted, params), state
+            return optax.tree.sub(adopted, params), state
 
         if not reads_center_only:
             carry, owners = (updates, state), functools.partial(_owners, rule, state)
@@ -296,10 +296,8 @@ def exchange_every(
         moved = _with_inner(moved, inner_state)
         answer = _exchange.answer_of(rule, moved.center)
         adopted = _exchange.adopt(rule, params, answer)
-        updates = jax.tree.map(
-            functools.partial(jnp.where, due), _difference(adopted, params), updates
-        )
-        return updates, moved
+        adopting = optax.tree.sub(adopted, params)
+        return optax.tree.where(due, adopting, updates), moved
 
     return optax.GradientTransformationExtraArgs(split.init, update_fn)
 
@@ -367,7 +365,7 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     of_center = _leafwise.owners_in(rule.center, center_state, numbers)
     return ExchangeState(
         local=_exchange.LocalState(
-            local_steps=_parts.shared(local.local_steps),
+            local_steps=_parts.SHARED,
             inner_state=None,
             record=_leafwise.owners_in(rule.record, local.record, numbers),
             anchor=None if local.anchor is None else numbers,
@@ -375,13 +373,8 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
         ),
         center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
         center_state=OnHost(of_center) if on_host else of_center,
-        exchanges=_parts.shared(state.exchanges),
+        exchanges=_parts.SHARED,
     )
-
-
-def _difference(new: PyTree, old: PyTree) -> PyTree:
-    """The updates that lead from ``old`` to ``new``."""
-    return jax.tree.map(lambda n, o: n - o, new, old)
 
 
 def _placement_of(value: Any) -> Placement:

@@ -360,11 +360,8 @@ def easgd(
                 "easgd needs moving_rate where period is a schedule, "
                 "got moving_rate=None"
             )
-        moving_rate = (
-            _BETA
-            / check.positive_int(period, "period")
-            / (1 if num_workers is None else num_workers)
-        )
+        workers = 1 if num_workers is None else num_workers
+        moving_rate = _BETA / check.positive_int(period, "period") / workers
     rule = rules.easgd(moving_rate, rho=rho, codec=codec)
     return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 

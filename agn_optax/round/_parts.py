@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-SHARED = -1  # in place of a leaf's number: what belongs to all leaves
+SHARED: Any = -1  # in place of a leaf's number: what belongs to all leaves
 
 
 class Piece(NamedTuple):
@@ -67,11 +67,6 @@ def numbers(tree: PyTree) -> PyTree:
     """The leaves of a tree, numbered."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, range(len(leaves)))
-
-
-def shared(tree: PyTree) -> PyTree:
-    """The owners of a tree that belongs to all leaves."""
-    return jax.tree.map(lambda _: SHARED, tree)
 
 
 def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:

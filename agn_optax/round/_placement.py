@@ -220,7 +220,8 @@ class Layout:
             """This tower's piece of every worker's part: [workers, ...]."""
             length = self._length(whole)
             if length is None:
-                return _collectives.stack(part, (*self.across, *self.beside))
+                axes = (*self.across, *self.beside)
+                return _collectives.gather(part[None], axes, same=True)
             count = _collectives.size(self.across)
             flat = _padded(part, length * count).reshape(count, length)
             pieces = _collectives.all_to_all(flat, self.across)
@@ -370,14 +371,10 @@ def whole_center(center: PyTree) -> PyTree:
     if not isinstance(center, ShardedCenter):
         return center
     within, across = center.axes
-    try:
-        check.axis_bound((*within, *across))
-    except errors.UnboundAxisError:
-        raise errors.UnboundAxisError(
-            f"this center is in shards over the axes {(*within, *across)}, which are "
-            "not bound here: use towers.center_params(opt_state)"
-        ) from None
-    layout = Layout(across, Placement(shard_axis=(*within, *across)))
+    axes = (*within, *across)
+    hint = "this center is in shards over it, use towers.center_params(opt_state)"
+    check.axis_bound(axes, hint)
+    layout = Layout(across, Placement(shard_axis=axes))
     like = layout.check_cut(center)
     return layout.whole(layout.unite(center.pieces, like), like)
 

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.towers import _mesh, _programs, _replicas, _rows
+from agn_optax.towers import _programs, _replicas, _rows
 
 PyTree = Any
 
@@ -133,7 +133,7 @@ def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
 
     All batches store alike many elements for a tower, so that they can be stacked.
     """
-    towers = _mesh.own_towers(mesh)
+    towers = len(mesh.local_devices)
 
     def split(*leaves: Any) -> list[Any]:
         if not _rows.is_rows(leaves[0]):
@@ -179,7 +179,7 @@ def stack(batches: list[PyTree]) -> PyTree:
 
 def in_processes(mesh: Mesh, value: int) -> list[int]:
     """``value`` in every process of the mesh, in order; a collective if it has many."""
-    if not _mesh.spans_processes(mesh):
+    if not mesh.is_multi_process:
         return [value]
     values = multihost_utils.process_allgather(np.asarray(value))
     return [int(v) for v in np.ravel(values)]

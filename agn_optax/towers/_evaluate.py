@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,10 +71,10 @@ def _check_rows(values: PyTree, rows: int, who: str) -> None:
 
 
 def combine(
-    parts: Iterable[tuple[PyTree, Any]], reduction: str | Mapping[str, str]
+    parts: list[tuple[PyTree, Any]], reduction: str | Mapping[str, str]
 ) -> PyTree:
     """Metrics of all batches, from their sums and numbers of rows, on the host."""
-    parts = list(parts)  # nothing was waited for until here
+    # Nothing was waited for until here.
     counts = sum(int(count) for _, count in parts)
     total = jax.tree.map(
         lambda *leaves: sum(_widest(leaf) for leaf in leaves),

@@ -122,16 +122,6 @@ def _of_mesh(
     return Mesh(mesh.devices.transpose(order).reshape(shape), (worker_axis, *axes))
 
 
-def spans_processes(mesh: Mesh) -> bool:
-    return len({device.process_index for device in mesh.devices.flat}) > 1
-
-
-def own_towers(mesh: Mesh) -> int:
-    """How many towers of the mesh are this process's."""
-    here = jax.process_index()
-    return sum(device.process_index == here for device in mesh.devices.flat)
-
-
 # Set by the launchers that jax.distributed finds out by itself.
 _CLUSTER = (
     "JAX_COORDINATOR_ADDRESS",  # set by hand, and for Kubernetes without its package

@@ -87,12 +87,11 @@ def fullest(rows: Any, towers: int, per_tower: int) -> int:
     return max(int(counts.max(initial=0)), 1)
 
 
-def own(stacked: Any) -> Any:
-    """One tower's matrix, of the batch dimension that `split` made."""
-    first = (stacked.data[0], stacked.indices[0])
-    return type(stacked)(first, shape=stacked.shape[1:])
-
-
 def own_all(batch: Any) -> Any:
     """``batch`` with every BCOO that `split` made as this tower's matrix."""
+
+    def own(stacked: Any) -> Any:
+        first = (stacked.data[0], stacked.indices[0])
+        return type(stacked)(first, shape=stacked.shape[1:])
+
     return map_rows(own, batch)

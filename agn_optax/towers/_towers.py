@@ -93,7 +93,7 @@ class Towers:
         self.mesh = _mesh.make(devices, workers, self._tower_axes, worker_axis)
         self.size: int = self.mesh.size
         self.workers: int = self.mesh.shape[worker_axis]
-        self._own_towers = _mesh.own_towers(self.mesh)
+        self._own_towers = len(self.mesh.local_devices)
         self._alike = NamedSharding(self.mesh, PartitionSpec())
         self._created = self._kept(_programs.create)
         self._sums = self._kept(_evaluate.sums)
@@ -206,7 +206,7 @@ class Towers:
             if isinstance(node, _replicas.InFlight):
                 each = self.size // self.workers
                 return self._means(jax.tree.map(lambda x: x[:each], node.rows))
-            if _mesh.spans_processes(self.mesh):
+            if self.mesh.is_multi_process:
                 return self._first_rows(node)
             shards = node.addressable_shards
             own = next(s.data for s in shards if not s.index[0].start)
@@ -628,7 +628,7 @@ class Towers:
 
     def _place(self, arguments: PyTree) -> PyTree:
         """``arguments`` on every tower, as they are in process 0."""
-        if _mesh.spans_processes(self.mesh):
+        if self.mesh.is_multi_process:
             arguments = _batches.of_first_process(arguments)
         return _placed(arguments, self._alike)
 
