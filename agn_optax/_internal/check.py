@@ -98,10 +98,8 @@ def positive_int(value: Any, argument: str) -> Any:
     if is_traced(value):
         return value
     wanted = f"{argument} must be a positive int, got "
-    if isinstance(value, bool | np.bool_):
-        raise errors.InvalidTypeError(f"{wanted}{value!r}")
     number = _scalar(value, wanted)
-    if not isinstance(number, int | float | np.integer):
+    if isinstance(number, bool) or not isinstance(number, int | float | np.integer):
         raise errors.InvalidTypeError(wanted + show(value))
     is_array = number is not value
     is_whole = not isinstance(number, float) or (is_array and number % 1 == 0)

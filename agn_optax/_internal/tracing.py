@@ -135,10 +135,8 @@ def origin(operation: JaxprEqn) -> str:
     traceback = operation.source_info.traceback
     frames: list[Any] = [] if traceback is None else traceback.frames
     outside = [f.function_name for f in frames if "/jax/" not in f.file_name]
-    for name in outside:
-        if name.endswith((".update_fn", ".update")):
-            return name.split(".")[0]
-    return outside[0] if outside else "an operation"
+    updates = [name for name in outside if name.endswith((".update_fn", ".update"))]
+    return updates[0].split(".")[0] if updates else (*outside, "an operation")[0]
 
 
 def operations(program: Any) -> Iterator[JaxprEqn]:

@@ -32,12 +32,8 @@ def kinds(tree: PyTree) -> Any:
 
 def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
     """The nodes of a type, with their paths, wherever wrappers have put them."""
-
-    def is_found(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    leaves = tree_flatten_with_path(tree, is_leaf=is_found)[0]
-    return [(path, node) for path, node in leaves if is_found(node)]
+    leaves = tree_flatten_with_path(tree, is_leaf=lambda n: isinstance(n, kind))[0]
+    return [(path, node) for path, node in leaves if isinstance(node, kind)]
 
 
 def map_nodes(function: Callable[[Any], Any], tree: PyTree, kind: Any) -> PyTree:

@@ -1,11 +1,10 @@
 """How a round runs inside a program: the order of a rule's parts, and its three forms.
 
 `_exchange` is the one place where a round is written; `_forms` the three ways to run it
-with the center in an optimizer state, and `_optimizers` the drop-in optimizers. Periods
-that are schedules are in `_period`, the center of a mesh in `_placement`, collectives
-in `_collectives`. `_parts` divides a tree, `_elementwise` says which rules may work on
-parts, `_leafwise` works on a few leaves at a time, and `_center_params` finds the
-center in a state.
+with the center in an optimizer state, and to find it there, and `_optimizers` the
+drop-in optimizers. Periods that are schedules are in `_period`, the center of a mesh in
+`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_elementwise`
+says which rules may work on parts, and `_leafwise` works on a few leaves at a time.
 
 Users find what is for them in `agn_optax`. The names here are for the layers above.
 """
@@ -13,7 +12,6 @@ Users find what is for them in `agn_optax`. The names here are for the layers ab
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
-from agn_optax.round._center_params import center_params as center_params
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
 from agn_optax.round._exchange import adopt as adopt
@@ -34,6 +32,7 @@ from agn_optax.round._exchange import recover as recover
 from agn_optax.round._exchange import recovers as recovers
 from agn_optax.round._exchange import with_progress as with_progress
 from agn_optax.round._forms import Phases as Phases
+from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round

@@ -299,8 +299,7 @@ def exchange(
     )
 
     def message(contribution: PyTree, center: PyTree) -> PyTree:
-        message = message_of(rule, contribution, center)
-        return optax.tree.cast_like(message, kept)
+        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
 
     def combine(contribution: PyTree) -> PyTree:
         if rule.codec.is_identity:  # messages may be summed on their way

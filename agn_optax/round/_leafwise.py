@@ -81,7 +81,7 @@ def when(
         tree, state = plan.groups.take(i, carry, plan.owners)
         always = count >= 0
         if due is not None:
-            tree = _not_before(always, tree)
+            tree = jax.tree.map(lambda x, now=always: jnp.where(now, x, 0), tree)
         own, count = _collectives.when(
             always if due is None else due, body, ((tree, state), count)
         )
@@ -92,11 +92,6 @@ def when(
             is_leaf=lambda node: node is None,
         )
     return moved
-
-
-def _not_before(ready: jax.Array, tree: PyTree) -> PyTree:
-    """``tree``, to be computed from a scalar that is always true."""
-    return jax.tree.map(lambda x: jnp.where(ready, x, 0), tree)
 
 
 class _Plan(NamedTuple):

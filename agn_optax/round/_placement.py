@@ -96,9 +96,8 @@ class ShardedCenter:
 
     pieces: PyTree  # as the parameters; leaves [1, ..., 1, elements of a piece]
     shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
-    axes: tuple[
-        _collectives.Axes, _collectives.Axes
-    ]  # the worker's own, and those of the workers
+    # The worker's own, and those of the workers.
+    axes: tuple[_collectives.Axes, _collectives.Axes]
     cut: tuple[int, int]  # into how many pieces by each
 
 
@@ -159,25 +158,22 @@ class Layout:
 
     def part(self, tree: PyTree) -> PyTree:
         """What this tower keeps of ``tree``, which its worker's towers have alike."""
-        return jax.tree.map(self._part, tree)
-
-    def _part(self, leaf: Any) -> jax.Array:
-        leaf, length = jnp.asarray(leaf), self._length(leaf)
-        if length is None or _collectives.size(self.within) == 1:
-            return leaf
-        length *= _collectives.size(self.across)
-        return _slice(leaf, _collectives.index(self.within), length, leaf.ndim)
+        return self._own(tree, self.within, _collectives.size(self.across))
 
     def piece(self, tree: PyTree) -> PyTree:
         """What this tower keeps of the center ``tree``."""
+        return self._own(tree, (*self.within, *self.across), 1)
 
-        def piece(leaf: Any) -> jax.Array:
-            part, length = self._part(leaf), self._length(leaf)
-            if length is None:
-                return part
-            return _slice(part, _collectives.index(self.across), length, part.ndim)
+    def _own(self, tree: PyTree, axes: _collectives.Axes, pieces: int) -> PyTree:
+        """This tower's share of every leaf that is cut: so many ``pieces`` of it."""
 
-        return jax.tree.map(piece, tree)
+        def own(leaf: Any) -> jax.Array:
+            leaf, length = jnp.asarray(leaf), self._length(leaf)
+            if length is None or _collectives.size(axes) == 1:
+                return leaf
+            return _slice(leaf, _collectives.index(axes), pieces * length, leaf.ndim)
+
+        return jax.tree.map(own, tree)
 
     def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
         """This tower's piece of all workers' messages, each given as a part."""

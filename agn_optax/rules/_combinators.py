@@ -59,9 +59,7 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
         return jnp.zeros_like(leaf, dtype=dtype or jnp.result_type(leaf))
 
     def init_fn(params: PyTree) -> AccumulateState:
-        return AccumulateState(
-            sum=jax.tree.map(zeros, params), steps=jnp.zeros((), jnp.int32)
-        )
+        return AccumulateState(jax.tree.map(zeros, params), jnp.zeros((), jnp.int32))
 
     def update_fn(
         updates: PyTree,
@@ -74,9 +72,7 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
         total = jax.tree.map(
             lambda s, u: s + jnp.asarray(u, s.dtype), state.sum, updates
         )
-        return total, AccumulateState(
-            sum=total, steps=optax.safe_increment(state.steps)
-        )
+        return total, AccumulateState(total, optax.safe_increment(state.steps))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -130,10 +126,9 @@ def normalize() -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[PyTree, NormalizeState]:
         del params, extra_args
-        state = NormalizeState(optax.safe_increment(state.updates_seen))
-        return _divide(
-            updates, jnp.maximum(state.updates_seen if steps is None else steps, 1)
-        ), state
+        seen = optax.safe_increment(state.updates_seen)
+        divisor = jnp.maximum(seen if steps is None else steps, 1)
+        return _divide(updates, divisor), NormalizeState(seen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -273,12 +273,9 @@ def agn_window(*, codec: Codec | None = None) -> Rule:
       Joeri Hermans, Gerasimos Spanakis, Rico Möckel, *Accumulated Gradient
       Normalization*, 2017.
     """
-    return Rule(
-        name="agn_window",
-        center=optax.sgd(1.0),
-        contribution=_Displacement(per_step=True),
-        codec=codec or identity(),
-    )
+    per_step = _Displacement(per_step=True)
+    whole = downpour(codec=codec)
+    return dataclasses.replace(whole, name="agn_window", contribution=per_step)
 
 
 def downpour(*, codec: Codec | None = None) -> Rule:

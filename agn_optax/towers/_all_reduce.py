@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from agn_optax.towers import _rows
 
 PyTree = Any
 
-_REDUCTIONS = ("mean", "sum")
-_ALGORITHMS = ("all_reduce", "reduce_scatter", "hierarchical")
+_Algorithm = Literal["all_reduce", "reduce_scatter", "hierarchical"]
 
 
 class AllReduceState(NamedTuple):
@@ -37,7 +36,7 @@ def all_reduce(
     axis_name: Any,
     *,
     reduction: Literal["mean", "sum"] = "mean",
-    algorithm: Literal["all_reduce", "reduce_scatter", "hierarchical"] = "all_reduce",
+    algorithm: _Algorithm = "all_reduce",
     bucket_bytes: int | None = None,
     bucket_leaves: int | None = None,
     wire_dtype: Any = None,
@@ -107,8 +106,8 @@ def all_reduce(
       Communication Operations in MPICH*, 2005.
     """
     axes = collectives.names(axis_name)
-    check.one_of(reduction, "reduction", _REDUCTIONS)
-    check.one_of(algorithm, "algorithm", _ALGORITHMS)
+    check.one_of(reduction, "reduction", ("mean", "sum"))
+    check.one_of(algorithm, "algorithm", get_args(_Algorithm))
     check.one_of(delay, "delay", (0, 1))
     if not axes:
         raise errors.InvalidArgumentError(
@@ -203,8 +202,7 @@ def densify() -> optax.GradientTransformationExtraArgs:
        [1. 1.]]
     """
 
-    def dense(updates: PyTree, params: PyTree) -> PyTree:
-        del params
+    def dense(updates: PyTree, _: PyTree) -> PyTree:
         return _rows.map_rows(lambda rows: rows.todense(), updates)
 
     return optax.with_extra_args_support(optax.stateless(dense))
@@ -257,21 +255,17 @@ class _Wire:
         rows = _bits(flat.reshape(n, -1))
         rows = jnp.where(collectives.index(axes) < 0, jnp.zeros_like(rows), rows)
         pieces = collectives.all_to_all(rows, axes)
-        wide = _floats(pieces, flat.dtype).astype(self.sum_dtype)
+        wide = pieces.view(flat.dtype).astype(self.sum_dtype)
         return wide.sum(axis=0).astype(flat.dtype)
 
     def _gather(self, piece: jax.Array, axes: collectives.Axes) -> jax.Array:
         if self.dtype is None:
             return collectives.gather(piece, axes, same=True)
-        return _floats(collectives.gather(_bits(piece), axes, same=True), piece.dtype)
+        return collectives.gather(_bits(piece), axes, same=True).view(piece.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def _floats(x: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, dtype)
+    return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
 def _groups(

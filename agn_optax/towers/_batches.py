@@ -142,19 +142,21 @@ def split_sparse(batches: list[PyTree], mesh: Mesh) -> list[PyTree]:
         stored = max(in_processes(mesh, max(fullest)))
         return [_rows.split(x, towers, x.shape[0] // towers, stored) for x in leaves]
 
-    structure: Any = jax.tree.structure(batches[0], is_leaf=_rows.is_rows)
+    structure = _structure(batches[0])
     leaves = [structure.flatten_up_to(batch) for batch in batches]
     columns = [split(*column) for column in zip(*leaves, strict=True)]
     return [structure.unflatten(row) for row in zip(*columns, strict=True)]
+
+
+def _structure(batch: PyTree) -> Any:
+    return jax.tree.structure(batch, is_leaf=_rows.is_rows)
 
 
 def check_alike(batches: list[PyTree]) -> None:
     """The batches of a round have one structure and one number of rows."""
     if not batches:
         raise errors.InvalidArgumentError("a round needs at least one batch, got none")
-    structures: list[Any] = [
-        jax.tree.structure(b, is_leaf=_rows.is_rows) for b in batches
-    ]
+    structures = [_structure(batch) for batch in batches]
     rows = [rows_of(batch) for batch in batches]
     dense = [_rows.map_rows(lambda _: None, batch) for batch in batches]
     for i, (structure, count) in enumerate(zip(structures, rows, strict=True)):

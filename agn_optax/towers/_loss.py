@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,14 @@ from agn_optax._internal import check, trees
 from agn_optax.round import collectives
 
 SCOPE = "reduce_loss"
-_REDUCTIONS = ("mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights")
+_Reduction = Literal["mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights"]
 
 
 def reduce_loss(
     losses: Any,
     weights: Any = None,
     *,
-    reduction: Literal[
-        "mean", "sum", "sum_over_batch_size", "sum_by_nonzero_weights"
-    ] = "mean",
+    reduction: _Reduction = "mean",
     axis_name: Any = None,
 ) -> jax.Array:
     r"""A tower's share of the loss of a batch that is spread over towers.
@@ -62,7 +60,7 @@ def reduce_loss(
       3.0
     """
     hint = "; a gradient needs one number"
-    check.one_of(reduction, "reduction", _REDUCTIONS, hint)
+    check.one_of(reduction, "reduction", get_args(_Reduction), hint)
     check.axis_bound(axis_name)
     axes = collectives.names(axis_name)
     losses = jnp.asarray(losses)
@@ -85,15 +83,14 @@ def reduce_loss(
     wide = trees.wider(losses.dtype, jnp.float32)
     weights = weights.astype(wide)
     # A row of weight 0 counts for nothing, be its loss infinite.
-    numerator = jnp.where(weights != 0, losses.astype(wide) * weights, 0).sum()
+    counts = weights != 0
+    numerator = jnp.where(counts, losses.astype(wide) * weights, 0).sum()
     divisor = {
-        "mean": lambda: weights.sum() * per_weight,
-        "sum": lambda: jnp.ones((), wide) / collectives.size(axes),
-        "sum_over_batch_size": lambda: jnp.asarray(losses.size, wide),
-        "sum_by_nonzero_weights": lambda: (
-            (weights != 0).astype(wide).sum() * per_weight
-        ),
-    }[reduction]()
+        "mean": weights.sum() * per_weight,
+        "sum": jnp.ones((), wide) / collectives.size(axes),
+        "sum_over_batch_size": jnp.asarray(losses.size, wide),
+        "sum_by_nonzero_weights": counts.astype(wide).sum() * per_weight,
+    }[reduction]
     # Named, so that nobody takes this for the reduction of gradients.
     with jax.named_scope(SCOPE):
         total = collectives.psum(divisor, axes)

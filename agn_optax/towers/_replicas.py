@@ -39,9 +39,7 @@ class Agreement:
         return f"towers differ, first in state{self.differs}"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["axes"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerTower:
     """What differs along ``axes`` on purpose, where others have one replica.
@@ -51,7 +49,7 @@ class PerTower:
     """
 
     rows: PyTree
-    axes: collectives.Axes
+    axes: collectives.Axes = dataclasses.field(metadata={"static": True})
 
 
 def tell_flax() -> None:
@@ -62,11 +60,8 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind, field in (
-        (ShardedCenter, "pieces"),
-        (OnHost, "tree"),
-        (PerTower, "rows"),
-    ):
+    for kind in (ShardedCenter, OnHost, PerTower):
+        field = dataclasses.fields(kind)[0].name  # the arrays
 
         def to(node: Any, field: str = field) -> Any:
             return {field: flax.to_state_dict(getattr(node, field))}

@@ -329,13 +329,13 @@ class Towers:
                 "shard_padded fills up instead"
             )
         if remainder == "drop":
-            kept = _batches.rows_of(batch) // self._own_towers * self._own_towers
-            if not kept:
+            rows, towers = _batches.rows_of(batch), self._own_towers
+            if rows < towers:
                 raise errors.InvalidArgumentError(
-                    f"batch has {_batches.rows_of(batch)} rows for {self._own_towers} "
-                    "towers, and dropping the remainder leaves none"
+                    f"batch has {rows} rows for {towers} towers, and dropping the "
+                    "remainder leaves none"
                 )
-            batch = _batches.cut(batch, kept)
+            batch = _batches.cut(batch, rows - rows % towers)
         _batches.check_divisible(batch, self._own_towers)
         return _batches.lay(_batches.split_sparse([batch], self.mesh)[0], self.mesh)
 
@@ -367,10 +367,8 @@ class Towers:
             )
         padded = -(-max(in_processes) // self._own_towers) * self._own_towers
         mask = (np.arange(padded) < rows).astype(np.float32)
-        return (
-            self.shard(_batches.fill(batch, padded)),
-            _batches.lay(mask, self.mesh),
-        )
+        batch = self.shard(_batches.fill(batch, padded))
+        return batch, _batches.lay(mask, self.mesh)
 
     @_mesh.on_own_mesh
     def shard_round(self, batches: Sequence[PyTree]) -> PyTree:
