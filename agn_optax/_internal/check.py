@@ -138,10 +138,8 @@ def rate(
     """``value`` if it is a number between ``low`` and ``high``; traced ones pass."""
     if is_traced(value):
         return value
-    interval = (
-        f"{'(' if low_open else '['}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
-    )
-    wanted = f"{argument} must be a number in {interval}, got "
+    opens, closes = "(" if low_open else "[", ")" if math.isinf(high) else "]"
+    wanted = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
     number = _scalar(value, wanted)
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))

@@ -50,7 +50,6 @@ _CALLS = frozenset(
     custom_vjp_call_jaxpr checkpoint remat remat2
     """.split()  # noqa: SIM905 as above
 )
-_LOOPS = frozenset(("scan", "while"))
 # Primitives that do no more to an argument than to multiply it.
 _MULTIPLIES = frozenset(("convert_element_type", "copy", "copy_p", "mul", "neg"))
 
@@ -188,7 +187,7 @@ class _Reader:
                 for variable, *results in zip(equation.outvars, *branches, strict=True)
             ]
         told: list[Any] = [name]
-        if name in _LOOPS:
+        if name in ("scan", "while"):
             # Not followed from trip to trip: every result may be made of every operand.
             for body in _programs(equation):
                 inputs = [

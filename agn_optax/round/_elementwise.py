@@ -11,12 +11,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_leaves_with_path
 
 from agn_optax import errors
 from agn_optax._internal import tracing
@@ -26,7 +25,7 @@ from agn_optax.rules import Rule, codecs
 PyTree = Any
 
 
-def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
+def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
     """The exchange of ``rule`` may run on parts of a tree, each by itself.
 
     Args:
@@ -37,9 +36,8 @@ def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
     Raises:
       InvalidArgumentError: it may not; names the optimizer that looks further.
     """
-    parts = list(parts)
-    codec = rule.codec
-    if not _cuts(params, parts) and _leaf_by_leaf(codec, params):
+    cuts = _shapes(parts) != _shapes(params)  # into pieces of leaves
+    if not cuts and _leaf_by_leaf(rule.codec, params):
         rule = dataclasses.replace(rule, codec=codecs.identity())
     exchange = functools.partial(_exchange, rule)
     whole = tracing.read(exchange, params)
@@ -66,14 +64,8 @@ def check(rule: Rule, params: PyTree, parts: Iterable[PyTree]) -> None:
         )
 
 
-def _cuts(params: PyTree, parts: Iterable[PyTree]) -> bool:
-    """Whether a part has some of the elements of a leaf, and not all."""
-    whole = dict(tree_leaves_with_path(params))
-    return any(
-        leaf.shape != whole[path].shape
-        for part in parts
-        for path, leaf in tree_leaves_with_path(part)
-    )
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return sorted(leaf.shape for leaf in jax.tree.leaves(tree))
 
 
 def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:

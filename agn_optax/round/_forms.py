@@ -163,7 +163,7 @@ def phases(
         params: PyTree, state: PyTree, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         check.params_given(params, rule.name)
-        own = _find_state(state)
+        own = find_state(state)
         layout.check_center(params, own.center)
         check.float_leaves(params, "params")
         layout.check_bound()
@@ -352,10 +352,8 @@ def scan_round(
             params, state, metrics = local_step(carry[0], carry[1], batch)
             return (params, state), metrics
 
-        (params, state), metrics = jax.lax.scan(
-            body, (params, state), batches, unroll=unroll
-        )
-        return *exchange(params, state), metrics
+        carry, metrics = jax.lax.scan(body, (params, state), batches, unroll=unroll)
+        return *exchange(*carry), metrics
 
     return round_fn
 
@@ -389,7 +387,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       >>> print(agn_optax.center_params(tx.init(jnp.array([1.0, 2.0]))))
       [1. 2.]
     """
-    center = _placement.whole_center(_find_state(opt_state).center)
+    center = _placement.whole_center(find_state(opt_state).center)
     if params is None:
         return center
 
@@ -406,7 +404,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
         ) from error
 
 
-def _find_state(opt_state: PyTree) -> ExchangeState:
+def find_state(opt_state: PyTree) -> ExchangeState:
     """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
     found = trees.nodes(opt_state, ExchangeState)
     if not found:

@@ -167,8 +167,7 @@ def _same(leaf: jax.Array, workers: int) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
-        unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-        leaf = jax.lax.bitcast_convert_type(leaf, unsigned)
+        leaf = leaf.view(f"uint{8 * leaf.dtype.itemsize}")
     bits = leaf.reshape(workers, leaf.shape[0] // workers, *leaf.shape[1:])
     return (bits == bits[:, :1]).all()
 
