@@ -179,9 +179,7 @@ class _Reader:
             return self.follow(called, read)
         if name == "cond":
             index, *operands = read
-            branches = [
-                self.follow(branch, operands) for branch in equation.params["branches"]
-            ]
+            branches = [self.follow(b, operands) for b in equation.params["branches"]]
             return [
                 _made(variable, name, [index, *results])
                 for variable, *results in zip(equation.outvars, *branches, strict=True)

@@ -41,12 +41,12 @@ def _either(condition: Any, if_true: int, if_false: int) -> Any:
     return jnp.where(condition, jnp.int32(if_true), jnp.int32(if_false))
 
 
-def _steps(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise errors.InvalidArgumentError(
-        f"steps must be an int of 0 or more, got {value!r}"
-    )
+def _check_warmup(period: Any, steps: Any) -> None:
+    check.positive_int(period, "period")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise errors.InvalidArgumentError(
+            f"steps must be an int of 0 or more, got {steps!r}"
+        )
 
 
 def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
@@ -74,8 +74,7 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
       >>> schedule(0), schedule(1), schedule(2)
       (110, 10, 10)
     """
-    check.positive_int(period, "period")
-    _steps(steps)
+    _check_warmup(period, steps)
     return lambda exchanges: _either(exchanges == 0, steps + period, period)
 
 
@@ -106,6 +105,5 @@ def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
       Tao Lin, Sebastian U. Stich, Kumar Kshitij Patel, Martin Jaggi, *Don't Use Large
       Mini-Batches, Use Local SGD*, 2018.
     """
-    check.positive_int(period, "period")
-    _steps(steps)
+    _check_warmup(period, steps)
     return lambda exchanges: _either(exchanges < steps, 1, period)

@@ -77,8 +77,7 @@ def combine(
     # Nothing was waited for until here.
     counts = sum(int(count) for _, count in parts)
     total = jax.tree.map(
-        lambda *leaves: sum(_widest(leaf) for leaf in leaves),
-        *(sums for sums, _ in parts),
+        lambda *leaves: sum(map(_widest, leaves)), *(sums for sums, _ in parts)
     )
 
     def reduced(path: Any, value: Any) -> Any:

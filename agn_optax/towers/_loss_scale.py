@@ -114,9 +114,8 @@ def loss_scaling(
     ) -> tuple[PyTree, LossScaleState]:
         check.axis_bound(axis_name)
         check.float_leaves(updates, "updates")
-        bad = sum(
-            (~jnp.isfinite(g).all()).astype(jnp.int32) for g in jax.tree.leaves(updates)
-        )
+        leaves = jax.tree.leaves(updates)
+        bad = sum((~jnp.isfinite(g).all()).astype(jnp.int32) for g in leaves)
         finite = collectives.psum(jnp.asarray(bad, jnp.int32), axes) == 0
 
         def unscale(g: Any) -> jax.Array:
@@ -128,12 +127,11 @@ def loss_scaling(
         like = unscaled if params is None else params
 
         def step(carry: Any) -> Any:
-            updates, inner_state = inner.update(
-                unscaled, carry[1], params, **extra_args
-            )
+            _, before = carry
+            updates, after = inner.update(unscaled, before, params, **extra_args)
             # Optimizers widen a narrow state for wide gradients; it stays as it began.
-            inner_state = jax.tree.map(_as_before, inner_state, carry[1])
-            return optax.tree.cast_like(updates, like), inner_state
+            after = jax.tree.map(_as_before, after, before)
+            return optax.tree.cast_like(updates, like), after
 
         _check_together(step, (unscaled, state.inner_state), axes)
         # The gradients' own memory becomes the updates'.
@@ -142,16 +140,14 @@ def loss_scaling(
         stepped = jax.tree.map(lambda u: jnp.where(finite, u, 0), stepped)
         good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
         grows = good_steps >= growth_interval
-        grown = jnp.where(
-            grows, jnp.minimum(state.scale * factor, max_scale), state.scale
-        )
+        raised = jnp.minimum(state.scale * factor, max_scale)
         lowered = jnp.maximum(state.scale / factor, min_scale)
+        kept = jnp.where(grows, raised, state.scale)
+        one_more = optax.safe_increment(state.skipped)
         return stepped, LossScaleState(
-            scale=jnp.where(finite, grown, lowered).astype(jnp.float32),
+            scale=jnp.where(finite, kept, lowered).astype(jnp.float32),
             good_steps=jnp.where(grows, 0, good_steps),
-            skipped=jnp.where(
-                finite, state.skipped, optax.safe_increment(state.skipped)
-            ),
+            skipped=jnp.where(finite, state.skipped, one_more),
             inner_state=inner_state,
         )
 
