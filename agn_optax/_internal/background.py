@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -28,27 +29,30 @@ def in_background(
       name: of the thread.
       lasting: whether it runs until somebody ends it, and is not waited for at all.
     """
-    future: Future[T] = Future()
-    calls = [call]
-    del call
-
-    def run() -> None:
-        try:
-            # The arrays that it holds are let go of before it counts as done.
-            future.set_result(calls.pop()())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = _Owner(call, name)
+    thread.start()
     if not lasting:
-        _pending.add(future)
-        future.add_done_callback(_pending.discard)
-    try:
-        thread.start()
-    except BaseException:
-        _pending.discard(future)
-        raise
-    return future
+        _pending.add(thread.future)
+        thread.future.add_done_callback(_pending.discard)
+    return thread.future
+
+
+class _Owner(threading.Thread):
+    """Has the call while it runs; what that holds is free before it counts as done."""
+
+    def __init__(self, call: Callable[[], Any], name: str) -> None:
+        super().__init__(target=self._call, args=(call,), name=name, daemon=True)
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        super().run()  # at whose end a thread lets go of its target and arguments
+        self._tell()
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        try:
+            self._tell = functools.partial(self.future.set_result, call())
+        except BaseException as error:
+            self._tell = functools.partial(self.future.set_exception, error)
 
 
 @atexit.register  # before the service closes its connections, and so called after that

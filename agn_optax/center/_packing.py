@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +53,8 @@ class Packing:
 
     def keep(self, params: PyTree) -> Packed:
         """A packed copy of parameters, in arrays of JAX."""
-        parts = self.parts(jax.tree.leaves(params))
-        return Packed(*map(_owned, parts))  # a loop would keep each part for the next
+        leaves = jax.tree.leaves(params)
+        return Packed(*(_owned(self._part(number, leaves)) for number in (0, 1)))
 
     def holds(self, contribution: PyTree) -> bool:
         """Whether it came packed, as the center is, and not as a tree."""
@@ -66,22 +66,17 @@ class Packing:
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         dtypes = {leaf.dtype for leaf in leaves}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
-        return Packed(*self.parts(leaves, dtype))
+        return Packed(*(self._part(number, leaves, dtype) for number in (0, 1)))
 
-    def parts(self, leaves: Sequence[Any], dtype: Any = None) -> Iterator[np.ndarray]:
-        """What `pack` returns, one part after the other, of which it keeps none.
-
-        Args:
-          leaves: of a tree.
-          dtype: of the parts; None takes the packing's.
-        """
-        for number, shape in enumerate(self.shapes):
-            part = np.zeros(shape, dtype or self._dtype)
-            for leaf, (own, place) in zip(leaves, self._places, strict=True):
-                if own == number:
-                    part[place] = np.asarray(leaf).reshape(-1)
-            yield part
-            del part
+    def _part(
+        self, number: int, leaves: Sequence[Any], dtype: Any = None
+    ) -> np.ndarray:
+        """One of the arrays that `pack` returns, in a dtype; None is the packing's."""
+        part = np.zeros(self.shapes[number], dtype or self._dtype)
+        for leaf, (own, place) in zip(leaves, self._places, strict=True):
+            if own == number:
+                part[place] = np.asarray(leaf).reshape(-1)
+        return part
 
     def unpack(self, packed: Packed) -> PyTree:
         """The tree of a packed one, whose leaves lie in it."""
