@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -331,25 +332,8 @@ def _on_device(number: float) -> jax.Array:
     return jax.device_put(np.float64(number))
 
 
-class _Move(NamedTuple):
-    """One program three times: ``(one, about, center, center_state)``."""
-
-    in_place: Any
-    anew: Any
-    stays_finite: Any  # whether what is finite would stay so; nothing moves
-
-
-class _Programs(NamedTuple):
-    norm: Any
-    weigh: Any  # adds a message of a round, as much as it counts, to the others
-    move: _Move  # by a contribution
-    move_round: _Move  # by such a sum
-    largest: Any  # number of a center
-    answer: Any
-
-
 @functools.lru_cache(maxsize=32)
-def _programs(rule: Rule) -> _Programs:
+def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
@@ -375,7 +359,8 @@ def _programs(rule: Rule) -> _Programs:
         made = jax.lax.cond(is_plain, lambda: plain, carefully)
         return made.astype(jnp.float32)
 
-    # Messages of a round are added up in float32 at least, and divided once.
+    # Adds a message of a round, as much as it counts, to the others: in float32 at
+    # least, and divided once.
     def weigh(
         total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
     ) -> PyTree:
@@ -398,7 +383,9 @@ def _programs(rule: Rule) -> _Programs:
         message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
         return rounds.move_center(made, message, center, state)
 
-    def compiled(program: Any) -> _Move:
+    def compiled(program: Any) -> SimpleNamespace:
+        """One program three times: ``(one, about, center, center_state)``."""
+
         def stays_finite(one: PyTree, about: Any, center: PyTree, state: PyTree) -> Any:
             moved, moved_state = program(one, about, center, state)
             # As workers adopt it: a narrow answer has no room for a large center.
@@ -413,10 +400,10 @@ def _programs(rule: Rule) -> _Programs:
 
         # The center optimizer's state has no readers, so it is always updated in place.
         # Versions may have.
-        return _Move(
+        return SimpleNamespace(
             in_place=jax.jit(program, donate_argnums=(2, 3)),
             anew=jax.jit(program, donate_argnums=3),
-            stays_finite=jax.jit(stays_finite),
+            stays_finite=jax.jit(stays_finite),  # what is finite; nothing moves
         )
 
     def largest(center: PyTree) -> jax.Array:
@@ -425,11 +412,11 @@ def _programs(rule: Rule) -> _Programs:
         each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
         return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
-    return _Programs(
+    return SimpleNamespace(
         norm=jax.jit(norm),
         weigh=jax.jit(weigh, donate_argnums=0),
-        move=compiled(move),
-        move_round=compiled(move_round),
+        move=compiled(move),  # by a contribution
+        move_round=compiled(move_round),  # by the sum of a round's
         largest=jax.jit(largest),
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
     )

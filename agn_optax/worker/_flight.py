@@ -54,20 +54,17 @@ class Message:
         fly = functools.partial(self._fly, session, give_up)
         self.flight = in_background(fly, f"{session.worker} exchange")
 
-    def land(self) -> BaseException | None:
-        """Waits for the answer; returns why there is none.
+    def land(self) -> Snapshot:
+        """Waits for the answer, and raises what the flight did.
 
-        Callers may keep the error, and so it must not hold the message's arrays.
+        Callers may keep the error, and so it must not hold the flight's arrays.
         """
         assert self.flight is not None
-        error = self.flight.exception()
-        if error is None:
-            self.answer = self.flight.result()
-        cause = error
+        cause = self.flight.exception()
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        return error
+        return self.flight.result()
 
     def _fly(self, session: Session, give_up: float) -> Snapshot:
         lost: float | None = None  # since when

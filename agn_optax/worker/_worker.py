@@ -8,7 +8,9 @@ the answer, and keeps the progress that it has made since the message left.
 
 from __future__ import annotations
 
+import functools
 import uuid
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +127,7 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._period = rounds.as_schedule(period)
+        self._length = _lengths(period)
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
@@ -135,7 +137,6 @@ class Worker:
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
-        self._round_length: int | None = None  # None: the schedule is still to be asked
 
     def start(
         self,
@@ -172,7 +173,7 @@ class Worker:
           NameTakenError: another worker has this one's name.
           CenterFullError: the center has no room for one more.
         """
-        length = self._length_of_round(self.exchanges)
+        self._length(self.exchanges)  # or it raises before anything changes
         if chief and params is None:
             raise errors.MissingArgumentError(
                 f"worker {self.name!r} starts as chief and so must give parameters: "
@@ -200,7 +201,7 @@ class Worker:
         except BaseException:
             session.leave()
             raise
-        self._begin(session, loop, anchor, length)
+        self._begin(session, loop, anchor)
         return loop
 
     @property
@@ -215,7 +216,7 @@ class Worker:
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
-        return self._in_flight or self._local_steps + 1 >= self._length()
+        return self._in_flight or self._local_steps + 1 >= self._length(self.exchanges)
 
     def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
@@ -243,7 +244,8 @@ class Worker:
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
-        length, message = self._length(), self._message
+        length = self._length(self.exchanges + self._in_flight)
+        message = self._message
         self._local_steps += 1
         if message is not None and message.flight is not None:
             patience = length if self._patience is None else max(self._patience, 1)
@@ -252,7 +254,8 @@ class Worker:
             params, state = self._land(params, state)
         if self._local_steps < length:
             return params, state
-        return self._exchange(params, state, self._length_of_round(self.exchanges + 1))
+        self._length(self.exchanges + 1)  # no exchange if the next round cannot begin
+        return self._exchange(params, state)
 
     def flush(
         self, params: PyTree, state: LocalState, *, steps: int | None = None
@@ -273,7 +276,7 @@ class Worker:
             params, state = self._land(params, state)
         if self._local_steps:
             # Whatever the schedule says of the next round, these steps are sent.
-            params, state = self._exchange(params, state, None)
+            params, state = self._exchange(params, state)
         return self._land(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
@@ -351,24 +354,22 @@ class Worker:
                 "adopt this center with start()"
             )
         exchanges = int(saved.exchanges)
-        length = self._length_of_round(exchanges)
+        self._length(exchanges)  # or it raises before anything changes
         params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
         self._end()
         session = self.center.join(self.name, params)
         self.exchanges = exchanges
-        self._begin(session, (params, state), Snapshot(anchor, seen), length)
+        self._begin(session, (params, state), Snapshot(anchor, seen))
         self._local_steps = int(saved.local_steps)
         return params, state
 
-    def _exchange(
-        self, params: PyTree, state: LocalState, length: int | None
-    ) -> tuple[PyTree, LocalState]:
-        """Ends a round; ``length`` is that of the next, None if it is not yet known."""
+    def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Ends a round."""
         anchor, session = self._require_start()
         self._check_loop(params, state)
         message = self._message
         if message is None and self.overlap and self.exchanges > 0:
-            return self._depart(params, state, length)
+            return self._depart(params, state)
         if message is None:
             contribution, codec_state = self._programs.contribute(
                 state, params, anchor.params
@@ -382,7 +383,7 @@ class Worker:
                     raise
                 state = state._replace(codec_state=message.codec_state)
                 left, state = self._programs.stay(params, state)
-                self._take_off(message, left, length)
+                self._take_off(message, left)
                 return params, state
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
@@ -391,7 +392,7 @@ class Worker:
         state = state._replace(codec_state=message.codec_state)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
-        self._begin_round(length)
+        self._local_steps = 0
         return params, state
 
     def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
@@ -403,9 +404,7 @@ class Worker:
     def _in_flight(self) -> bool:
         return self._message is not None and self._message.flight is not None
 
-    def _depart(
-        self, params: PyTree, state: LocalState, length: int | None
-    ) -> tuple[PyTree, LocalState]:
+    def _depart(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Contributes, and goes on with local steps while that is on its way."""
         anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
@@ -418,14 +417,14 @@ class Worker:
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(self._new_message(contribution), left, length)
+        self._take_off(self._new_message(contribution), left)
         return params, state
 
-    def _take_off(self, message: Message, left: Left, length: int | None) -> None:
+    def _take_off(self, message: Message, left: Left) -> None:
         """A round begins while a message is in flight."""
         _, session = self._require_start()
         message.left, self._message = left, message
-        self._begin_round(length)
+        self._local_steps = 0
         message.take_off(session, self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -434,16 +433,16 @@ class Worker:
         assert message is not None
         assert message.left is not None
         self._check_loop(params, state)
-        error = message.land()
-        if isinstance(error, errors.CenterUnreachableError):
+        try:
+            answer = message.land()
+        except errors.CenterUnreachableError:
             # It may have been applied, so no other message may take its place.
             message.take_off(session, self._give_up)
-        elif error is not None:
+            raise
+        except Exception:
             self._message = None  # it is lost, and local steps may go on
-        if error is not None:
-            raise error
-        assert message.answer is not None
-        answer, left = _placed(message.answer, params), message.left
+            raise
+        answer, left = _placed(answer, params), message.left
         params, state = self._programs.land(
             params, state, message.contribution, left, anchor.params, answer.params
         )
@@ -471,33 +470,17 @@ class Worker:
         if session is not None:
             session.leave()
 
-    def _begin(
-        self, session: Session, loop: PyTree, anchor: Snapshot, length: int
-    ) -> None:
-        self._session, self._sent = session, 0
+    def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
+        self._session, self._sent, self._local_steps = session, 0, 0
         self._spare = None
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
-        self._begin_round(length)
-
-    def _begin_round(self, length: int | None) -> None:
-        self._local_steps, self._round_length = 0, length
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
         # Where nobody reads its arrays they are let go, so that the center can write
         # over them.
         holds = self._programs.holds_anchor
         self._anchor = anchor if holds else anchor._replace(params=None)
-
-    def _length(self) -> int:
-        """Local steps of the current round."""
-        if self._round_length is None:
-            self._round_length = self._length_of_round(self.exchanges)
-        return self._round_length
-
-    def _length_of_round(self, exchanges: int) -> int:
-        length = check.positive_int(self._period(exchanges), f"period({exchanges})")
-        return int(length)
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Everything that can be wrong with the loop's arrays, before any is sent."""
@@ -521,6 +504,17 @@ class Worker:
                 "local step"
             )
         return self._anchor, self._session
+
+
+def _lengths(period: Any) -> Callable[[int], int]:
+    """Local steps of the round after so many exchanges; each is asked for once."""
+    schedule = rounds.as_schedule(period)
+
+    @functools.lru_cache(maxsize=2)  # this round and the next
+    def length(exchanges: int) -> int:
+        return int(check.positive_int(schedule(exchanges), f"period({exchanges})"))
+
+    return length
 
 
 def _placed(snapshot: Snapshot, like: PyTree) -> Snapshot:

@@ -418,17 +418,11 @@ class Keeper:
 
 def _repeat(record: Record, store: Store) -> None:
     """Applies what had been applied, as it was."""
-    staleness = record.about["staleness"]
-    if not staleness:
-        return
-    leaves, treedef = jax.tree.flatten(store.contribution_like)
-    each = len(leaves)
-    contributions = [
-        jax.tree.unflatten(treedef, record.arrays[i * each : (i + 1) * each])
-        for i in range(len(staleness))
-    ]
-    placed = [store.place(contribution) for contribution in contributions]
-    store.apply(placed, staleness, record.about["weights"])
+    if staleness := record.about["staleness"]:
+        like = [store.contribution_like] * len(staleness)
+        contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
+        placed = [store.place(contribution) for contribution in contributions]
+        store.apply(placed, staleness, record.about["weights"])
 
 
 def _state(
