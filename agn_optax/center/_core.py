@@ -69,6 +69,7 @@ class Core:
       life: of this center; a center that goes on where an earlier process left it, with
         nothing lost, has the same.
       ledger: what it decides by; read it under `atomically` only.
+      observer: called under the lock with every contribution that is applied.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class Core:
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
         self._refusals: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
-        self._observers: list[Callable[[PyTree], None]] = []
+        self.observer: Callable[[PyTree], None] | None = None
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
         self._chief: str | None = None
         self._keeper: Keeper | None = None
         if durability is not None:
-            self._keeper = Keeper(durability, self._changed, self.life)
+            self._keeper = Keeper(durability, rule, self._changed, self.life)
         try:
             if self._keeper is not None:
                 self._go_on(self._keeper, params)
@@ -312,13 +313,6 @@ class Core:
         """Whether as many workers as the barrier wants have come."""
         return self.wait_for(lambda: self.ledger.is_open, timeout)
 
-    # For a site of a tree of centers.
-
-    def observe(self, observer: Callable[[PyTree], None]) -> None:
-        """Has ``observer`` see every contribution that is applied, under the lock."""
-        with self._changed:
-            self._observers.append(observer)
-
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """A version with ``adopted`` in place of ``sent``, and all progress since."""
         with self._changed:
@@ -386,19 +380,18 @@ class Core:
         """Messages have been applied, or dropped."""
         store = self.store
         self.ledger.settle(batch)
-        shows = batch.applies and (self._observers or self._keeper is not None)
+        shows = batch.applies and (self.observer or self._keeper)
         seen = [store.unplace(m.contribution) for m in messages] if shows else []
         exchange = (seen, batch.staleness, batch.weights) if shows else ()
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
-        for observer in self._observers:
+        if self.observer is not None:
             for contribution in seen:
-                observer(contribution)
+                self.observer(contribution)
         adopted = before if self.rule.adopts == "before" else store.current
         for entry, behind, message in zip(
             batch.entries, batch.staleness, messages, strict=True
         ):
-            self._forget(entry.worker)
             adopted.readers += 1
             self._answers[entry.worker] = Answer(
                 entry.sequence, adopted, behind, message.norm, batch.applies, recorded
@@ -430,7 +423,7 @@ class Core:
     def _go_on(self, keeper: Keeper, params: PyTree) -> None:
         """With the center that an earlier process has left."""
         store = keeper.restore(
-            self.rule, self.ledger, params, self._dtype, self._device, self._packs
+            self.ledger, params, self._dtype, self._device, self._packs
         )
         if store is not None:
             self.life = keeper.life
@@ -443,7 +436,7 @@ class Core:
         self._store, self.ledger.version = store, store.current.number
         try:
             if self._keeper is not None:
-                self._keeper.begin(self.rule, self._image)
+                self._keeper.begin(self._image)
         except BaseException:
             self._store, self._chief = None, first
             raise

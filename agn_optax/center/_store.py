@@ -278,10 +278,7 @@ class Store:
         if not self._largest + step < most:
             self._largest = float(self._programs.largest(self.current.params))
         self._largest += step
-        is_bounded = self._largest < most
-        if not is_bounded:
-            self._largest = math.inf
-        return is_bounded
+        return self._largest < most  # else the next one looks again
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""

@@ -79,11 +79,6 @@ class Uplink:
         self._stopped = threading.Event()
         self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
-    @property
-    def exchanges(self) -> int:
-        """With the parent so far."""
-        return self._worker.exchanges
-
     def stop(self, timeout: float = 30.0) -> None:
         """Exchanges once more, if there is something to say, and leaves the parent."""
         self._stopped.set()
@@ -95,8 +90,7 @@ class Uplink:
                 return
             self.ready.set()
             while not self._stopped.is_set():
-                self._core.wait_for(self._has_work, _POLL)
-                if self._steps >= self._period:
+                if self._core.wait_for(lambda: self._steps >= self._period, _POLL):
                     self._exchange()
             if self._steps:
                 self._exchange()
@@ -107,9 +101,6 @@ class Uplink:
             self.ready.set()
             with contextlib.suppress(Exception):
                 self._worker.leave()  # the other sites do not wait for this one
-
-    def _has_work(self) -> bool:
-        return self._steps >= self._period or self._stopped.is_set()
 
     def _begin(self) -> bool:
         """Both centers have parameters, and the site has joined; False: stopped."""
@@ -129,7 +120,7 @@ class Uplink:
         with self._core.atomically():  # its workers may have begun already
             first = self._core.snapshot().params
             self._record = self._parent.rule.record.init(first)
-            self._core.observe(self._observe)
+            self._core.observer = self._observe
         adopted, self._state = self._insist(lambda: self._worker.start(first))
         if not jax.tree.all(jax.tree.map(jnp.array_equal, first, adopted)):
             self._core.shift(adopted, first)

@@ -119,7 +119,7 @@ class Exchanges(RuleBasedStateMachine):
         self.core = Core(
             DOWNPOUR, params, mode=self.mode, lease=self.lease, durability=durability
         )
-        self.core.observe(self.observe)
+        self.core.observer = self.observe
 
     def observe(self, contribution):
         number = int(contribution[0])

@@ -245,9 +245,9 @@ def lives(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def found(durability):
     """The center that the next process finds, and its keeper."""
-    keeper = Keeper(durability, threading.Condition(), "another life")
+    keeper = Keeper(durability, RULE, threading.Condition(), "another life")
     try:
-        yield keeper.restore(RULE, Ledger(), None, None, None, False), keeper
+        yield keeper.restore(Ledger(), None, None, None, False), keeper
     finally:
         keeper.close()
 

@@ -63,7 +63,7 @@ class Site:
         assert self.core.wait_for(
             lambda: self.core.store.current.number >= version, LIMIT
         )
-        assert self.uplink.exchanges == times
+        assert self.uplink._worker.exchanges == times
 
     shifts = 0  # at the beginning
 

@@ -634,7 +634,7 @@ def test_a_tree_of_gradient_sums(serve, connect):
     for _ in range(6):
         params, state = a_step(worker, params, state)
     site.stop()
-    assert site.uplink.exchanges == 1
+    assert site.uplink._worker.exchanges == 1
     # The mean of the site's messages, each a mean gradient of 1.
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):

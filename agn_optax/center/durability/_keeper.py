@@ -139,6 +139,7 @@ class Keeper:
 
     Args:
       durability: what is kept, and where.
+      rule: of the center.
       changed: the center's lock, which is held by whoever calls `begin` and `record`,
         and notified after that. Also notified when more is on disk.
       life: of a new center.
@@ -154,7 +155,11 @@ class Keeper:
     """
 
     def __init__(
-        self, durability: Durability, changed: threading.Condition, life: str
+        self,
+        durability: Durability,
+        rule: Rule,
+        changed: threading.Condition,
+        life: str,
     ) -> None:
         if not isinstance(durability, Snapshots | Journal):
             raise errors.InvalidTypeError(
@@ -169,7 +174,7 @@ class Keeper:
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
-        self._rule: Rule
+        self._rule = rule
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # records so far
@@ -182,18 +187,11 @@ class Keeper:
         self._saver: Future[None] | None = None  # once there is a center
 
     def restore(
-        self,
-        rule: Rule,
-        ledger: Ledger,
-        params: PyTree,
-        dtype: Any,
-        device: Any,
-        packs: bool,
+        self, ledger: Ledger, params: PyTree, dtype: Any, device: Any, packs: bool
     ) -> Store | None:
         """The center that is in the directory; None if there is none. Changes nothing.
 
         Args:
-          rule: which must be the same.
           ledger: which is reminded of the workers.
           params: for their containers and their model, which must be the same.
           dtype: of the center, which must be the same; None for any.
@@ -209,13 +207,13 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        if other := difference(snapshot.about["rule"], rule):
+        if other := difference(snapshot.about["rule"], self._rule):
             raise errors.RuleMismatchError(
                 f"{where} is one of another rule: {other}. Give it the same optimizers "
                 "and settings, or another directory"
             )
-        state = _state(snapshot, rule, params, dtype, where)
-        store = Store.restore(rule, state, device, packs=packs)
+        state = _state(snapshot, self._rule, params, dtype, where)
+        store = Store.restore(self._rule, state, device, packs=packs)
         now = time.monotonic()
         memories = [snapshot.about["ledger"]]
         self._number = snapshot.number
@@ -238,13 +236,13 @@ class Keeper:
         self._saved_size = snapshot.size
         return store
 
-    def begin(self, rule: Rule, image: Callable[[], Image]) -> None:
+    def begin(self, image: Callable[[], Image]) -> None:
         """The center is there; from now on it is kept.
 
         Raises:
           DurabilityError: it cannot be written.
         """
-        self._rule, self._image = rule, image
+        self._image = image
         try:
             with explained(f"cannot write to {self._directory.path}"):
                 self._write_first(self._number)
