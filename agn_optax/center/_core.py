@@ -106,7 +106,7 @@ class Core:
         self._chief: str | None = None
         self._keeper: Keeper | None = None
         if durability is not None:
-            self._keeper = Keeper(durability, rule, self._changed, self.life)
+            self._keeper = Keeper(durability, rule, self._changed)
         try:
             if self._keeper is not None:
                 self._go_on(self._keeper, params)
@@ -425,8 +425,8 @@ class Core:
         store = keeper.restore(
             self.ledger, params, self._dtype, self._device, self._packs
         )
+        self.life = keeper.life
         if store is not None:
-            self.life = keeper.life
             with self._changed:
                 self._begin(store, keeper.chief)
 

@@ -105,11 +105,8 @@ class Worker:
         patience: int | None = None,
         give_up: float = 600.0,
     ) -> None:
-        if not isinstance(center, Center):
-            raise errors.InvalidTypeError(
-                "center must be a center, such as agn_optax.LocalCenter(rule, params), "
-                f"got {check.show(center)}"
-            )
+        such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
+        check.instance(center, Center, f"center must be {such_as}")
         if name is not None and (not isinstance(name, str) or not name):
             raise errors.InvalidTypeError(f"name must be a non-empty str, got {name!r}")
         if patience is not None and patience != 0:
@@ -183,7 +180,7 @@ class Worker:
             check.float_leaves(params, "params")
             # What it raises, it is to raise before others are let in.
             jax.eval_shape(self._programs.start, params, params)
-        self._end()
+        self.leave()
         session = self.center.join(self.name, params, timeout=timeout)
         try:
             if chief:
@@ -285,8 +282,13 @@ class Worker:
         What was not exchanged is lost: call `flush` before, if it matters. A ``with
         worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
-        self._end()
         self._anchor = self._spare = None
+        session, self._session = self._session, None
+        message, self._message = self._message, None
+        if message is not None:
+            message.abandoned.set()  # nobody waits for its answer any more
+        if session is not None:
+            session.leave()
 
     def __enter__(self) -> Worker:
         return self
@@ -356,7 +358,7 @@ class Worker:
         exchanges = int(saved.exchanges)
         self._length(exchanges)  # or it raises before anything changes
         params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
-        self._end()
+        self.leave()
         session = self.center.join(self.name, params)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
@@ -461,18 +463,8 @@ class Worker:
         self._message = None
         self._keep_anchor(answer)
 
-    def _end(self) -> None:
-        """Leaves; nobody waits any more for the answer to a message in flight."""
-        session, self._session = self._session, None
-        message, self._message = self._message, None
-        if message is not None:
-            message.abandoned.set()
-        if session is not None:
-            session.leave()
-
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
         self._session, self._sent, self._local_steps = session, 0, 0
-        self._spare = None
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 

@@ -324,9 +324,7 @@ def test_an_older_center_is_never_the_same(damage, worn, tmp_path):
                 copy = tmp_path / "copy"
                 shutil.copytree(directory, copy)
                 damage(copy / name, rng)
-                keeper = Keeper(
-                    kind(copy), DOWNPOUR, threading.Condition(), "another life"
-                )
+                keeper = Keeper(kind(copy), DOWNPOUR, threading.Condition())
                 try:
                     store = keeper.restore(Ledger(), None, None, None, False)
                 except errors.DurabilityError:

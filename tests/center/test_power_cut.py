@@ -245,7 +245,7 @@ def lives(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def found(durability):
     """The center that the next process finds, and its keeper."""
-    keeper = Keeper(durability, RULE, threading.Condition(), "another life")
+    keeper = Keeper(durability, RULE, threading.Condition())
     try:
         yield keeper.restore(Ledger(), None, None, None, False), keeper
     finally:

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -142,10 +143,9 @@ class Keeper:
       rule: of the center.
       changed: the center's lock, which is held by whoever calls `begin` and `record`,
         and notified after that. Also notified when more is on disk.
-      life: of a new center.
 
     Attributes:
-      life: of the center: another one after something was lost.
+      life: of the center: a new one, unless nothing of the one that was found is lost.
       chief: who initialized the center that was found.
       failure: why nothing is kept any more; "" while all is well.
 
@@ -155,18 +155,14 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        durability: Durability,
-        rule: Rule,
-        changed: threading.Condition,
-        life: str,
+        self, durability: Durability, rule: Rule, changed: threading.Condition
     ) -> None:
         if not isinstance(durability, Snapshots | Journal):
             raise errors.InvalidTypeError(
                 "durability must be Snapshots(...), Journal(...) or None, got "
                 f"{durability!r}"
             )
-        self.life = life
+        self.life = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
         self._durability = durability
