@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import in_background
-from agn_optax.center import Session, Snapshot
+from agn_optax.center import Snapshot
 from agn_optax.worker._programs import Left
 
 PyTree = Any
@@ -30,29 +31,18 @@ class Message:
     center may have applied it.
     """
 
-    sequence: int
+    send: Callable[[], Snapshot]  # returns when the answer is there
     contribution: PyTree
-    anchor_version: Any
-    steps: int
     codec_state: PyTree = None  # once it is sent; where local steps go on, they have it
     answer: Snapshot | None = None
     left: Left | None = None  # None unless local steps go on meanwhile
     flight: Future[Snapshot] | None = None  # its way on a thread of its own
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def send(self, session: Session) -> Snapshot:
-        """The answer, once it is there."""
-        return session.exchange(
-            self.sequence,
-            self.contribution,
-            anchor_version=self.anchor_version,
-            steps=self.steps,
-        )
-
-    def take_off(self, session: Session, give_up: float) -> None:
+    def take_off(self, give_up: float) -> None:
         """Sends in the background until there is an answer, or no hope."""
-        fly = functools.partial(self._fly, session, give_up)
-        self.flight = in_background(fly, f"{session.worker} exchange")
+        fly = functools.partial(self._fly, give_up)
+        self.flight = in_background(fly, "agn-optax exchange")
 
     def land(self) -> Snapshot:
         """Waits for the answer, and raises what the flight did.
@@ -66,13 +56,13 @@ class Message:
             cause = cause.__cause__ or cause.__context__
         return self.flight.result()
 
-    def _fly(self, session: Session, give_up: float) -> Snapshot:
+    def _fly(self, give_up: float) -> Snapshot:
         lost: float | None = None  # since when
         # Whoever leaves before it is computed has left for the center, too.
         jax.block_until_ready(self.contribution)
         while True:
             try:
-                return self.send(session)
+                return self.send()
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:

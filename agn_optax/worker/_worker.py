@@ -367,7 +367,7 @@ class Worker:
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Ends a round."""
-        anchor, session = self._require_start()
+        anchor, _ = self._require_start()
         self._check_loop(params, state)
         message = self._message
         if message is None and self.overlap and self.exchanges > 0:
@@ -379,7 +379,7 @@ class Worker:
             message = self._message = self._new_message(contribution, codec_state)
         if message.answer is None:
             try:
-                message.answer = message.send(session)
+                message.answer = message.send()
             except errors.CenterUnreachableError as error:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
@@ -398,9 +398,15 @@ class Worker:
         return params, state
 
     def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
-        return Message(
-            self._sent + 1, contribution, self.version, self._local_steps, codec_state
+        anchor, session = self._require_start()
+        send = functools.partial(
+            session.exchange,
+            self._sent + 1,
+            contribution,
+            anchor_version=anchor.version,
+            steps=self._local_steps,
         )
+        return Message(send, contribution, codec_state)
 
     @property
     def _in_flight(self) -> bool:
@@ -424,14 +430,13 @@ class Worker:
 
     def _take_off(self, message: Message, left: Left) -> None:
         """A round begins while a message is in flight."""
-        _, session = self._require_start()
         message.left, self._message = left, message
         self._local_steps = 0
-        message.take_off(session, self._give_up)
+        message.take_off(self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
-        (anchor, session), message = self._require_start(), self._message
+        (anchor, _), message = self._require_start(), self._message
         assert message is not None
         assert message.left is not None
         self._check_loop(params, state)
@@ -439,7 +444,7 @@ class Worker:
             answer = message.land()
         except errors.CenterUnreachableError:
             # It may have been applied, so no other message may take its place.
-            message.take_off(session, self._give_up)
+            message.take_off(self._give_up)
             raise
         except Exception:
             self._message = None  # it is lost, and local steps may go on

@@ -225,11 +225,11 @@ class Directory:
 
     @contextlib.contextmanager
     def _reading(self, path: pathlib.Path) -> Iterator[int]:
-        with explained(f"cannot read {path}"), _opening(path, os.O_RDONLY) as file:
-            try:
+        try:
+            with explained(f"cannot read {path}"), _opening(path, os.O_RDONLY) as file:
                 yield file
-            except _records.DamagedError as error:
-                raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
+        except _records.DamagedError as error:
+            raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
 
 
 @contextlib.contextmanager
@@ -247,8 +247,6 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, errors.AgnOptaxError):
-            raise
         raise errors.DurabilityError(f"{what}: {error}") from error
 
 
