@@ -14,7 +14,7 @@ and where local steps go on meanwhile
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,23 +36,11 @@ class Left(NamedTuple):
     steps: jax.Array  # int32: local steps that it was made of
 
 
-class Programs(NamedTuple):
-    """Of all workers with one rule and one inner optimizer."""
-
-    tx: optax.GradientTransformationExtraArgs
-    recovers: bool  # whether a contribution tells the parameters that it was made of
-    holds_anchor: bool  # whether contributions read the anchor, and the state has none
-    start: Callable[..., tuple[PyTree, LocalState]]
-    contribute: Callable[..., tuple[PyTree, PyTree]]
-    adopt: Callable[..., tuple[PyTree, LocalState]]
-    depart: Callable[..., tuple[PyTree, Left, LocalState]]
-    stay: Callable[..., tuple[Left, LocalState]]
-    land: Callable[..., tuple[PyTree, LocalState]]
-
-
 @functools.lru_cache(maxsize=32)
-def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
-    """The programs of a rule's workers; nothing compiles before it is called.
+def programs(rule: Rule, inner: optax.GradientTransformation) -> SimpleNamespace:
+    """Those of all workers with one rule and one inner optimizer.
+
+    Nothing compiles before it is called.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
@@ -61,6 +49,7 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
     # Only a penalty reads the anchor at every step, and then it travels with the state.
     # For a contribution the worker holds on to the snapshot, which costs no copy.
     keep_anchor = rule.penalty is not None
+    # Whether a contribution tells the parameters that it was made of.
     recovers = rounds.recovers(rule)
 
     def init(params: PyTree) -> LocalState:
@@ -117,9 +106,10 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> Programs:
         params = rounds.adopt_late(rule, params, sent, center)
         return params, rounds.move_anchor(state, center)
 
-    return Programs(
+    return SimpleNamespace(
         tx=optax.GradientTransformationExtraArgs(init, update),
         recovers=recovers,
+        # Whether contributions read the anchor, and the state has none.
         holds_anchor=rule.needs_anchor and not keep_anchor,
         start=jax.jit(start),
         contribute=jax.jit(functools.partial(rounds.contribute, rule)),

@@ -22,7 +22,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center import Center, Session, Snapshot
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message
-from agn_optax.worker._programs import Left, Programs, programs
+from agn_optax.worker._programs import Left, programs
 
 PyTree = Any
 
@@ -113,9 +113,9 @@ class Worker:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
-        self._programs: Programs = programs(center.rule, inner)
+        self._programs = programs(center.rule, inner)
         self.center = center
-        self.tx = self._programs.tx
+        self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.exchanges = 0
         self.dropped = 0

@@ -87,11 +87,11 @@ def test_an_answer_that_could_not_be_adopted_is_not_asked_for_again(
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker, "_programs", programs._replace(adopt=interrupted))
-    with pytest.raises(KeyboardInterrupt):
-        worker.exchange(params, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "adopt", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.exchange(params, state)
     assert center.version == 1
-    monkeypatch.setattr(worker, "_programs", programs)
     worker.exchange(params, state)
     assert center.version == worker.exchanges == 1
     assert_identical(center.pull().params, expected.pull().params)
