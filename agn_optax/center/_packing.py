@@ -53,8 +53,8 @@ class Packing:
 
     def keep(self, params: PyTree) -> Packed:
         """A packed copy of parameters, in arrays of JAX."""
-        leaves = jax.tree.leaves(params)
-        return Packed(*(_owned(self._part(number, leaves)) for number in (0, 1)))
+        leaves, dtype = jax.tree.leaves(params), self._dtype
+        return Packed(*(_owned(self._part(n, leaves, dtype)) for n in (0, 1)))
 
     def holds(self, contribution: PyTree) -> bool:
         """Whether it came packed, as the center is, and not as a tree."""
@@ -66,13 +66,11 @@ class Packing:
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         dtypes = {leaf.dtype for leaf in leaves}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
-        return Packed(*(self._part(number, leaves, dtype) for number in (0, 1)))
+        return Packed(*(self._part(n, leaves, dtype) for n in (0, 1)))
 
-    def _part(
-        self, number: int, leaves: Sequence[Any], dtype: Any = None
-    ) -> np.ndarray:
-        """One of the arrays that `pack` returns, in a dtype; None is the packing's."""
-        part = np.zeros(self.shapes[number], dtype or self._dtype)
+    def _part(self, number: int, leaves: Sequence[Any], dtype: Any) -> np.ndarray:
+        """One of the two arrays, by its number."""
+        part = np.zeros(self.shapes[number], dtype)
         for leaf, (own, place) in zip(leaves, self._places, strict=True):
             if own == number:
                 part[place] = np.asarray(leaf).reshape(-1)
