@@ -109,9 +109,9 @@ def connect(
         centers = []
         for each in addresses:
             connection = Connection(each, timeout, tls, credentials)
+            made.callback(connection.close)
             remote = Remote(connection, rule, ways)
-            center = RemoteCenter(remote, like if is_whole else None)
-            centers.append(made.enter_context(center))
+            centers.append(RemoteCenter(remote, like if is_whole else None))
         made.pop_all()
     return centers[0] if is_whole else ShardedCenter(centers, like=like)
 
@@ -135,13 +135,9 @@ class RemoteCenter:
         self._connection = remote.connection
         self._remote = remote
         self._sessions: dict[str, RemoteSession] = {}
-        try:
-            remote.describe()
-            beats = functools.partial(_beat, weakref.ref(self), self._connection)
-            in_background(beats, "agn-optax heartbeat", lasting=True)
-        except BaseException:
-            self.close()
-            raise
+        remote.describe()
+        beats = functools.partial(_beat, weakref.ref(self), self._connection)
+        in_background(beats, "agn-optax heartbeat", lasting=True)
         _open_centers.add(self)
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 
 from agn_optax import errors
+from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._tls import Tls
@@ -295,11 +296,8 @@ class _Watchdog:
         """Cancels ``link`` if it is late."""
         with self._changed:
             if not self._runs:
-                thread = threading.Thread(
-                    target=self._run, name="agn-optax watchdog", daemon=True
-                )
-                thread.start()  # if there can be one more
-                self._runs = True
+                in_background(self._run, "agn-optax watchdog", lasting=True)
+                self._runs = True  # if there could be one more thread
             self._watched.add(link)
             if link.deadline < self._looks:
                 self._changed.notify()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
@@ -162,15 +161,10 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
-    def answer_in(
-        self, said: pb.Frame, link: Link
-    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """The center as a worker gets it back: what is said of it, and its arrays."""
-        return self._version_in(said, link, self.travels().answer)
-
-    def _version_in(
+    def version_in(
         self, said: pb.Frame, link: Link, schema: Schema
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """A version as it came: what is said of it, and its arrays."""
         if not said.HasField("snapshot"):
             raise errors.ProtocolError("a snapshot was expected, got another packet")
         if said.snapshot.schema_hash != schema.hash:
@@ -210,7 +204,7 @@ class Remote:
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
-            return self._version_in(said, link, self.travels().center)
+            return self.version_in(said, link, self.travels().center)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""
@@ -230,7 +224,7 @@ class Remote:
 
     def _call(self, begin: Callable[[Iterator[bytes]], Any]) -> GrpcLink:
         """A call that ``begin(messages)`` begins, and that is made once."""
-        return GrpcLink(begin, self.address, Buffers(keeps=False))
+        return GrpcLink(begin, self.address, Buffers())
 
     def dial(self) -> Link:
         """A way to the center, for a worker's exchanges: the first that works.
@@ -280,6 +274,5 @@ class Remote:
 
 
 def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):  # as most are; the other way takes ten times longer
-        return leaf.aval
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    # As most are; the other way takes ten times longer.
+    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)

@@ -191,8 +191,9 @@ class RemoteSession(Session):
             link = self._open()
         if self._sent_over is not link:
             with self._living(), self._remote.connection.watching(link):
-                link.expect(self._remote.travels().answer)
-                link.send(Parcel(pb.Frame(message=message), schema, arrays))
+                wanted = self._remote.travels().answer.size
+                frame = pb.Frame(message=message)
+                link.send(Parcel(frame, schema, arrays, wanted=wanted))
             self._sent_over = link
         return link
 
@@ -203,7 +204,8 @@ class RemoteSession(Session):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     return None
-            answer = self._remote.answer_in(said, link)
+            schema = self._remote.travels().answer
+            answer = self._remote.version_in(said, link, schema)
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 

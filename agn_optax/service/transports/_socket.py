@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 
 from agn_optax import errors
 from agn_optax.service import _address, _status
@@ -55,8 +55,6 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     where = target.offer.address
     with contextlib.ExitStack() as closing:
         if where.startswith("unix:"):
-            if not HAS_NAMES:
-                raise OSError("this system has no names of Unix sockets")
             end = closing.enter_context(socket.socket(socket.AF_UNIX))
             end.settimeout(_DIALLING)
             end.connect("\0" + where.removeprefix("unix:"))
@@ -70,7 +68,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
             name = "localhost"  # as gRPC has it, of a Unix socket
             if not target.address.startswith("unix:"):
                 name = _address.host(target.address)
-            end = tls.client_context().wrap_socket(end, server_hostname=name)
+            end = tls.context(serves=False).wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
         line = bytearray()
@@ -198,8 +196,6 @@ class SocketListener(_transport.Listener):
 
     def close(self, timeout: float) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             accepted = list(self._accepted.values())
         shut(self._listening)
@@ -318,7 +314,6 @@ class Accepted(Reader):
       end: the socket.
       buffers: to receive in.
       listener: that has it, and knows what is on its way to the worker.
-      receive: as of any `Reader`; None for what comes over the socket.
     """
 
     def __init__(
@@ -326,19 +321,11 @@ class Accepted(Reader):
         end: socket.socket,
         buffers: Buffers,
         listener: _transport.Listener,
-        receive: Callable[[memoryview], int] | None = None,
     ) -> None:
-        super().__init__(receive or end.recv_into, buffers)
+        super().__init__(end.recv_into, buffers)
         self._end = end
         self._listener = listener
-        self._gone: Future[None] = Future()  # has a result when the worker is
-
-    def control(self) -> pb.Frame | None:
-        """The control part of the next packet; None when the worker is gone."""
-        try:
-            return super().control()
-        except ConnectionError:
-            return None
+        self._gone: Future[None] = Future()  # is cancelled when the worker is
 
     # As the context of a gRPC call.
 
@@ -362,17 +349,16 @@ class Accepted(Reader):
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel."""
         with parcel, self._listener.sending(self.cancel) as moved:
-            pieces = parcel.pieces(in_memory=self.shares(parcel))
+            pieces = self.pieces(parcel)
             try:
                 send(self._end, pieces, moved)
             except errors.AgnOptaxError as error:  # of parcel.until
                 # Nothing can be said within a packet; the next connection will hear it.
                 raise ConnectionAbortedError from error
 
-    def shares(self, parcel: Parcel) -> bool:
-        """Whether a parcel's buffer lies in shared memory by now."""
-        del parcel
-        return False
+    def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
+        """What goes over the socket of a parcel."""
+        return parcel.pieces()
 
     def refuse(self, refused: pb.Refused) -> None:
         """Says why the connection ends, and ends it."""
@@ -388,9 +374,8 @@ class Accepted(Reader):
         shut(self._end)
 
     def finish(self) -> None:
-        """The worker is gone, or about to."""
-        with contextlib.suppress(InvalidStateError):  # somebody else has said so
-            self._gone.set_result(None)
+        """The worker is gone, or about to; more than one thread may say so."""
+        self._gone.cancel()
 
 
 # Both ends.
@@ -511,7 +496,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
             )
         _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
         return None
-    context = None if place.tls is None else place.tls.server_context()
+    context = None if place.tls is None else place.tls.context(serves=True)
     if not place.address.startswith("unix:"):
         return SocketListener(servicer, listening_at(place), context)
     if place.direct_address is not None:

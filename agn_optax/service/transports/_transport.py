@@ -29,7 +29,6 @@ from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
-from agn_optax.service.wire._schema import Schema
 
 
 class Place(NamedTuple):
@@ -172,9 +171,6 @@ class Link(Reader, abc.ABC):
         self.deadline = math.inf
         self.is_late = False
         self.instead_of: set[str] = set()
-
-    def expect(self, schema: Schema) -> None:
-        """The next parcel asks for a buffer of ``schema`` in return."""
 
     @abc.abstractmethod
     def send(self, parcel: Parcel) -> None:
