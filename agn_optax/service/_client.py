@@ -98,10 +98,7 @@ def connect(
         raise errors.InvalidArgumentError(
             f"one address or several different ones expected, got {addresses}"
         )
-    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise errors.InvalidArgumentError(
-            f"timeout must be a positive number of seconds, got {timeout!r}"
-        )
+    check.seconds(timeout, "timeout", positive=True)
     _tls.check(tls, credentials, insecure, *addresses)
     ways = named(transports)
     is_whole = len(addresses) == 1

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -22,8 +22,10 @@ from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import Link
 from agn_optax.service.wire._packets import nothing
+
+if TYPE_CHECKING:
+    from agn_optax.service.transports import Link
 
 T = TypeVar("T")
 

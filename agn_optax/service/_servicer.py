@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
@@ -60,14 +61,13 @@ class Servicer:
         lease = core.ledger.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._idle = threading.Condition()
         self._busy = 0  # exchanges that are being applied and answered
         self._talking = 0  # and those whose message is still coming
         # Around a large message and the copy of its answer, which the next one's move
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        self._traffic: dict[str, _Traffic] = {}
+        self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
         self._travelling: _trees.Travelling | None = None  # once there are parameters
         self._packed = False  # whether the center's arrays are the wire's buffer
         # Kinds of messages that there are programs for.
@@ -166,8 +166,6 @@ class Servicer:
             silence=self._silence,
             cut=context.cancel,
         )
-        with self._lock:
-            self._traffic.setdefault(join.worker, _Traffic())
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -201,8 +199,7 @@ class Servicer:
         """Who is there."""
         version, members, waiting = self.core.members()
         now = time.monotonic()
-        with self._lock:
-            traffic = {n: dataclasses.asdict(t) for n, t in self._traffic.items()}
+        traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         schema = self.schema()
         leaves = () if schema is None else schema.leaves
         return pb.StatusReply(
@@ -270,10 +267,21 @@ class Servicer:
         traffic = self._traffic[session.worker]
         with self._counting("_talking"), ExitStack() as busy:
             answer = yield from self._settled(session, message, reader, busy)
-            if answer.norm is not None:
-                traffic.norm = float(answer.norm)
-            with self.core.reading(answer.version):
-                parcel = self._answer(session, answer)
+            norm = None if answer.norm is None else float(answer.norm)
+            traffic.norm = traffic.norm if norm is None else norm
+            with self.core.reading(answer.version) as version:
+                parcel = self._parcel(
+                    version,
+                    self._travels().answer,
+                    staleness=answer.staleness,
+                    norm=norm,
+                    applied=answer.applied,
+                    sequence=answer.sequence,
+                )
+                if answer.recorded:
+                    # A part of an answer is none: the rest may travel while the disk is
+                    # busy.
+                    parcel.until = functools.partial(session.wait_until_kept, answer)
                 traffic.bytes_sent += parcel.nbytes
                 yield parcel
 
@@ -326,7 +334,7 @@ class Servicer:
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
         """One more ``what``, meanwhile."""
-        with self._lock:
+        with self._idle:
             setattr(self, what, getattr(self, what) + 1)
         try:
             yield
@@ -358,20 +366,6 @@ class Servicer:
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))
-
-    def _answer(self, session: LocalSession, answer: Answer) -> Parcel:
-        parcel = self._parcel(
-            answer.version,
-            self._travels().answer,
-            staleness=answer.staleness,
-            norm=None if answer.norm is None else float(answer.norm),
-            applied=answer.applied,
-            sequence=answer.sequence,
-        )
-        if answer.recorded:
-            # A part of an answer is none: the rest may travel while the disk is busy.
-            parcel.until = functools.partial(session.wait_until_kept, answer)
-        return parcel
 
     def _parcel(self, version: Version, schema: Schema, **said: Any) -> Parcel:
         """A version as it is sent: views of it where that is possible."""

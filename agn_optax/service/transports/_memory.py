@@ -13,7 +13,6 @@ import mmap
 import os
 import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -291,10 +290,7 @@ def attach(descriptor: int, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray:
-    if sys.version_info >= (3, 13):  # before, it kept a descriptor of its own
-        mapping = mmap.mmap(descriptor, size, trackfd=False)
-    else:
-        mapping = mmap.mmap(descriptor, size)
+    mapping = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # a hint only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

@@ -13,6 +13,7 @@ import select
 import socket
 import ssl
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     """
     if target.offer is None:
         raise OSError("the center offers none")
-    where = target.offer.address
+    where, center = target.offer.address, target.connection.address
     with contextlib.ExitStack() as closing:
         if where.startswith("unix:"):
             end = closing.enter_context(socket.socket(socket.AF_UNIX))
@@ -60,14 +61,14 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
             end.connect("\0" + where.removeprefix("unix:"))
         else:
             # Under the name by which this worker knows the center.
-            host, port = _address.host(target.address), int(where.rpartition(":")[2])
+            host, port = _address.host(center), int(where.rpartition(":")[2])
             end = socket.create_connection((host, port), timeout=_DIALLING)
             closing.enter_context(end)
         tune(end)
         if tls is not None:
             name = "localhost"  # as gRPC has it, of a Unix socket
-            if not target.address.startswith("unix:"):
-                name = _address.host(target.address)
+            if not center.startswith("unix:"):
+                name = _address.host(center)
             end = tls.context(serves=False).wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
@@ -177,6 +178,7 @@ class SocketListener(_transport.Listener):
         self._listening = listening
         self._context = context
         self._accepted: dict[int, Accepted] = {}  # by file descriptor
+        self._lock = threading.Lock()
         self._closed = False
         bound = listening.getsockname()
         if listening.family == getattr(socket, "AF_UNIX", None):
@@ -254,9 +256,6 @@ class SocketListener(_transport.Listener):
     def _forget(self, number: int) -> None:
         with self._lock:
             self._accepted.pop(number, None)
-            if self._watch is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    self._watch.unregister(number)
 
     def _greets(self, end: socket.socket) -> bool:
         """Whether it is a worker's that knows the key, and may come."""
@@ -511,9 +510,10 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connected, and greeted."""
-    if target.is_encrypted and target.tls is None:
+    tls = target.connection.tls
+    if target.connection.is_encrypted and tls is None:
         raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
-    return SocketLink(dialled(target, target.tls), target.buffers)
+    return SocketLink(dialled(target, tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)
