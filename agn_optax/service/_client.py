@@ -113,7 +113,7 @@ def connect(
     return centers[0] if is_whole else ShardedCenter(centers, like=like)
 
 
-class RemoteCenter:
+class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     """A center on the other side of a gRPC connection; made by `connect`.
 
     Its methods may be called from any thread. A call that finds nobody is tried again,
@@ -215,9 +215,6 @@ class RemoteCenter:
             self._connection.close()
             for session in list(self._sessions.values()):  # who have joined meanwhile
                 session.disconnect()
-
-    def __enter__(self) -> RemoteCenter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -47,7 +47,7 @@ class Connection:
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
-      is_encrypted: whether it is, by ``tls`` or other credentials.
+      credentials: of gRPC, made of ``tls`` or given; None for plain text.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self.is_encrypted = credentials is not None
-        self._credentials = credentials
+        self.credentials = credentials
         self._lock = threading.Lock()
         self._channel: Any = None
         self._closed = threading.Event()
@@ -189,9 +188,9 @@ class Connection:
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        if self._credentials is None:
+        if self.credentials is None:
             return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(self.address, self._credentials, options)
+        return grpc.secure_channel(self.address, self.credentials, options)
 
     def _renew(self) -> None:
         """Calls begin on a new channel, if nothing came over any link for too long.

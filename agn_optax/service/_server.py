@@ -30,7 +30,7 @@ _LOOK = 0.2  # seconds between two looks at what still runs
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """A running center service, as `serve` returns it. Also a context manager.
 
     Attributes:
@@ -92,9 +92,6 @@ class Server:
                 listener.close(timeout=5.0)
             self._stopped.set()
             atexit.unregister(self.stop)
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()

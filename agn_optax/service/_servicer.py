@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -68,8 +68,6 @@ class Servicer:
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
         self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
-        self._travelling: _trees.Travelling | None = None  # once there are parameters
-        self._packed = False  # whether the center's arrays are the wire's buffer
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
@@ -137,7 +135,7 @@ class Servicer:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
         with self.core.reading(kept=True) as version:
-            parcel = self._parcel(version, self._travels().center, applied=True)
+            parcel = self._parcel(version, self._travels.center, applied=True)
         yield parcel
 
     def exchange(self, reader: Reader, context: Any) -> Iterator[Parcel]:
@@ -232,19 +230,22 @@ class Servicer:
 
     def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""
-        return self._travels().center if self.core.is_initialized else None
+        return self._travels.center if self.core.is_initialized else None
 
+    @functools.cached_property
     def _travels(self) -> _trees.Travelling:
         """In which form center and messages travel.
 
         Raises:
           NotInitializedError: the center has no parameters.
         """
-        if self._travelling is None:
-            store = self.core.store
-            self._packed = store.packing is not None and _trees.in_order(store.like)
-            self._travelling = _trees.travelling(self.core.rule, store.like)
-        return self._travelling
+        return _trees.travelling(self.core.rule, self.core.store.like)
+
+    @functools.cached_property
+    def _packed(self) -> bool:
+        """Whether the center's arrays are the wire's buffer."""
+        store = self.core.store
+        return store.packing is not None and _trees.in_order(store.like)
 
     def _schema_of(self, message: pb.Message) -> Schema:
         """Of the contribution that a message announces."""
@@ -253,7 +254,7 @@ class Servicer:
                 f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
                 "environment"
             )
-        schema = self._travels().message.cast(message.dtype)
+        schema = self._travels.message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 "the message is of another tree than the center's; the worker must "
@@ -272,7 +273,7 @@ class Servicer:
             with self.core.reading(answer.version) as version:
                 parcel = self._parcel(
                     version,
-                    self._travels().answer,
+                    self._travels.answer,
                     staleness=answer.staleness,
                     norm=norm,
                     applied=answer.applied,
@@ -305,8 +306,11 @@ class Servicer:
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
         )
-        if schema.hash not in self._compiled:  # it may take minutes
-            yield from self._first(submit)
+        if schema.hash not in self._compiled:  # its programs may take minutes
+            submitted = in_background(submit, "agn-optax first exchange")
+            while wait([submitted], WAITING_INTERVAL).not_done:
+                yield _WAITING
+            submitted.result()
             self._compiled.add(schema.hash)
         elif self._packed and schema.size >= _LEAST_COPIED:
             while not self._turn.acquire(timeout=WAITING_INTERVAL):
@@ -323,13 +327,6 @@ class Servicer:
         while (answer := session.answer(message.sequence, WAITING_INTERVAL)) is None:
             yield _WAITING
         return answer
-
-    def _first(self, submit: Callable[[], None]) -> Iterator[Parcel]:
-        """The first exchange of its kind, for which programs are compiled."""
-        submitted = in_background(submit, "agn-optax first exchange")
-        while wait([submitted], WAITING_INTERVAL).not_done:
-            yield _WAITING
-        submitted.result()
 
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
@@ -358,7 +355,7 @@ class Servicer:
         While the version itself were being sent, others could not move the center in
         place. The copy takes less time than the fresh memory that a next version needs.
         """
-        if schema.hash != self._travels().center.hash or answer.recorded:
+        if schema.hash != self._travels.center.hash or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
         with self.core.reading(answer.version) as version:
             # Until then the message is still being read.

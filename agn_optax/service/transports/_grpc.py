@@ -161,14 +161,11 @@ def _check_free(address: str) -> None:
     if not address.startswith("unix:"):
         return
     path = address.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return
-    raise errors.InvalidArgumentError(
-        f"cannot listen at {address}: another server does"
-    )
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        raise errors.InvalidArgumentError(
+            f"cannot listen at {address}: another server does"
+        )
 
 
 def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:

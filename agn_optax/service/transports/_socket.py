@@ -316,10 +316,7 @@ class Accepted(Reader):
     """
 
     def __init__(
-        self,
-        end: socket.socket,
-        buffers: Buffers,
-        listener: _transport.Listener,
+        self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
     ) -> None:
         super().__init__(end.recv_into, buffers)
         self._end = end
@@ -511,7 +508,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connected, and greeted."""
     tls = target.connection.tls
-    if target.connection.is_encrypted and tls is None:
+    if target.connection.credentials is not None and tls is None:
         raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
     return SocketLink(dialled(target, tls), target.buffers)
 

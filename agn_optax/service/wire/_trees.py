@@ -31,19 +31,12 @@ def schema_of(tree: PyTree) -> Schema:
     Containers of other types than dict, list and tuple count as dicts of their
     children's names: that is what those build who do not know the types.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    plan = plan_of(treedef)
-    return Schema(
-        [
-            Leaf(
-                path,
-                jnp.result_type(leaves[place]).name,
-                tuple(jnp.shape(leaves[place])),
-            )
-            for path, place in zip(plan.paths, plan.places, strict=True)
-        ],
-        plan.structure,
-    )
+    plan = plan_of(jax.tree.structure(tree))
+    leaves = [
+        Leaf(path, jnp.result_type(leaf).name, jnp.shape(leaf))
+        for path, leaf in zip(plan.paths, wire_leaves(tree), strict=True)
+    ]
+    return Schema(leaves, plan.structure)
 
 
 class Travelling(NamedTuple):
