@@ -54,10 +54,9 @@ def check(address: Any) -> str:
         raise errors.InvalidTypeError(wanted)
     if address.startswith("unix:") and len(address) > len("unix:"):
         return address
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdigit() and int(port) < 1 << 16):
-        raise errors.InvalidArgumentError(wanted)
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+    host, _, port = address.rpartition(":")
+    is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
+    if not (host and is_host and port.isdigit() and int(port) < 1 << 16):
         raise errors.InvalidArgumentError(wanted)
     return address
 

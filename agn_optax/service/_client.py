@@ -98,10 +98,7 @@ def connect(
         raise errors.InvalidArgumentError(
             f"one address or several different ones expected, got {addresses}"
         )
-    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise errors.InvalidArgumentError(
-            f"timeout must be a positive number of seconds, got {timeout!r}"
-        )
+    check.seconds(timeout, "timeout", positive=True)
     _tls.check(tls, credentials, insecure, *addresses)
     ways = named(transports)
     is_whole = len(addresses) == 1
@@ -109,14 +106,14 @@ def connect(
         centers = []
         for each in addresses:
             connection = Connection(each, timeout, tls, credentials)
+            made.callback(connection.close)
             remote = Remote(connection, rule, ways)
-            center = RemoteCenter(remote, like if is_whole else None)
-            centers.append(made.enter_context(center))
+            centers.append(RemoteCenter(remote, like if is_whole else None))
         made.pop_all()
     return centers[0] if is_whole else ShardedCenter(centers, like=like)
 
 
-class RemoteCenter:
+class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     """A center on the other side of a gRPC connection; made by `connect`.
 
     Its methods may be called from any thread. A call that finds nobody is tried again,
@@ -135,13 +132,9 @@ class RemoteCenter:
         self._connection = remote.connection
         self._remote = remote
         self._sessions: dict[str, RemoteSession] = {}
-        try:
-            remote.describe()
-            beats = functools.partial(_beat, weakref.ref(self), self._connection)
-            in_background(beats, "agn-optax heartbeat", lasting=True)
-        except BaseException:
-            self.close()
-            raise
+        remote.describe()
+        beats = functools.partial(_beat, weakref.ref(self), self._connection)
+        in_background(beats, "agn-optax heartbeat", lasting=True)
         _open_centers.add(self)
 
     @property
@@ -222,9 +215,6 @@ class RemoteCenter:
             self._connection.close()
             for session in list(self._sessions.values()):  # who have joined meanwhile
                 session.disconnect()
-
-    def __enter__(self) -> RemoteCenter:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

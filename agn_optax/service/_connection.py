@@ -13,16 +13,19 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from agn_optax import errors
+from agn_optax._internal import in_background
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import Link
 from agn_optax.service.wire._packets import nothing
+
+if TYPE_CHECKING:
+    from agn_optax.service.transports import Link
 
 T = TypeVar("T")
 
@@ -44,7 +47,7 @@ class Connection:
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
-      is_encrypted: whether it is, by ``tls`` or other credentials.
+      credentials: of gRPC, made of ``tls`` or given; None for plain text.
     """
 
     def __init__(
@@ -60,8 +63,7 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self.is_encrypted = credentials is not None
-        self._credentials = credentials
+        self.credentials = credentials
         self._lock = threading.Lock()
         self._channel: Any = None
         self._closed = threading.Event()
@@ -186,9 +188,9 @@ class Connection:
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        if self._credentials is None:
+        if self.credentials is None:
             return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(self.address, self._credentials, options)
+        return grpc.secure_channel(self.address, self.credentials, options)
 
     def _renew(self) -> None:
         """Calls begin on a new channel, if nothing came over any link for too long.
@@ -295,11 +297,8 @@ class _Watchdog:
         """Cancels ``link`` if it is late."""
         with self._changed:
             if not self._runs:
-                thread = threading.Thread(
-                    target=self._run, name="agn-optax watchdog", daemon=True
-                )
-                thread.start()  # if there can be one more
-                self._runs = True
+                in_background(self._run, "agn-optax watchdog", lasting=True)
+                self._runs = True  # if there could be one more thread
             self._watched.add(link)
             if link.deadline < self._looks:
                 self._changed.notify()

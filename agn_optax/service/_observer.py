@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from agn_optax.service._tls import Tls
 T = TypeVar("T")
 
 
-class Observer:
+class Observer(contextlib.AbstractContextManager["Observer"]):
     """A connection to a center for whoever watches. Also a context manager.
 
     A call that finds nobody is not tried again; the next one may find somebody.
@@ -89,9 +90,6 @@ class Observer:
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
-
-    def __enter__(self) -> Observer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

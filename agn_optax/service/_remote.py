@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from agn_optax import errors
@@ -49,6 +47,8 @@ class Remote:
       address: of it.
       travelling: see `travels`; None until somebody has initialized it.
       description: what it said of itself last.
+      useless: transports that are not tried again in this life of the center: they did
+        not work when a worker joined by another one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Remote:
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # of the center's transports
-        self._useless: set[str] = set()  # those that are not tried again
+        self.useless: set[str] = set()
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
 
@@ -99,7 +99,7 @@ class Remote:
         self.description = said
         offers = {offer.transport: offer for offer in said.offers}
         if offers != self._offers:  # it was started anew
-            self._offers, self._useless = offers, set()
+            self._offers, self.useless = offers, set()
         if said.HasField("schema"):
             schema = _trees.from_proto(said.schema)
             known = self.travelling
@@ -162,15 +162,10 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
-    def answer_in(
-        self, said: pb.Frame, link: Link
-    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """The center as a worker gets it back: what is said of it, and its arrays."""
-        return self._version_in(said, link, self.travels().answer)
-
-    def _version_in(
+    def version_in(
         self, said: pb.Frame, link: Link, schema: Schema
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """A version as it came: what is said of it, and its arrays."""
         if not said.HasField("snapshot"):
             raise errors.ProtocolError("a snapshot was expected, got another packet")
         if said.snapshot.schema_hash != schema.hash:
@@ -206,11 +201,11 @@ class Remote:
     def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """One version of the center, in one attempt."""
         request = iter([pb.PullRequest(wait=wait).SerializeToString()])
-        link = self._call(lambda _: self.connection.stream("Pull", request))
+        link = GrpcLink(self.connection, "Pull", Buffers(), request)
         with self.connection.watching(link):
             while (said := link.control()).HasField("waiting"):
                 pass
-            return self._version_in(said, link, self.travels().center)
+            return self.version_in(said, link, self.travels().center)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""
@@ -220,7 +215,7 @@ class Remote:
         )
 
         def attempt() -> None:
-            link = self._call(functools.partial(self.connection.stream, "Initialize"))
+            link = GrpcLink(self.connection, "Initialize", Buffers())
             with self.connection.watching(link):
                 link.send(Parcel(pb.Frame(start=start), schema, arrays))
                 link.end()
@@ -228,37 +223,28 @@ class Remote:
         self.connection.retry(attempt)
         self.describe()
 
-    def _call(self, begin: Callable[[Iterator[bytes]], Any]) -> GrpcLink:
-        """A call that ``begin(messages)`` begins, and that is made once."""
-        return GrpcLink(begin, self.address, Buffers(keeps=False))
-
-    def dial(self) -> Link:
+    def dial(self) -> tuple[Link, set[str]]:
         """A way to the center, for a worker's exchanges: the first that works.
+
+        Returns:
+          A link, and the names of the transports that did not work before.
 
         Raises:
           CenterUnreachableError: none of the transports works.
         """
         failed: dict[str, OSError] = {}
         for transport in self._transports:
-            if transport.name in self._useless:
+            if transport.name in self.useless:
                 continue
-            target = Target(
-                self.address,
-                self._offers.get(transport.name),
-                self.connection.tls,
-                self.connection.is_encrypted,
-                self._buffers,
-                self.connection.stream,
-            )
+            offer = self._offers.get(transport.name)
             try:
-                link = transport.dial(target)
+                link = transport.dial(Target(self.connection, offer, self._buffers))
             except OSError as error:
                 failed[transport.name] = error
             else:
                 if failed:
                     _log.info("%s: not by %s", self.address, failed)
-                link.instead_of = set(failed)
-                return link
+                return link, set(failed)
             if len(failed) == 1:  # it may have been started anew, somewhere else
                 known = self._offers
                 self._learn(self.connection.describe())
@@ -270,16 +256,7 @@ class Remote:
             f"{why or 'none of the transports works there'}"
         )
 
-    def works_by(self, link: Link) -> None:
-        """A worker has joined over a link.
-
-        What did not work while another transport did is not tried again in this life of
-        the center.
-        """
-        self._useless |= link.instead_of
-
 
 def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):  # as most are; the other way takes ten times longer
-        return leaf.aval
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    # As most are; the other way takes ten times longer.
+    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)

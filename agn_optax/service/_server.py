@@ -21,7 +21,7 @@ from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import TRANSPORTS, Listener, Place
+from agn_optax.service.transports import Listener, Place, named
 from agn_optax.worker import Uplink
 
 PyTree = Any
@@ -30,7 +30,7 @@ _LOOK = 0.2  # seconds between two looks at what still runs
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """A running center service, as `serve` returns it. Also a context manager.
 
     Attributes:
@@ -92,9 +92,6 @@ class Server:
                 listener.close(timeout=5.0)
             self._stopped.set()
             atexit.unregister(self.stop)
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -208,21 +205,16 @@ def serve(
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
     servicer = Servicer(center.core, kept, upwards)
-    try:
+    with contextlib.ExitStack() as undone:
+        undone.callback(center.close, "nothing can listen at its address")
         place = Place(address, direct_address, tls, credentials)
-        listeners = _listeners(servicer, place, direct=direct)
-    except BaseException:
-        center.close("nothing can listen at its address")
-        raise
-    server = Server(center, servicer, listeners)
-    if parent is not None:
-        if name is None:  # sites on other hosts may listen at the same address
-            name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-        try:
+        server = Server(center, servicer, _listeners(servicer, place, direct=direct))
+        undone.callback(server.stop)
+        if parent is not None:
+            if name is None:  # sites on other hosts may listen at the same address
+                name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
             server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
-        except BaseException:
-            server.stop()
-            raise
+        undone.pop_all()
     return server
 
 
@@ -232,9 +224,7 @@ def _listeners(
     """The service's ends of all transports, which answer with ``servicer``."""
     made: dict[str, Listener] = {}
     with contextlib.ExitStack() as stack:
-        for transport in TRANSPORTS:
-            if transport.name != "grpc" and not direct:
-                continue
+        for transport in named(None if direct else ["grpc"]):
             try:
                 listener = transport.listen(servicer, place)
             except OSError as error:  # there is gRPC

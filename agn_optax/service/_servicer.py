@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,16 +61,13 @@ class Servicer:
         lease = core.ledger.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
+        self._idle = threading.Condition()
         self._busy = 0  # exchanges that are being applied and answered
         self._talking = 0  # and those whose message is still coming
         # Around a large message and the copy of its answer, which the next one's move
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        self._traffic: dict[str, _Traffic] = {}
-        self._travelling: _trees.Travelling | None = None  # once there are parameters
-        self._packed = False  # whether the center's arrays are the wire's buffer
+        self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
@@ -137,7 +135,7 @@ class Servicer:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
         with self.core.reading(kept=True) as version:
-            parcel = self._parcel(version, self._travels().center, applied=True)
+            parcel = self._parcel(version, self._travels.center, applied=True)
         yield parcel
 
     def exchange(self, reader: Reader, context: Any) -> Iterator[Parcel]:
@@ -166,8 +164,6 @@ class Servicer:
             silence=self._silence,
             cut=context.cancel,
         )
-        with self._lock:
-            self._traffic.setdefault(join.worker, _Traffic())
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -201,8 +197,7 @@ class Servicer:
         """Who is there."""
         version, members, waiting = self.core.members()
         now = time.monotonic()
-        with self._lock:
-            traffic = {n: dataclasses.asdict(t) for n, t in self._traffic.items()}
+        traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         schema = self.schema()
         leaves = () if schema is None else schema.leaves
         return pb.StatusReply(
@@ -235,19 +230,22 @@ class Servicer:
 
     def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""
-        return self._travels().center if self.core.is_initialized else None
+        return self._travels.center if self.core.is_initialized else None
 
+    @functools.cached_property
     def _travels(self) -> _trees.Travelling:
         """In which form center and messages travel.
 
         Raises:
           NotInitializedError: the center has no parameters.
         """
-        if self._travelling is None:
-            store = self.core.store
-            self._packed = store.packing is not None and _trees.in_order(store.like)
-            self._travelling = _trees.travelling(self.core.rule, store.like)
-        return self._travelling
+        return _trees.travelling(self.core.rule, self.core.store.like)
+
+    @functools.cached_property
+    def _packed(self) -> bool:
+        """Whether the center's arrays are the wire's buffer."""
+        store = self.core.store
+        return store.packing is not None and _trees.in_order(store.like)
 
     def _schema_of(self, message: pb.Message) -> Schema:
         """Of the contribution that a message announces."""
@@ -256,7 +254,7 @@ class Servicer:
                 f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
                 "environment"
             )
-        schema = self._travels().message.cast(message.dtype)
+        schema = self._travels.message.cast(message.dtype)
         if message.schema_hash != schema.hash:
             raise errors.TreeMismatchError(
                 "the message is of another tree than the center's; the worker must "
@@ -270,10 +268,21 @@ class Servicer:
         traffic = self._traffic[session.worker]
         with self._counting("_talking"), ExitStack() as busy:
             answer = yield from self._settled(session, message, reader, busy)
-            if answer.norm is not None:
-                traffic.norm = float(answer.norm)
-            with self.core.reading(answer.version):
-                parcel = self._answer(session, answer)
+            norm = None if answer.norm is None else float(answer.norm)
+            traffic.norm = traffic.norm if norm is None else norm
+            with self.core.reading(answer.version) as version:
+                parcel = self._parcel(
+                    version,
+                    self._travels.answer,
+                    staleness=answer.staleness,
+                    norm=norm,
+                    applied=answer.applied,
+                    sequence=answer.sequence,
+                )
+                if answer.recorded:
+                    # A part of an answer is none: the rest may travel while the disk is
+                    # busy.
+                    parcel.until = functools.partial(session.wait_until_kept, answer)
                 traffic.bytes_sent += parcel.nbytes
                 yield parcel
 
@@ -297,8 +306,11 @@ class Servicer:
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
         )
-        if schema.hash not in self._compiled:  # it may take minutes
-            yield from self._first(submit)
+        if schema.hash not in self._compiled:  # its programs may take minutes
+            submitted = in_background(submit, "agn-optax first exchange")
+            while wait([submitted], WAITING_INTERVAL).not_done:
+                yield _WAITING
+            submitted.result()
             self._compiled.add(schema.hash)
         elif self._packed and schema.size >= _LEAST_COPIED:
             while not self._turn.acquire(timeout=WAITING_INTERVAL):
@@ -316,17 +328,10 @@ class Servicer:
             yield _WAITING
         return answer
 
-    def _first(self, submit: Callable[[], None]) -> Iterator[Parcel]:
-        """The first exchange of its kind, for which programs are compiled."""
-        submitted = in_background(submit, "agn-optax first exchange")
-        while wait([submitted], WAITING_INTERVAL).not_done:
-            yield _WAITING
-        submitted.result()
-
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
         """One more ``what``, meanwhile."""
-        with self._lock:
+        with self._idle:
             setattr(self, what, getattr(self, what) + 1)
         try:
             yield
@@ -350,7 +355,7 @@ class Servicer:
         While the version itself were being sent, others could not move the center in
         place. The copy takes less time than the fresh memory that a next version needs.
         """
-        if schema.hash != self._travels().center.hash or answer.recorded:
+        if schema.hash != self._travels.center.hash or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
         with self.core.reading(answer.version) as version:
             # Until then the message is still being read.
@@ -358,20 +363,6 @@ class Servicer:
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))
-
-    def _answer(self, session: LocalSession, answer: Answer) -> Parcel:
-        parcel = self._parcel(
-            answer.version,
-            self._travels().answer,
-            staleness=answer.staleness,
-            norm=None if answer.norm is None else float(answer.norm),
-            applied=answer.applied,
-            sequence=answer.sequence,
-        )
-        if answer.recorded:
-            # A part of an answer is none: the rest may travel while the disk is busy.
-            parcel.until = functools.partial(session.wait_until_kept, answer)
-        return parcel
 
     def _parcel(self, version: Version, schema: Schema, **said: Any) -> Parcel:
         """A version as it is sent: views of it where that is possible."""

@@ -156,18 +156,17 @@ class RemoteSession(Session):
         remote = self._remote
         if self._link is not None:
             self._link.cancel()
-        link = self._link = remote.dial()
+        link, failed = remote.dial()
+        self._link = link
         if self.left or remote.connection.closed:  # meanwhile
             link.cancel()
-            remote.connection.check_open()
-            raise self._has_left()
         join = pb.Join(
             protocol=_address.PROTOCOL,
             worker=self.worker,
             incarnation=self.incarnation,
             center=self._life,
         )
-        with remote.connection.watching(link, until):
+        with self._watching(link, until):
             link.send(Parcel(pb.Frame(join=join)))
             if (said := link.control()).HasField("waiting"):
                 _log.warning(
@@ -179,7 +178,7 @@ class RemoteSession(Session):
             while said.HasField("waiting"):
                 said = link.control()
         self._life = said.joined.center
-        remote.works_by(link)
+        remote.useless |= failed
         return link
 
     def _send(self) -> Link:
@@ -190,34 +189,34 @@ class RemoteSession(Session):
         if link is None or link.done():
             link = self._open()
         if self._sent_over is not link:
-            with self._living(), self._remote.connection.watching(link):
-                link.expect(self._remote.travels().answer)
-                link.send(Parcel(pb.Frame(message=message), schema, arrays))
+            with self._watching(link):
+                wanted = self._remote.travels().answer.size
+                frame = pb.Frame(message=message)
+                link.send(Parcel(frame, schema, arrays, wanted=wanted))
             self._sent_over = link
         return link
 
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """The answer to the exchange under way; None if there is none by ``until``."""
         link = self._send()
-        with self._living(), self._remote.connection.watching(link):
+        with self._watching(link):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     return None
-            answer = self._remote.answer_in(said, link)
+            schema = self._remote.travels().answer
+            answer = self._remote.version_in(said, link, schema)
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 
     @contextlib.contextmanager
-    def _living(self) -> Iterator[None]:
-        """Around an exchange, which ends with its worker and not with the center."""
+    def _watching(self, link: Link, until: float = math.inf) -> Iterator[None]:
+        """Around a use of a link, which ends with the worker, too."""
         try:
-            yield
+            with self._remote.connection.watching(link, until):
+                yield
         except errors.CenterUnreachableError:
-            if self.left:
-                raise self._has_left() from None
-            raise
-
-    def _has_left(self) -> errors.WorkerStateError:
-        return errors.WorkerStateError(
-            f"worker {self.worker!r} has left the center; start() joins again"
-        )
+            if self._remote.connection.closed or not self.left:
+                raise
+            raise errors.WorkerStateError(
+                f"worker {self.worker!r} has left the center; start() joins again"
+            ) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -31,12 +31,12 @@ _TRANSIENT = {
 }
 
 
-def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
+def abort(context: grpc.ServicerContext, error: Exception) -> None:
     """Ends a call with an exception that the caller will see as it is."""
-    kind, details = _told(error)
-    context.set_trailing_metadata(((_KIND, kind.__name__),))
-    context.abort(_CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT), details)
-    raise AssertionError
+    said = refused(error)
+    kind = getattr(errors, said.kind)
+    context.set_trailing_metadata(((_KIND, said.kind),))
+    context.abort(_CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT), said.details)
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
@@ -62,19 +62,6 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
 
 
 def refused(error: Exception) -> pb.Refused:
-    """The end of a direct connection, with an exception that the worker will see."""
-    kind, details = _told(error)
-    return pb.Refused(kind=kind.__name__, details=details)
-
-
-def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
-    """The exception that a center has sent."""
-    if said.kind in errors.__all__:
-        return getattr(errors, said.kind)(said.details)
-    return errors.CenterError(f"{said.kind}: {said.details}")
-
-
-def _told(error: Exception) -> tuple[type[Exception], str]:
     """What a caller is told of an exception: its kind, and its text."""
     if isinstance(error, MemoryError):
         error = errors.CenterFullError("no memory for such a tree")
@@ -82,4 +69,12 @@ def _told(error: Exception) -> tuple[type[Exception], str]:
         error = errors.ProtocolError(str(error))
     elif not isinstance(error, errors.AgnOptaxError):
         error = errors.CenterError(f"it failed: {error!r}")
-    return type(error), str(error)[:4000]  # headers of gRPC are bounded
+    details = str(error)[:4000]  # headers of gRPC are bounded
+    return pb.Refused(kind=type(error).__name__, details=details)
+
+
+def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
+    """The exception that a center has sent."""
+    if said.kind in errors.__all__:
+        return getattr(errors, said.kind)(said.details)
+    return errors.CenterError(f"{said.kind}: {said.details}")

@@ -49,27 +49,19 @@ class Tls(NamedTuple):
         pair: Any = self._pair(is_needed=True)
         return grpc.ssl_server_credentials([pair], _read(self.ca), self.ca is not None)
 
-    def client_context(self) -> ssl.SSLContext:
-        """Of sockets, for whoever calls; it checks the other end's host name."""
-        self._pair()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        if self.ca is None:
-            context.load_default_certs()
-        return self._filled(context)
-
-    def server_context(self) -> ssl.SSLContext:
-        """Of sockets, for a center."""
-        self._pair(is_needed=True)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        if self.ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return self._filled(context)
-
-    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def context(self, *, serves: bool) -> ssl.SSLContext:
+        """Of sockets; whoever calls checks the other end's host name."""
+        self._pair(is_needed=serves)
+        context = ssl.SSLContext(
+            ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT
+        )
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             if (ca := _read(self.ca)) is not None:
+                context.verify_mode = ssl.CERT_REQUIRED  # as callers have it anyway
                 context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+            elif not serves:
+                context.load_default_certs()
             if self.certificate is not None and self.key is not None:
                 with _file(self.certificate) as certificate, _file(self.key) as key:
                     context.load_cert_chain(certificate, key)
@@ -147,12 +139,10 @@ def _read(pem: Pem | None) -> bytes | None:
 @contextlib.contextmanager
 def _file(pem: Pem) -> Iterator[str]:
     """The path of a file of PEM, which Python's ssl wants; bytes are written to one."""
-    data = _read(pem)
-    assert data is not None
     if not isinstance(pem, bytes):
         yield os.fspath(pem)
         return
     with tempfile.TemporaryDirectory() as folder:  # nobody else may look into it
         path = pathlib.Path(folder, "pem")
-        path.write_bytes(data)
+        path.write_bytes(pem)
         yield str(path)

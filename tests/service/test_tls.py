@@ -18,6 +18,7 @@ from support import assert_identical
 
 from agn_optax import codecs, errors, service
 from agn_optax.service import Tls
+from agn_optax.service._connection import Connection
 from agn_optax.service.transports import TRANSPORTS, Target, _memory
 from agn_optax.service.wire._buffers import Buffers
 
@@ -109,8 +110,8 @@ def test_both_ends_have_certificates(mutual, pem):
 def dial(server, tls):
     """The socket of a center whose offer came some other way."""
     offer = server._listeners["socket"].offer
-    target = Target(server.address, offer, tls, False, Buffers(), begin=None)
-    link = SOCKET.dial(target)
+    connection = Connection(server.address, LIMIT, tls)
+    link = SOCKET.dial(Target(connection, offer, Buffers()))
     try:
         link.control()  # who comes without a certificate hears of it here
     finally:

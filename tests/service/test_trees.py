@@ -163,14 +163,6 @@ def test_leaves_are_sent_as_jax_takes_them(leaf, dtype, shape):
     np.testing.assert_array_equal(came, jnp.asarray(leaf))
 
 
-def test_a_schema_of_another_dtype():
-    schema = _trees.schema_of(Layer(np.ones(2), 1), "bfloat16")
-    assert [str(leaf) for leaf in schema.leaves] == [
-        "['b'] bfloat16[]",
-        "['w'] bfloat16[2]",
-    ]
-
-
 def test_arrays_of_this_host_are_not_copied():
     leaf = jax.device_put(jnp.ones(1000), jax.devices("cpu")[0])
     (first,), (second,) = _trees.host_arrays([leaf]), _trees.host_arrays([leaf])

@@ -68,7 +68,7 @@ def test_bfloat16_is_numpys_name():
 
 def read(messages):
     """A reader of bytes that come in pieces."""
-    return Reader(_Messages(iter(messages)), Buffers(keeps=False))
+    return Reader(_Messages(iter(messages)), Buffers())
 
 
 def came(schema, messages):

@@ -7,7 +7,6 @@ touches.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import queue
 import socket
@@ -22,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire._buffers import Buffers
@@ -37,20 +37,25 @@ class GrpcLink(_transport.Link):
     """A call of gRPC.
 
     Args:
-      begin: begins it, with an iterator of the messages to be sent.
-      address: of the center.
+      connection: to the center.
+      name: of the call.
       buffers: to receive in.
+      messages: to be sent; None for those of the parcels to come.
     """
 
     ended = (grpc.RpcError, EOFError)
 
     def __init__(
-        self, begin: Callable[[Iterator[bytes]], Any], address: str, buffers: Buffers
+        self,
+        connection: Connection,
+        name: str,
+        buffers: Buffers,
+        messages: Iterator[bytes] | None = None,
     ) -> None:
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
-        self._call = begin(self._outgoing())
+        self._call = connection.stream(name, messages or self._outgoing())
         self._call.add_done_callback(lambda _: self._parcels.put(None))
-        self._address = address
+        self._address = connection.address
         super().__init__(_Messages(self._call), buffers)
 
     def send(self, parcel: Parcel) -> None:
@@ -156,14 +161,11 @@ def _check_free(address: str) -> None:
     if not address.startswith("unix:"):
         return
     path = address.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return
-    raise errors.InvalidArgumentError(
-        f"cannot listen at {address}: another server does"
-    )
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        raise errors.InvalidArgumentError(
+            f"cannot listen at {address}: another server does"
+        )
 
 
 def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
@@ -255,8 +257,7 @@ class _Messages:
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """A call, of which nobody knows yet whether it will be answered."""
-    begin = functools.partial(target.begin, "Exchange")
-    return GrpcLink(begin, target.address, target.buffers)
+    return GrpcLink(target.connection, "Exchange", target.buffers)
 
 
 # All of the service, whose calls are more than those of workers' lives.

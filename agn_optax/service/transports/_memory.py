@@ -13,7 +13,6 @@ import mmap
 import os
 import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -62,11 +61,7 @@ class MemoryLink(_socket.SocketLink):
         # The segment of all messages, and that of the answer to come.
         self._message: tuple[int, np.ndarray] | None = None
         self._answer: np.ndarray | None = None
-        self._wanted = 0  # bytes of that
         self._lies_there = False  # whether the last packet's buffer does
-
-    def expect(self, schema: Schema) -> None:
-        self._wanted = schema.size
 
     def send(self, parcel: Parcel) -> None:
         if parcel.nbytes < LEAST_SHARED or not self._share(parcel):
@@ -91,7 +86,7 @@ class MemoryLink(_socket.SocketLink):
         if self._message is None or self._message[1].size != parcel.nbytes:
             self._message = None  # its segment may be taken again
             self._message = self._take(parcel.nbytes)
-        wanted = self._take(self._wanted) if self._message is not None else None
+        wanted = self._take(parcel.wanted) if self._message is not None else None
         if self._message is None or wanted is None:
             return False
         parcel.control.segment, buffer = self._message
@@ -170,8 +165,8 @@ class MemoryAccepted(_socket.Accepted):
     def __init__(
         self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
     ) -> None:
-        self._receiver = _Receiver(end)
-        super().__init__(end, buffers, listener, self._receiver)
+        super().__init__(end, buffers, listener)
+        self._came: list[int] = []  # file descriptors
         self._segments: dict[int, np.ndarray] = {}
         self._segment = 0  # where the buffer of the last packet lies
         self._answer_segment = 0  # where the worker wants its next answer
@@ -179,7 +174,7 @@ class MemoryAccepted(_socket.Accepted):
     def control(self) -> pb.Frame | None:
         """The control part of the next packet; None when the worker is gone."""
         while True:
-            with self._receiver.descriptors() as descriptors:
+            with self._descriptors() as descriptors:
                 frame = super().control()
                 if frame is None or not frame.HasField("attach"):
                     break
@@ -198,7 +193,7 @@ class MemoryAccepted(_socket.Accepted):
     def buffer(self, schema: Schema, what: str) -> np.ndarray:
         """The buffer of that packet, where the worker can write no more."""
         if not self._segment:
-            with self._receiver.descriptors():  # which nobody sends there
+            with self._descriptors():  # which nobody sends there
                 return super().buffer(schema, what)
         there = self._segments[self._segment]
         if there.size < schema.size:
@@ -222,10 +217,10 @@ class MemoryAccepted(_socket.Accepted):
         self._segments[segment.number] = there
         return ""
 
-    def shares(self, parcel: Parcel) -> bool:
-        """Whether a parcel's buffer lies in shared memory by now."""
+    def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
+        """What goes over the socket of a parcel, whose buffer lies in memory by now."""
         if parcel.schema is None or not self._answer_segment:
-            return False
+            return super().pieces(parcel)
         there = self._segments[self._answer_segment]
         if there.size < parcel.nbytes:
             raise errors.ProtocolError(
@@ -233,33 +228,25 @@ class MemoryAccepted(_socket.Accepted):
             )
         _buffers.write(parcel.schema, parcel.arrays, there)
         parcel.control.segment = self._answer_segment
-        return True
-
-
-class _Receiver:
-    """What comes over a Unix socket, and file descriptors with it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._came: list[int] = []
+        return parcel.pieces(in_memory=True)
 
     @contextlib.contextmanager
-    def descriptors(self) -> Iterator[list[int]]:
+    def _descriptors(self) -> Iterator[list[int]]:
         """The last one that comes within, if any; it is closed then."""
         try:
             yield self._came
         finally:
-            self._close()
+            self._forget()
 
-    def __call__(self, view: memoryview) -> int:
+    def _some(self, view: memoryview) -> int:
         room_for_one = socket.CMSG_LEN(_DESCRIPTOR.size)
         got, said, _, _ = self._end.recvmsg_into([view], room_for_one)
         for _, _, data in said:
-            self._close()  # nobody sends more than one
+            self._forget()  # nobody sends more than one
             self._came += _DESCRIPTOR.unpack(data)
         return got
 
-    def _close(self) -> None:
+    def _forget(self) -> None:
         while self._came:
             os.close(self._came.pop())
 
@@ -303,10 +290,7 @@ def attach(descriptor: int, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray:
-    if sys.version_info >= (3, 13):  # before, it kept a descriptor of its own
-        mapping = mmap.mmap(descriptor, size, trackfd=False)
-    else:
-        mapping = mmap.mmap(descriptor, size)
+    mapping = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # a hint only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

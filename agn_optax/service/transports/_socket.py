@@ -13,10 +13,11 @@ import select
 import socket
 import ssl
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 
 from agn_optax import errors
 from agn_optax.service import _address, _status
@@ -52,25 +53,23 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
     """
     if target.offer is None:
         raise OSError("the center offers none")
-    where = target.offer.address
+    where, center = target.offer.address, target.connection.address
     with contextlib.ExitStack() as closing:
         if where.startswith("unix:"):
-            if not HAS_NAMES:
-                raise OSError("this system has no names of Unix sockets")
             end = closing.enter_context(socket.socket(socket.AF_UNIX))
             end.settimeout(_DIALLING)
             end.connect("\0" + where.removeprefix("unix:"))
         else:
             # Under the name by which this worker knows the center.
-            host, port = _address.host(target.address), int(where.rpartition(":")[2])
+            host, port = _address.host(center), int(where.rpartition(":")[2])
             end = socket.create_connection((host, port), timeout=_DIALLING)
             closing.enter_context(end)
         tune(end)
         if tls is not None:
             name = "localhost"  # as gRPC has it, of a Unix socket
-            if not target.address.startswith("unix:"):
-                name = _address.host(target.address)
-            end = tls.client_context().wrap_socket(end, server_hostname=name)
+            if not center.startswith("unix:"):
+                name = _address.host(center)
+            end = tls.context(serves=False).wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
         line = bytearray()
@@ -179,6 +178,7 @@ class SocketListener(_transport.Listener):
         self._listening = listening
         self._context = context
         self._accepted: dict[int, Accepted] = {}  # by file descriptor
+        self._lock = threading.Lock()
         self._closed = False
         bound = listening.getsockname()
         if listening.family == getattr(socket, "AF_UNIX", None):
@@ -198,8 +198,6 @@ class SocketListener(_transport.Listener):
 
     def close(self, timeout: float) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             accepted = list(self._accepted.values())
         shut(self._listening)
@@ -258,9 +256,6 @@ class SocketListener(_transport.Listener):
     def _forget(self, number: int) -> None:
         with self._lock:
             self._accepted.pop(number, None)
-            if self._watch is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    self._watch.unregister(number)
 
     def _greets(self, end: socket.socket) -> bool:
         """Whether it is a worker's that knows the key, and may come."""
@@ -318,27 +313,15 @@ class Accepted(Reader):
       end: the socket.
       buffers: to receive in.
       listener: that has it, and knows what is on its way to the worker.
-      receive: as of any `Reader`; None for what comes over the socket.
     """
 
     def __init__(
-        self,
-        end: socket.socket,
-        buffers: Buffers,
-        listener: _transport.Listener,
-        receive: Callable[[memoryview], int] | None = None,
+        self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
     ) -> None:
-        super().__init__(receive or end.recv_into, buffers)
+        super().__init__(end.recv_into, buffers)
         self._end = end
         self._listener = listener
-        self._gone: Future[None] = Future()  # has a result when the worker is
-
-    def control(self) -> pb.Frame | None:
-        """The control part of the next packet; None when the worker is gone."""
-        try:
-            return super().control()
-        except ConnectionError:
-            return None
+        self._gone: Future[None] = Future()  # is cancelled when the worker is
 
     # As the context of a gRPC call.
 
@@ -362,17 +345,16 @@ class Accepted(Reader):
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel."""
         with parcel, self._listener.sending(self.cancel) as moved:
-            pieces = parcel.pieces(in_memory=self.shares(parcel))
+            pieces = self.pieces(parcel)
             try:
                 send(self._end, pieces, moved)
             except errors.AgnOptaxError as error:  # of parcel.until
                 # Nothing can be said within a packet; the next connection will hear it.
                 raise ConnectionAbortedError from error
 
-    def shares(self, parcel: Parcel) -> bool:
-        """Whether a parcel's buffer lies in shared memory by now."""
-        del parcel
-        return False
+    def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
+        """What goes over the socket of a parcel."""
+        return parcel.pieces()
 
     def refuse(self, refused: pb.Refused) -> None:
         """Says why the connection ends, and ends it."""
@@ -388,9 +370,8 @@ class Accepted(Reader):
         shut(self._end)
 
     def finish(self) -> None:
-        """The worker is gone, or about to."""
-        with contextlib.suppress(InvalidStateError):  # somebody else has said so
-            self._gone.set_result(None)
+        """The worker is gone, or about to; more than one thread may say so."""
+        self._gone.cancel()
 
 
 # Both ends.
@@ -511,7 +492,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
             )
         _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
         return None
-    context = None if place.tls is None else place.tls.server_context()
+    context = None if place.tls is None else place.tls.context(serves=True)
     if not place.address.startswith("unix:"):
         return SocketListener(servicer, listening_at(place), context)
     if place.direct_address is not None:
@@ -526,9 +507,10 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
 
 def _dial(target: _transport.Target) -> _transport.Link:
     """Connected, and greeted."""
-    if target.is_encrypted and target.tls is None:
+    tls = target.connection.tls
+    if target.connection.credentials is not None and tls is None:
         raise OSError("credentials= of gRPC cannot encrypt it: give tls=")
-    return SocketLink(dialled(target, target.tls), target.buffers)
+    return SocketLink(dialled(target, tls), target.buffers)
 
 
 SOCKET = _transport.Transport("socket", _listen, _dial)

@@ -13,7 +13,6 @@ import abc
 import contextlib
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,11 +24,11 @@ from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
-from agn_optax.service.wire._schema import Schema
 
 
 class Place(NamedTuple):
@@ -52,20 +51,14 @@ class Target(NamedTuple):
     """A center to be dialled.
 
     Attributes:
-      address: of its gRPC service.
+      connection: to its gRPC service.
       offer: what it says of the transport.
-      tls: what encrypts sockets.
-      is_encrypted: whether gRPC is, by that or by credentials of its own.
       buffers: to receive in.
-      begin: begins a call of gRPC: its name, and what is sent.
     """
 
-    address: str
+    connection: Connection
     offer: pb.Offer | None
-    tls: Tls | None
-    is_encrypted: bool
     buffers: Buffers
-    begin: Callable[[str, Iterator[bytes]], Any]
 
 
 class Listener(abc.ABC):
@@ -81,7 +74,6 @@ class Listener(abc.ABC):
 
     def __init__(self) -> None:
         self._threads = Threads()
-        self._lock = threading.Lock()
         # What is on its way to workers: when some of it went last, and how to end it.
         self._moved: dict[object, tuple[float, Callable[[], None]]] = {}
 
@@ -103,13 +95,11 @@ class Listener(abc.ABC):
         def moved() -> None:
             self._moved[key] = time.monotonic(), cancel
 
-        with self._lock:
-            moved()
+        moved()
         try:
             yield moved
         finally:
-            with self._lock:
-                del self._moved[key]
+            del self._moved[key]
 
     def cut(self, seconds: float) -> None:
         """Ends connections to workers that have taken nothing for so many seconds.
@@ -117,10 +107,9 @@ class Listener(abc.ABC):
         One that reads nothing must not be waited for.
         """
         now = time.monotonic()
-        with self._lock:
-            late = [c for moved, c in self._moved.values() if now - moved > seconds]
-        for cancel in late:
-            cancel()
+        for moved, cancel in list(self._moved.values()):
+            if now - moved > seconds:
+                cancel()
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
@@ -161,7 +150,6 @@ class Link(Reader, abc.ABC):
       sent: called when something went out, as ``heard`` is when something came.
       deadline: when whoever watches it cancels it; monotonic seconds.
       is_late: whether that has happened.
-      instead_of: the transports that did not work before.
     """
 
     ended: tuple[type[Exception], ...]
@@ -171,10 +159,6 @@ class Link(Reader, abc.ABC):
         self.sent = nothing
         self.deadline = math.inf
         self.is_late = False
-        self.instead_of: set[str] = set()
-
-    def expect(self, schema: Schema) -> None:
-        """The next parcel asks for a buffer of ``schema`` in return."""
 
     @abc.abstractmethod
     def send(self, parcel: Parcel) -> None:

@@ -24,13 +24,10 @@ class Buffers:
     Touching fresh memory for the first time takes longer than filling it. One of them,
     the largest, is kept for its next use, by whatever fits into it: some workers may
     send half as many bytes as others.
-
-    Args:
-      keeps: False for what is received once: none is kept then.
     """
 
-    def __init__(self, *, keeps: bool = True) -> None:
-        self._spare: deque[np.ndarray] = deque(maxlen=keeps)  # which threads share
+    def __init__(self) -> None:
+        self._spare: deque[np.ndarray] = deque(maxlen=1)  # which threads share
 
     def take(self, size: int) -> np.ndarray:
         """An aligned buffer of ``size`` bytes; free when the last view of it is."""

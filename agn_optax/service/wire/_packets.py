@@ -35,12 +35,14 @@ class Parcel:
       schema: of the arrays; None if none follow.
       arrays: the leaves, in the order of the schema. They are sent as they are then.
       until: called before the last of it is sent: without that, nobody has it.
+      wanted: bytes of the buffer that it asks for in return.
     """
 
     control: pb.Frame
     schema: Schema | None = None
     arrays: Sequence[np.ndarray] = ()
     until: Callable[[], None] | None = None
+    wanted: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -63,8 +63,8 @@ class Schema(Description):
     def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
         super().__init__(leaves, structure)
         paths = set()
-        views: list[tuple[tuple[int, ...], Any, int]] = []
-        end = 0
+        self._views: list[tuple[tuple[int, ...], Any, int]] = []
+        self.size = 0  # bytes of the buffer
         for leaf in self.leaves:
             if leaf.dtype not in _DTYPES:
                 raise errors.ProtocolError(
@@ -82,16 +82,15 @@ class Schema(Description):
             # As a packed center has them, so that its array is this buffer.
             dtype = np.dtype(leaf.dtype)
             unit = layout.ALIGNMENT * dtype.itemsize
-            views.append((leaf.shape, dtype, -(-end // unit) * unit))
-            end = views[-1][2] + leaf.nbytes
-        if end > sys.maxsize - _ALIGNMENT:
-            raise errors.ProtocolError(f"no buffer has {end} bytes")
-        self.offsets = tuple(offset for _, _, offset in views)
-        self.size = end  # bytes of the buffer
+            begin = -(-self.size // unit) * unit
+            self._views.append((leaf.shape, dtype, begin))
+            self.size = begin + leaf.nbytes
+        if self.size > sys.maxsize - _ALIGNMENT:
+            raise errors.ProtocolError(f"no buffer has {self.size} bytes")
+        self.offsets = tuple(offset for _, _, offset in self._views)
         self.paths = tuple(leaf.path for leaf in self.leaves)
-        self.numpy_dtypes = tuple(dtype for _, dtype, _ in views)
+        self.numpy_dtypes = tuple(dtype for _, dtype, _ in self._views)
         self.dtypes = frozenset(leaf.dtype for leaf in self.leaves)
-        self._views = views
         self._casts: dict[str, Schema] = {"": self}
 
     def cast(self, dtype: str) -> Schema:

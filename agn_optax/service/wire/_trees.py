@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -24,25 +25,18 @@ PyTree = Any
 _SMALL = 64 << 10  # bytes; copying more takes longer than handing it over
 
 
-def schema_of(tree: PyTree, dtype: Any = None) -> Schema:
-    """The schema of a tree, its leaves as ``dtype`` (None: as they are).
+def schema_of(tree: PyTree) -> Schema:
+    """The schema of a tree.
 
     Containers of other types than dict, list and tuple count as dicts of their
     children's names: that is what those build who do not know the types.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    plan = plan_of(treedef)
-    return Schema(
-        [
-            Leaf(
-                path,
-                jnp.dtype(dtype or jnp.result_type(leaves[place])).name,
-                tuple(jnp.shape(leaves[place])),
-            )
-            for path, place in zip(plan.paths, plan.places, strict=True)
-        ],
-        plan.structure,
-    )
+    plan = plan_of(jax.tree.structure(tree))
+    leaves = [
+        Leaf(path, jnp.result_type(leaf).name, jnp.shape(leaf))
+        for path, leaf in zip(plan.paths, wire_leaves(tree), strict=True)
+    ]
+    return Schema(leaves, plan.structure)
 
 
 class Travelling(NamedTuple):
@@ -130,20 +124,11 @@ def plan_of(treedef: Any) -> Plan:
 @functools.lru_cache(maxsize=32)
 def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
     """The containers that a schema describes, whose leaves have these paths."""
-    try:
+    with contextlib.suppress(Exception):  # what comes of it if that is none
         tree = description.rebuild(json.loads(structure), iter(range(len(paths))))
         treedef = jax.tree.structure(tree)
         if plan_of(treedef).paths == paths:
             return treedef
-    except (
-        AttributeError,
-        KeyError,
-        RecursionError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ):
-        pass
     raise errors.ProtocolError("the structure of a tree is not that of its leaves")
 
 
