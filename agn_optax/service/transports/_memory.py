@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Iterator
 
@@ -290,7 +291,10 @@ def attach(descriptor: int, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray:
-    mapping = mmap.mmap(descriptor, size)
+    if sys.version_info >= (3, 13):  # before, it kept a descriptor of its own
+        mapping = mmap.mmap(descriptor, size, trackfd=False)
+    else:
+        mapping = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # a hint only
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
