@@ -206,7 +206,7 @@ def to_device(arrays: Sequence[np.ndarray]) -> list[jax.Array]:
     large = [array for array in arrays if array.nbytes >= _SMALL]
     with jax.transfer_guard_host_to_device("allow"):  # it is what this is for
         copied = iter(_copied(small) if small else [])
-    placed = iter(jax.device_put(large))
+    placed = iter(jax.device_put(large) if large else [])  # slow even of nothing
     return [next(copied if array.nbytes < _SMALL else placed) for array in arrays]
 
 
