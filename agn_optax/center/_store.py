@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from agn_optax.rules import Rule, codecs, discounted
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes
+_MOST = (1 << 31) - (1 << 18)  # numbers of an array that int32 counts, and a block
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
@@ -322,6 +323,23 @@ def _square(part: np.ndarray) -> float:
         return sum(float(np.dot(block, block)) for block in blocks)
 
 
+def _by_blocks(
+    square: Callable[..., jax.Array], arrays: Sequence[jax.Array], dtype: Any
+) -> jax.Array:
+    """The sum of ``square`` of arrays of one length, some numbers at a time."""
+    count = arrays[0].size
+    size = min(_BLOCK, count)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        begin = i * size
+        start = jnp.minimum(begin, count - size)  # the last one goes back a little
+        blocks = [jax.lax.dynamic_slice(a, (start,), (size,)) for a in arrays]
+        is_new = jnp.arange(size, dtype=begin.dtype) >= begin - start
+        return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
+
+    return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
+
+
 @functools.lru_cache(maxsize=256, typed=True)
 def _on_device(number: float) -> jax.Array:
     if isinstance(number, int):  # of a staleness beyond int32, the largest int32
@@ -334,21 +352,37 @@ def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
-        def scaled(scale: Any) -> jax.Array:
-            message = jax.tree.leaves(rounds.message_of(rule, contribution, center))
-            wide = trees.wider(jnp.float32, *(m.dtype for m in message))
-            scale = jnp.asarray(scale, wide)
-            squares = [jnp.sum((m.astype(wide) * scale) ** 2) for m in message]
-            return jnp.sqrt(sum(squares, jnp.zeros((), wide)))
+        def messages(sent: PyTree, center: PyTree) -> list[jax.Array]:
+            made = jax.tree.leaves(rounds.message_of(rule, sent, center))
+            wide = trees.wider(jnp.float32, *(m.dtype for m in made))
+            return [m.astype(wide) for m in made]
 
-        plain = scaled(1.0)
+        def root(squares: Sequence[jax.Array]) -> jax.Array:
+            none = jnp.zeros((), squares[0].dtype if squares else jnp.float32)
+            return jnp.sqrt(sum(squares, none))
+
+        plain = root([jnp.sum(m**2) for m in messages(contribution, center)])
         # Where squares overflow, or vanish: of numbers closer to 1.
         digits = int(jnp.finfo(plain.dtype).maxexp)
         scale = jnp.where(plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits))
         scale = scale.astype(plain.dtype)
 
         def carefully() -> jax.Array:
-            found, most = scaled(scale), jnp.finfo(jnp.float32).max
+            def square(*block: jax.Array) -> jax.Array:
+                (message,) = messages(*block)
+                return (message * scale) ** 2
+
+            # XLA scales all of an array before it adds anything up.
+            if (
+                isinstance(contribution, Packed)
+                and max(map(jnp.size, contribution)) < _MOST
+            ):
+                pairs = zip(contribution, center, strict=True)
+                found = root([_by_blocks(square, pair, plain.dtype) for pair in pairs])
+            else:
+                made = messages(contribution, center)
+                found = root([jnp.sum((m * scale) ** 2) for m in made])
+            most = jnp.finfo(jnp.float32).max
             finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
             return jnp.where(jnp.isfinite(found), finite, found)
 
