@@ -27,8 +27,8 @@ from agn_optax.rules import Rule, codecs, discounted
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes
-_MOST = (1 << 31) - (1 << 18)  # numbers of an array that int32 counts, and a block
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
+_MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
 
