@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ def connect(address: str, transport: str = "", codec: str = "", **options: Any) 
     return agn_optax.service.connect(address, rule(codec), **options)
 
 
+@functools.cache  # one and the same is compared once with that of the other side
 def rule(codec: str = "") -> rules.Rule:
     """Of all centers here; "" is for the codec that sends contributions as they are."""
     return rules.downpour(codec=codecs.cast(codec) if codec else None)
