@@ -10,7 +10,6 @@ import sysconfig
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +50,8 @@ class Text(NamedTuple):
 
 def digits(*, test_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 slow, and for these only
+
     bunch = load_digits()
     images = (bunch.images / 16.0).astype(np.float32)[..., None]
     labels = bunch.target.astype(np.int32)
