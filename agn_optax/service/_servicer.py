@@ -357,9 +357,10 @@ class Servicer:
         """
         if schema.hash != self._travels.center.hash or answer.recorded:
             return answer  # of what is recorded, the journal may still read the message
-        with self.core.reading(answer.version) as version:
-            # Until then the message is still being read.
-            jax.block_until_ready((version.params, answer.norm))
+        with self.core.reading(answer.version) as version, self.core.reading() as now:
+            # Until then the message is still being read: all versions since are made of
+            # it, and the answer is not where the rule adopts the one before.
+            jax.block_until_ready((version.params, now.params, answer.norm))
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))

@@ -231,6 +231,25 @@ def test_a_message_is_read_before_it_is_overwritten():
         np.testing.assert_allclose(server.center.pull().params["w"], expected, 1e-6)
 
 
+def test_a_message_of_a_crowd_is_read_before_its_answer_is_there(transport):
+    """Where its answer lies, which elastic rules have before the center has moved."""
+    rule = shared.easgd(0.5)
+    params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
+    with made(transport, rule=rule, params=params) as (server, center):
+        assert server.center.core.store.packing is not None
+        # As if somebody else's message were always on its way.
+        server._servicer._talking += 1
+        expected = np.float32(0.0)
+        for version in range(10):
+            sent = jax.tree.map(
+                lambda x, v=version: np.full(x.shape, v, np.float32), params
+            )
+            sessions.exchange(center, sent, anchor_version=version, worker="anna")
+            expected += np.float32(0.5) * (np.float32(version) - expected)
+            for leaf in jax.tree.leaves(server.center.pull().params):
+                np.testing.assert_array_equal(leaf, expected)
+
+
 @shares
 def test_a_site_reads_what_its_workers_send_in_shared_memory():
     parent = agn_optax.LocalCenter(RULE)
