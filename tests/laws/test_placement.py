@@ -177,6 +177,24 @@ def test_a_mesh_is_as_serial_exchanges_at_one_version(name):
     assert_close(center.pull().params, jax.tree.map(lambda c: c[0], expected))
 
 
+def test_messages_of_a_mesh_are_added_up_in_the_dtype_of_the_center():
+    """Where bfloat16, in which the workers have them, would lose the small ones."""
+    rule = shared.agn(shared.sgd(1.0))
+    split = agn_optax.phases(
+        shared.sgd(0.1), rule, axis_name="workers", center_dtype="float32"
+    )
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="workers")
+    def exchanged(grads):
+        params = jnp.zeros((), grads.dtype)
+        _, state = split.update(grads, split.init(params), params)
+        return split.exchange(params, state)[1].center
+
+    grads = jnp.array([1, 2**-9, 2**-9, 2**-9], jnp.bfloat16)
+    np.testing.assert_array_equal(exchanged(grads), -(1 + 3 * 2**-9))
+
+
 def test_average_is_the_mean_of_the_workers():
     one = {"w": jnp.arange(3.0)}
     targets = feeds(one, PERIOD, workers=(WORKERS,))

@@ -77,6 +77,19 @@ def test_the_spring_takes_what_it_gives_but_for_the_last_rounding(
     assert (drift <= 0.6 * ulps).all()
 
 
+@pairs
+@pytest.mark.parametrize("form", ["worker", "split"])
+def test_a_force_larger_than_the_parameters_is_rounded_with_them(
+    form, dtype, center_dtype
+):
+    params, center = numbers(dtype), 50 * numbers(center_dtype, seed=1)
+    expected = 0.7 * np.float64(params) + 0.3 * np.float64(center)
+    moved, _ = exchanged(form, rules.easgd(0.3), params, center)
+    assert moved.dtype == dtype
+    half = 0.5 * float(jnp.finfo(dtype).eps) + 4 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.float64(moved), expected, rtol=half)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("steps", [1, 257, 70_000])
 @pytest.mark.parametrize("name", ["downpour", "agn_window", "easgd"])

@@ -12,7 +12,7 @@ import sessions
 from support import RULES, assert_close, assert_identical, feeds, run_split, tree
 
 import agn_optax
-from agn_optax import rules
+from agn_optax import codecs, rules
 from agn_optax.round import _exchange
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -117,6 +117,7 @@ def test_an_anchor_is_kept_only_where_something_reads_it(name):
 def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
     name, dtype, center_dtype
 ):
+    """On a mesh, summed before or after it is decoded, and outside of the program."""
     seen = []
 
     def update(updates, state, params=None, *, staleness):
@@ -126,11 +127,16 @@ def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
 
     sees = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
     rule = dataclasses.replace(RULES[name](), center=sees)
-    split = agn_optax.phases(optax.sgd(0.1), rule, center_dtype=center_dtype)
-    params = tree(dtype)
-    jax.eval_shape(split.exchange, params, split.init(params))
-    (dtypes,) = seen
-    assert set(jax.tree.leaves(dtypes)) == {jnp.dtype(center_dtype)}
+    params, center = tree(dtype), tree(center_dtype)
+    for codec in (rule.codec, codecs.cast("bfloat16")):
+        sent_so = dataclasses.replace(rule, codec=codec)
+        split = agn_optax.phases(optax.sgd(0.1), sent_so, center_dtype=center_dtype)
+        jax.eval_shape(split.exchange, params, split.init(params))
+        move = functools.partial(_exchange.move_center, sent_so)
+        sent = _exchange.contribution_like(sent_so, center, params)
+        jax.eval_shape(move, sent, center, optax.EmptyState())
+    assert len(seen) == 4
+    assert set(jax.tree.leaves(seen)) == {jnp.dtype(center_dtype)}
 
 
 @pytest.mark.parametrize("place", ["phases", "drop_in", "center"])
