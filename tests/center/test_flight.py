@@ -210,6 +210,17 @@ def test_what_is_on_its_way_is_not_written_over():
     np.testing.assert_array_equal(center.pull().params, -8.0)
 
 
+def test_who_starts_again_sends_in_the_dtype_that_it_has_now():
+    """And not in the buffers of its last life."""
+    center = Watched(shared.agn(shared.sgd(0.1)), jnp.zeros(2))
+    loop = Loop(center, period=1, overlap=True)
+    for dtype in ("bfloat16", "float32"):
+        loop.params, loop.state = loop.worker.start(jnp.zeros(2, dtype))
+        loop.step(4)
+        loop.flush()
+        assert {each.dtype.name for _, each, _ in center.sent[-4:]} == {dtype}
+
+
 def test_dropped_messages_are_counted():
     mode = BoundedStaleness(versions=0)
     center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)

@@ -1,6 +1,7 @@
 """A center that is a worker of another one: what it sends, and what it adopts."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import shared
 
 import agn_optax
-from agn_optax import errors
+from agn_optax import elastic_pull, errors
 from agn_optax.center import Core
 from agn_optax.worker import Uplink
 
@@ -138,6 +139,18 @@ def test_a_site_goes_on_while_its_message_is_on_its_way(record):
         made.meets(2)
         np.testing.assert_array_equal(parent.sent[-1][0], 3.0 if record else 6.0)
         assert [steps for *_, steps in parent.sent] == [2, 2]
+
+
+def test_a_site_of_a_parent_with_a_penalty_moves_its_anchor():
+    """Which such a worker keeps in its state, where every local step reads it."""
+    pulled = dataclasses.replace(shared.downpour(), penalty=elastic_pull(0.5))
+    parent = Parent(pulled, jnp.zeros(3))
+    with site(shared.downpour(), parent, period=2) as made:
+        for meeting in (1, 2, 3):
+            made.exchange(float(meeting), times=2)
+            made.meets(meeting)
+            np.testing.assert_array_equal(parent.sent[-1][0], 2.0 * meeting)
+    np.testing.assert_array_equal(parent.pull().params, -12.0)
 
 
 def test_a_site_begins_with_the_parameters_of_its_parent():
