@@ -245,7 +245,7 @@ def test_rows_of_embeddings_are_gathered(reduction):
     assert sent.bytes_sent < values.nbytes + rows.nbytes + 100 < dense[0].nbytes
 
 
-@pytest.mark.parametrize("towers", [1, 4])
+@pytest.mark.parametrize("towers", [1, 12])
 def test_reduced_rows_are_unique(towers):
     values, rows = embedding_gradient(np.random.default_rng(1), towers, 5, (50, 2))
     tx = agn_optax.all_reduce("towers", wire_dtype="bfloat16")
