@@ -15,6 +15,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # not know the flag.
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", flags)
+if importlib.metadata.version("jaxlib") == "0.10.0":
+    # It says of every program from the cache that another machine made it.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 _own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ

@@ -326,6 +326,11 @@ class Layout:
                 f"memory='host' needs a device with pinned_host memory; {device} has "
                 f"{', '.join(kinds)}"
             )
+        if not _stays_on_host():
+            raise errors.InvalidArgumentError(
+                f"memory='host' needs a newer JAX: {jax.__version__} takes to the "
+                "device whatever a program leaves on the host"
+            )
 
     def check_center(self, params: PyTree, center: PyTree) -> None:
         """Parameters and the center of a state belong together."""
@@ -373,6 +378,14 @@ def whole_center(center: PyTree) -> PyTree:
     layout = Layout(across, Placement(shard_axis=axes))
     like = layout.check_cut(center)
     return layout.whole(layout.unite(center.pieces, like), like)
+
+
+@functools.cache
+def _stays_on_host() -> bool:
+    """Whether what a program puts into the host's memory is there when it ends."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    program = jax.jit(functools.partial(_to, jax.memory.Space.Host)).lower(number)
+    return bool(program.compile().output_shardings.memory_kind == "pinned_host")
 
 
 def unwrapped(center: PyTree) -> tuple[bool, PyTree]:

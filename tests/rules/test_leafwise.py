@@ -109,7 +109,13 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param(name, marks=[support.needs_host] if "host" in name else [])
+        for name in PLACEMENTS
+    ],
+)
 @pytest.mark.parametrize("form", ["drop-in", "split"])
 def test_on_a_mesh(form, placement, groups, monkeypatch):
     """An elastic exchange, wherever the center lives; some leaves stay whole there."""

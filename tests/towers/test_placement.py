@@ -15,6 +15,7 @@ from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
+from agn_optax.round import _placement
 from agn_optax.round._forms import find_state
 
 # Where shards may lie: over the workers, over the towers of each, over both.
@@ -80,7 +81,7 @@ def test_a_penalty_reads_the_whole_anchor(axes):
     support.assert_close(found[0], expected[0])
 
 
-@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("memory", support.MEMORIES)
 @pytest.mark.parametrize("axes", SHARDS)
 def test_flax_serializes_what_unreplicate_gives(axes, memory):
     towers = agn_optax.Towers(4, workers=2)
@@ -95,6 +96,7 @@ def test_flax_serializes_what_unreplicate_gives(axes, memory):
     support.assert_identical(towers.replicate(back), made)
 
 
+@support.needs_host
 @pytest.mark.parametrize("axes", [None, "towers"])
 def test_a_center_on_the_host(axes):
     towers = agn_optax.Towers(4, workers=2)
@@ -120,7 +122,7 @@ def test_a_center_on_the_host(axes):
         assert leaf.sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("memory", support.MEMORIES)
 def test_a_center_on_one_device(memory):
     """Without a mesh at all: a drop-in optimizer, and center_params outside of jit."""
     placement = agn_optax.Placement(memory=memory)
@@ -261,6 +263,16 @@ def test_an_optimizer_that_tells_leaves_by_their_shape_is_refused():
     tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 3, placement=placement)
     with pytest.raises(errors.InvalidArgumentError, match="by their shape"):
         agn_optax.Towers(4).create(tx.init, {"w": jnp.ones((8, 8))})
+
+
+def test_the_host_is_refused_where_nothing_stays_there(monkeypatch):
+    monkeypatch.setattr(_placement, "_stays_on_host", lambda: False)
+    placement = agn_optax.Placement(memory="host")
+    tx = agn_optax.phases(
+        optax.sgd(0.1), agn_optax.rules.average(), placement=placement
+    )
+    with pytest.raises(errors.InvalidArgumentError, match="needs a newer JAX"):
+        tx.init(jnp.ones(3))
 
 
 def test_placements_that_cannot_be():
