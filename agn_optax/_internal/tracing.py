@@ -193,7 +193,11 @@ class _Reader:
                     for i, variable in enumerate(getattr(body, "jaxpr", body).invars)
                 ]
                 told += [value.expression for value in self.follow(body, inputs)]
-            told += [v for k, v in equation.params.items() if isinstance(v, bool | int)]
+            told += [
+                (setting, str(value))
+                for setting, value in equation.params.items()
+                if not hasattr(value, "eqns")
+            ]
             is_elementwise = name == "while" or _scans_nothing(equation)
         else:
             is_elementwise = _is_elementwise(equation)
@@ -246,8 +250,11 @@ def _programs(equation: JaxprEqn) -> list[Any]:
 
 def _scans_nothing(scan: JaxprEqn) -> bool:
     """Whether a scan takes no array apart, and puts none together."""
-    kept, carried = scan.params["num_consts"], scan.params["num_carry"]
-    return len(scan.invars) == kept + carried and len(scan.outvars) == carried
+    (body,) = (getattr(each, "jaxpr", each) for each in _programs(scan))
+    taken, made = map(_shape, scan.invars), map(_shape, scan.outvars)
+    return [*taken] == [*map(_shape, body.invars)] and [*made] == [
+        *map(_shape, body.outvars)
+    ]
 
 
 def _is_elementwise(operation: JaxprEqn) -> bool:
