@@ -14,7 +14,7 @@
         ├── WorkerStateError (RuntimeError)   calls came in an impossible order
         ├── NameTakenError                    another worker has that name
         ├── CenterFullError                   it has no room for one more worker
-        ├── MessageRefusedError               a message that would harm it
+        ├── MessageRefusedError               it has refused too many messages in a row
         ├── RuleMismatchError                 worker and center run different rules
         ├── ProtocolError                     what came over the wire makes no sense
         ├── DurabilityError (OSError)         what it keeps on disk, or where, is unfit
@@ -86,7 +86,7 @@ class CenterFullError(CenterError):
 
 
 class MessageRefusedError(CenterError):
-    """A message that is not finite; the center stays as it was."""
+    """A center has refused too many messages of a worker in a row; says why."""
 
 
 class RuleMismatchError(CenterError):

@@ -22,7 +22,7 @@ def made(kind, rule, params=None, **settings):
             return center
 
         if kind == "local":
-            yield agn_optax.LocalCenter(rule, params, refuse_nonfinite=True, **settings)
+            yield agn_optax.LocalCenter(rule, params, **settings)
         elif kind == "server":
             yield connect(serve(rule, params, **settings).address, rule)
         elif kind == "shards":

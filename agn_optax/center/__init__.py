@@ -17,6 +17,7 @@ from agn_optax.center._local import LocalCenter
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax.center._refusals import Refuse
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
@@ -31,6 +32,7 @@ __all__ = [
     "CenterState",
     "Journal",
     "LocalCenter",
+    "Refuse",
     "Session",
     "Snapshot",
     "Snapshots",

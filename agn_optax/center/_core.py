@@ -13,6 +13,7 @@ run.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 import time
@@ -28,11 +29,13 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._protocol import Session, Snapshot
+from agn_optax.center._refusals import Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center.durability import Durability, Keeper
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 _LOOKS = 1.0  # seconds after which whoever waits looks whether the disk has failed
 
@@ -46,6 +49,7 @@ class Answer:
     staleness: int
     norm: jax.Array | None
     applied: bool
+    refused: str = ""  # why it was
     recorded: int = 0  # what must be on disk before its worker has it
 
 
@@ -55,6 +59,7 @@ class _Message:
 
     contribution: PyTree
     norm: Any
+    size: Size | None  # where messages are measured
     # Of its worker alone: a crowd that waits for a round would wake up for each other.
     over: threading.Condition  # notified when it waits no longer
 
@@ -79,7 +84,6 @@ class Core:
         *,
         dtype: Any = None,
         device: Any = None,
-        refuse_nonfinite: bool = False,
         durability: Durability | None = None,
         packs: bool = False,
         **decides: Any,
@@ -91,13 +95,12 @@ class Core:
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
         self._packs = packs
-        self._refuse_nonfinite = refuse_nonfinite
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
         self._messages: dict[str, _Message] = {}  # of the workers that wait
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
-        self._refusals: dict[str, tuple[int, Exception]] = {}  # and sequence
+        self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
         self.observer: Callable[[PyTree], None] | None = None
         self._closed = ""
@@ -286,7 +289,7 @@ class Core:
             now = time.monotonic()
             connection = self.ledger.join(worker, incarnation, now, **how)
             if connection == 1:  # what became of another life is not its to hear
-                self._refusals.pop(worker, None)
+                self._failures.pop(worker, None)
             self._cut(worker)
             if cut is not None:
                 self._cuts[worker] = cut
@@ -323,27 +326,32 @@ class Core:
     # What sessions need of it; all but `_examine` is called under the lock.
 
     def _examine(self, contribution: PyTree) -> _Message:
-        """A contribution where the center is, and the norm of its message."""
-        store = self.store
+        """A contribution where the center is, and how large its message is."""
+        store, refuse, size = self.store, self.ledger.refusals.refuse, None
         contribution = store.take(contribution)
         with self.reading() as version:
-            norm: Any = store.norm(contribution, version.params)
-            if self._refuse_nonfinite:
+            norm: Any
+            norm, largest = store.measure(
+                contribution, version.params, elements=refuse.element is not None
+            )
+            if refuse.measures:
                 norm = np.float32(norm)
-                if not math.isfinite(norm):
-                    raise errors.MessageRefusedError(
-                        f"the message is not finite (its norm is {norm}); the center "
-                        "stays as it was. Start again from the center, with a smaller "
-                        "learning rate or with clipping"
-                    )
-        return _Message(contribution, norm, threading.Condition(self._lock))
+                size = Size(float(norm), None if largest is None else float(largest))
+        return _Message(contribution, norm, size, threading.Condition(self._lock))
 
     def _late_answer(self, member: Member) -> Answer:
         """To an exchange whose first answer is not kept any more."""
         current, staleness = self.store.current, member.staleness or 0
         current.escaped = True  # nobody says when it has been read
-        recorded, applied = self._recorded(), member.applied
-        return Answer(member.sequence, current, staleness, None, applied, recorded)
+        return Answer(
+            member.sequence,
+            current,
+            staleness,
+            None,
+            member.applied,
+            member.why,
+            self._recorded(),
+        )
 
     def _settle(self) -> None:
         """Applies whatever waits no longer, and lets go of what nobody waits for."""
@@ -360,41 +368,77 @@ class Core:
     def _apply(self, batch: Batch) -> None:
         store, before = self.store, self.store.current
         messages = [self._messages.pop(entry.worker) for entry in batch.entries]
-        contributions = [message.contribution for message in messages]
-        norms = [m.norm for m in messages] if self._refuse_nonfinite else None
+        batch = self.ledger.judge(batch, [message.size for message in messages])
         try:
-            if batch.applies:
-                store.apply(contributions, batch.staleness, batch.weights, norms)
+            if batch.taken:
+                store.apply(*_parts(batch, messages), self._norms(batch))
+        except errors.MessageRefusedError as error:
+            refusal = Refusal("nonfinite", str(error))
+            others = {batch.entries[i].worker: refusal for i in batch.taken}
+            batch = self.ledger.refusing(batch, others)
         except Exception as error:  # whoever called, it is these workers' to hear
             for entry in batch.entries:
-                self._refusals[entry.worker] = entry.sequence, error
+                self._failures[entry.worker] = entry.sequence, error
         finally:  # by Ctrl-C, too
-            if batch.applies and store.current is before:
+            if batch.taken and store.current is before:
                 self.ledger.refuse(batch)
             else:
                 self._answer(batch, messages, before)
             for message in messages:
                 message.over.notify_all()
 
+    def _norms(self, batch: Batch) -> list[float] | None:
+        """Of the messages to be applied, if the center is to stay finite."""
+        is_asked = self.ledger.refusals.refuse.nonfinite
+        return [batch.norms[i] for i in batch.taken] if is_asked else None
+
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
-        """Messages have been applied, or dropped."""
+        """Messages have been applied, dropped or refused."""
         store = self.store
         self.ledger.settle(batch)
-        shows = batch.applies and (self.observer or self._keeper)
-        seen = [store.unplace(m.contribution) for m in messages] if shows else []
-        exchange = (seen, batch.staleness, batch.weights) if shows else ()
+        exchange: tuple[Any, ...] = ()
+        seen = []
+        if batch.taken and (self.observer or self._keeper):
+            contributions, staleness, weights = _parts(batch, messages)
+            seen = [store.unplace(contribution) for contribution in contributions]
+            exchange = seen, staleness, weights
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         if self.observer is not None:
             for contribution in seen:
                 self.observer(contribution)
-        adopted = before if self.rule.adopts == "before" else store.current
-        for entry, behind, message in zip(
-            batch.entries, batch.staleness, messages, strict=True
-        ):
+        taken, current = batch.taken, store.current
+        for i, entry in enumerate(batch.entries):
+            refusal = batch.refused.get(entry.worker)
+            why = "" if refusal is None else refusal.why
+            if refusal is not None:
+                _log.warning(
+                    "a message of worker %r was refused: %s", entry.worker, why
+                )
+            if refusal is not None and refusal.is_last:
+                in_a_row = self.ledger.refusals.refuse.in_a_row
+                self._failures[entry.worker] = (
+                    entry.sequence,
+                    errors.MessageRefusedError(
+                        f"worker {entry.worker!r} has sent {in_a_row} messages or more "
+                        f"in a row that this center refuses, the last one because "
+                        f"{why}; the center stays as it was. Start again from the "
+                        "center, with a smaller learning rate or with clipping"
+                    ),
+                )
+                continue
+            # Whoever is refused starts from what others have made of the round.
+            adopts_before = self.rule.adopts == "before" and i in taken
+            adopted = before if adopts_before else current
             adopted.readers += 1
             self._answers[entry.worker] = Answer(
-                entry.sequence, adopted, behind, message.norm, batch.applies, recorded
+                entry.sequence,
+                adopted,
+                batch.staleness[i],
+                messages[i].norm,
+                i in taken,
+                why,
+                recorded,
             )
 
     def _prune(self, worker: str) -> None:
@@ -408,7 +452,7 @@ class Core:
         if state is not State.ANSWERED:
             self._forget(worker)
         if state is not State.IDLE:
-            self._refusals.pop(worker, None)
+            self._failures.pop(worker, None)
 
     def _cut(self, worker: str) -> None:
         if cut := self._cuts.pop(worker, None):
@@ -464,6 +508,18 @@ class Core:
             raise errors.CenterClosedError(reason)
 
 
+def _parts(
+    batch: Batch, messages: list[_Message]
+) -> tuple[list[PyTree], list[int], list[float] | None]:
+    """Contributions, staleness and weights of the messages to be applied."""
+    weights = batch.weights
+    return (
+        [messages[i].contribution for i in batch.taken],
+        [batch.staleness[i] for i in batch.taken],
+        None if weights is None else [weights[i] for i in batch.taken],
+    )
+
+
 @dataclasses.dataclass(eq=False)
 class LocalSession(Session):
     """One life of one worker at a `Core`; made by `Core.join`.
@@ -510,6 +566,7 @@ class LocalSession(Session):
             staleness=answer.staleness,
             norm=answer.norm,
             applied=answer.applied,
+            refused=answer.refused,
         )
 
     def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
@@ -522,9 +579,9 @@ class LocalSession(Session):
         with core.atomically():
             while True:
                 member = core.ledger.member(worker, self.incarnation)
-                refused = core._refusals.get(worker)
-                if refused is not None and refused[0] == sequence:
-                    raise refused[1]
+                failed = core._failures.get(worker)
+                if failed is not None and failed[0] == sequence:
+                    raise failed[1]
                 if member.sequence == sequence:
                     return core._answers.get(worker) or core._late_answer(member)
                 if member.state is not State.WAITING:

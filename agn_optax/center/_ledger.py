@@ -7,6 +7,7 @@ argument. Its owner tells it what happened, and asks it what to do:
     connect, disconnect, hear   its connection does; a sign of life came
     submit                      its message is there
     take -> Batch | None        the messages to apply (or to drop) next, as one exchange
+    judge -> Batch              ... and which of them are refused for what they are
     settle, refuse              they have been; they could not be
     acknowledge                 the worker has its answer
     shift                       the center moved, and no message moved it
@@ -23,11 +24,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._refusals import FADES, Refusal, Refusals, Refuse, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ class State(enum.Enum):
 
     IDLE = "no exchange is under way"
     WAITING = "its message waits to be applied"
-    ANSWERED = "its message was applied, or dropped, and the answer is kept"
+    ANSWERED = "its message was applied, dropped or refused, and the answer is kept"
     GONE = "it left, or was given up"
 
 
@@ -164,7 +166,11 @@ class Member:
     exchanges: int = 0
     dropped: int = 0
     staleness: int | None = None
-    applied: bool = True  # its last exchange was; else it was dropped
+    applied: bool = True  # its last exchange was; else it was dropped, or refused
+    why: str = ""  # its last exchange was refused
+    refused: int = 0
+    in_a_row: int = 0  # refused, the last ones
+    moved: float = 0.0  # the norms of its messages that were applied, and have faded
 
     @property
     def gone(self) -> bool:
@@ -199,6 +205,15 @@ class Batch:
     staleness: tuple[int, ...]
     weights: tuple[float, ...] | None  # of the messages of a round; else None
     applies: bool  # False: they are to be dropped
+    # Those that are not to be applied with the others, by worker.
+    refused: Mapping[str, Refusal] = dataclasses.field(default_factory=dict)
+    norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
+
+    @property
+    def taken(self) -> list[int]:
+        """Which of the messages are to be applied."""
+        entries = enumerate(self.entries) if self.applies else ()
+        return [i for i, entry in entries if entry.worker not in self.refused]
 
 
 class Ledger:
@@ -209,9 +224,11 @@ class Ledger:
       lease: seconds after which a worker that lost its connection is given up.
       max_workers: workers that may be there at a time; None for any number.
       barrier: workers that must have joined before any may start.
+      refuse: which messages are refused.
       version: exchanges applied in an earlier process.
 
     Attributes:
+      refusals: decides that.
       version: exchanges applied.
       pending: the messages that wait, by worker.
       is_open: whether the barrier is open.
@@ -224,8 +241,13 @@ class Ledger:
         lease: float = 10.0,
         max_workers: int | None = None,
         barrier: int = 0,
+        refuse: Refuse | None = None,
         version: int = 0,
     ) -> None:
+        if refuse is None:
+            refuse = Refuse()
+        if not isinstance(refuse, Refuse):
+            raise errors.InvalidTypeError(f"refuse must be Refuse(...), got {refuse!r}")
         if mode is None:
             mode = Asynchronous()
         if not isinstance(mode, Asynchronous | BoundedStaleness | Synchronous):
@@ -245,6 +267,7 @@ class Ledger:
         self.lease = lease
         self.max_workers = max_workers
         self.barrier = barrier
+        self.refusals = Refusals(refuse)
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
         # Whether as many workers as the barrier wants have been there at a time.
@@ -337,6 +360,8 @@ class Ledger:
             self.pending.pop(worker, None)
             clock = min(others, default=0)
             member = Member(incarnation, self.version, clock, joined=now, seen=now)
+            moved = [self._moved(m) for n, m in self._present.items() if n != worker]
+            member.moved = sum(moved) / max(len(moved), 1)  # it has its share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
         self._present[worker] = member
@@ -444,21 +469,70 @@ class Ledger:
                 return self._batch([entry])
         return None
 
+    def judge(self, batch: Batch, sizes: Sequence[Size | None]) -> Batch:
+        """A batch, and which of its messages are refused.
+
+        Args:
+          batch: that `take` has returned.
+          sizes: of its messages; None where they were not measured.
+        """
+        if not batch.applies:
+            return batch
+        refused = {}
+        own, everybody, exchanges = {}, 0.0, 0
+        if self.refusals.refuse.share is not None:
+            own = {name: self._moved(m) for name, m in self._present.items()}
+            everybody = sum(own.values())
+            exchanges = sum(member.exchanges for member in self._present.values())
+        for entry, size in zip(batch.entries, sizes, strict=True):
+            moved = own.get(entry.worker, 0.0)
+            others = everybody - moved
+            refusal = self.refusals.judge(size, entry.missed, moved, others, exchanges)
+            if refusal is not None:
+                refused[entry.worker] = refusal
+        norms = tuple(size.norm for size in sizes if size is not None)
+        return self.refusing(dataclasses.replace(batch, norms=norms), refused)
+
+    def refusing(self, batch: Batch, refused: Mapping[str, Refusal]) -> Batch:
+        """A batch of which these messages are refused, beside those that were."""
+        most = self.refusals.refuse.in_a_row
+        more = {
+            worker: refusal._replace(is_last=self._present[worker].in_a_row + 1 >= most)
+            for worker, refusal in refused.items()
+        }
+        return dataclasses.replace(batch, refused={**batch.refused, **more})
+
     def settle(self, batch: Batch) -> None:
-        """The messages of a batch have been applied, or dropped."""
-        self.version += batch.applies
-        for entry, staleness in zip(batch.entries, batch.staleness, strict=True):
-            member = self._present[entry.worker]
+        """The messages of a batch have been applied, dropped or refused."""
+        taken = batch.taken
+        self.version += bool(taken)
+        for i, entry in enumerate(batch.entries):
+            member, refusal = (
+                self._present[entry.worker],
+                batch.refused.get(entry.worker),
+            )
+            if refusal is not None:
+                self.refusals.count(refusal)
+                member.refused += 1
+                member.in_a_row += 1
+                if refusal.is_last:  # as if it had never come
+                    member.state = NEXT[member.state, "refuse"]
+                    continue
             member.state = NEXT[member.state, "settle"]
             member.sequence = entry.sequence
-            member.staleness = staleness
-            member.turn = self.version
-            member.applied = batch.applies
-            if batch.applies:
+            member.staleness = batch.staleness[i]
+            member.moved, member.turn = self._moved(member), self.version
+            member.applied = i in taken
+            member.why = "" if refusal is None else refusal.why
+            member.clock += batch.applies  # nobody waits for one that was refused
+            if member.applied:
                 member.exchanges += 1
-                member.clock += 1
-            else:
+                member.in_a_row = 0
+                if batch.norms and math.isfinite(batch.norms[i]):
+                    member.moved += batch.norms[i]
+            elif refusal is None:
                 member.dropped += 1
+        self.refusals.took([batch.norms[i] for i in taken if batch.norms])
 
     def refuse(self, batch: Batch) -> None:
         """The messages of a batch could not be applied: as if they had never come."""
@@ -480,14 +554,14 @@ class Ledger:
 
     def memory(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
         """What of some workers (None: of all) outlives a process, as JSON has it."""
-        if workers is None:
-            workers = (*self._gone, *self._present)
+        named = (*self._gone, *self._present) if workers is None else workers
         members = {
             name: {field: getattr(member, field) for field in (*_KEPT, "gone")}
-            for name in workers
+            for name in named
             if (member := self.find(name)) is not None
         }
-        return {"members": members, "open": self.is_open}
+        norms = self.refusals.memory(whole=workers is None)
+        return {"members": members, "open": self.is_open, "norms": norms}
 
     def recall(self, memory: dict[str, Any], now: float) -> None:
         """Knows what it knew in an earlier process; nobody is connected, though."""
@@ -501,6 +575,7 @@ class Ledger:
                 self._give_up(name, member)
         enough = len(self._present) >= self.barrier
         self.is_open = self.is_open or memory["open"] or enough
+        self.refusals.recall(memory["norms"])
 
     def deadline(self) -> float | None:
         """When to call `take` again if nothing happens before; None: need not."""
@@ -518,6 +593,10 @@ class Ledger:
         member = self._present.get(worker)
         is_there = member is not None and member.incarnation == incarnation
         return member if is_there else None
+
+    def _moved(self, member: Member) -> float:
+        """The norms of what a worker was applied, as much as they still count."""
+        return member.moved * FADES ** (self.version - member.turn)
 
     def _take_round(self, mode: Synchronous, now: float) -> Batch | None:
         if mode.late == "drop":

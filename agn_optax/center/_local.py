@@ -8,6 +8,7 @@ from agn_optax import errors
 from agn_optax.center._core import Core
 from agn_optax.center._ledger import Mode
 from agn_optax.center._protocol import Session, Snapshot
+from agn_optax.center._refusals import Refuse
 from agn_optax.center._store import CenterState
 from agn_optax.center.durability import Durability
 from agn_optax.rules import Rule
@@ -36,9 +37,10 @@ class LocalCenter:
       max_workers: workers that may be there at a time; None for any number.
       lease: seconds after which a worker that lost its connection is given up. Workers
         in this process have no connection, and are never given up.
-      refuse_nonfinite: refuses messages that are not finite, and messages after which
-        the center would not be finite; to know that, it waits for the device at every
-        exchange. False applies them.
+      refuse: which messages are refused, an `agn_optax.center.Refuse`; None for those
+        that are not finite, or after which the center would not be. To know how large
+        a message is, the center waits for the device at every exchange. With
+        ``Refuse(nonfinite=False)`` all are applied, and nobody waits.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process. If there is a center in the directory, it goes
         on, and the values of ``params`` do not matter. None keeps the center in memory.
@@ -85,7 +87,7 @@ class LocalCenter:
         barrier: int = 0,
         max_workers: int | None = None,
         lease: float = 10.0,
-        refuse_nonfinite: bool = False,
+        refuse: Refuse | None = None,
         durability: Durability | None = None,
         packs: bool = False,
     ) -> None:
@@ -99,7 +101,7 @@ class LocalCenter:
             barrier=barrier,
             max_workers=max_workers,
             lease=lease,
-            refuse_nonfinite=refuse_nonfinite,
+            refuse=refuse,
             durability=durability,
             packs=packs,
         )

@@ -20,6 +20,7 @@ class Snapshot(NamedTuple):
     staleness: int | None = None  # of the message that this answers; None for a pull
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
+    refused: str = ""  # why the center did not want the message, if it did not
 
 
 class Session(abc.ABC):
@@ -59,7 +60,6 @@ class Session(abc.ABC):
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not belong to this center.
           InvalidArgumentError: ``anchor_version`` is of the future.
-          MessageRefusedError: the message is not finite, where that is refused.
           WorkerStateError: this life is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
@@ -75,9 +75,12 @@ class Session(abc.ABC):
 
         Returns:
           The version before or after the message, with the staleness and the norm of
-          the message, and whether it was applied; None if it still waits.
+          the message, whether it was applied, and why not if it was refused; None if it
+          still waits.
 
         Raises:
+          MessageRefusedError: the center has refused too many messages of this worker
+            in a row. The exchange is as if it had never come.
           WorkerStateError: this life is over.
           CenterUnreachableError: a remote center does not answer.
         """

@@ -173,6 +173,7 @@ class ShardedCenter:
             max(staleness, default=None),
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
+            "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
         )
 
 
@@ -205,11 +206,8 @@ class ShardedSession(Session):
                 f"shard, got {anchor_version!r}"
             )
         own = self._center.cut_message(contribution)
-        if not _is_finite(contribution):  # one shard would refuse it, another take it
-            raise errors.MessageRefusedError(
-                "the message is not finite; the center stays as it was. Start again "
-                "from the center, with a smaller learning rate or with clipping"
-            )
+        if not _is_finite(contribution):  # else one refuses it, and another takes it
+            own = jax.tree.map(_not_finite, own)
 
         def submit(session: Session, part: PyTree, version: int) -> None:
             session.submit(sequence, part, anchor_version=version, steps=steps)
@@ -238,6 +236,11 @@ class ShardedSession(Session):
         """As `Session.leave`."""
         for session in self._sessions:
             session.leave()
+
+
+def _not_finite(leaf: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    return jnp.full_like(leaf, jnp.nan) if is_float else leaf
 
 
 @jax.jit

@@ -203,6 +203,14 @@ class Store:
                 return norm
         return self._programs.norm(contribution, center)
 
+    def measure(
+        self, contribution: PyTree, center: PyTree, *, elements: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The `norm`, and if asked for the largest absolute value of an element."""
+        if elements:
+            return self._programs.measure(contribution, center)
+        return self.norm(contribution, center), None
+
     def apply(
         self,
         contributions: Sequence[PyTree],
@@ -244,9 +252,7 @@ class Store:
                 raise errors.MessageRefusedError(
                     "with this message, or with another one of its round, the center "
                     "would not be finite any more, as it is or as workers adopt it "
-                    f"({self._rule.codec.answers or 'unrounded'}); it stays as it was. "
-                    "Start again from the center, with a smaller learning rate or with "
-                    "clipping"
+                    f"({self._rule.codec.answers or 'unrounded'})"
                 )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
@@ -443,8 +449,13 @@ def _programs(rule: Rule) -> SimpleNamespace:
         each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
         return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
+    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
+        message = rounds.message_of(rule, contribution, center)
+        return norm(contribution, center), largest(message)
+
     return SimpleNamespace(
         norm=jax.jit(norm),
+        measure=jax.jit(measure),
         weigh=jax.jit(weigh, donate_argnums=0),
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's

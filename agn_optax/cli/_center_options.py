@@ -12,6 +12,7 @@ from agn_optax.center import (
     Durability,
     Journal,
     Mode,
+    Refuse,
     ShardedCenter,
     Snapshots,
     Synchronous,
@@ -24,6 +25,11 @@ _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "dtype", "device"),
     *("direct", "direct_address", "insecure", "parent_period"),
 )
+# Options that `agn_optax.center.Refuse` has without their prefix.
+_REFUSALS = [
+    *("refuse_nonfinite", "refuse_norm", "refuse_times_median", "refuse_element"),
+    *("refuse_staleness", "refuse_share", "refuse_in_a_row"),
+]
 # Modes and durabilities, and the names that they have for options of theirs alone.
 _MODES: dict[str, tuple[Any, dict[str, str]]] = {
     "asynchronous": (Asynchronous, {}),
@@ -74,6 +80,19 @@ class CenterOptions:
       late next|weighted|drop [next]: Of synchronous: what becomes of a message that
         missed its round.
 
+    Refusal:
+      refuse_nonfinite [refuse-nonfinite]: Refuse messages that are not finite, or after
+        which the center would not be.
+      refuse_norm: Refuse messages of a larger global norm.
+      refuse_times_median: Refuse messages whose norm is more than so many times the
+        median of the last ones.
+      refuse_element: Refuse messages with an element of a larger absolute value.
+      refuse_staleness: Refuse messages made of a center more versions old.
+      refuse_share: Refuse messages by which a worker would have made more than this
+        share of all recent movement.
+      refuse_in_a_row [10]: Messages of a worker that are refused in a row before it
+        gets an error.
+
     Durability:
       journal DIRECTORY: Where every exchange is on disk before it is answered; a center
         that is found there goes on.
@@ -113,6 +132,13 @@ class CenterOptions:
     quorum: int | None = None
     grace: float | None = None
     late: str | None = None
+    refuse_nonfinite: bool | None = None
+    refuse_norm: float | None = None
+    refuse_times_median: float | None = None
+    refuse_element: float | None = None
+    refuse_staleness: int | None = None
+    refuse_share: float | None = None
+    refuse_in_a_row: int | None = None
     journal: pathlib.Path | None = None
     journal_size: int | None = None
     snapshots: pathlib.Path | None = None
@@ -137,6 +163,9 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     return {
         **_named(options, {name: name for name in _AS_THEY_ARE}),
         "mode": _mode_of(options),
+        "refuse": Refuse(
+            **_named(options, {o: o.removeprefix("refuse_") for o in _REFUSALS})
+        ),
         "tls": _tls_of(options),
         "durability": _durability_of(options),
     }

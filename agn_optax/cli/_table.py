@@ -19,6 +19,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "last seen": lambda worker: f"{worker['seen']:.1f} s",
     "message norm": lambda worker: _number(worker["norm"]),
     "dropped": lambda worker: str(worker["dropped"]),
+    "refused": lambda worker: str(worker["refused"]),
     "waits": lambda worker: _yes(worker["waits"]),
     "received": lambda worker: size(worker["bytes_received"]),
     "sent": lambda worker: size(worker["bytes_sent"]),

@@ -271,7 +271,9 @@ def _as_dict(message: Any) -> dict[str, Any]:
     said = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            value = dict(value)
+        elif field.message_type is not None:
             value = [_as_dict(each) for each in value]
         elif field.has_presence and not message.HasField(field.name):
             value = None

@@ -16,7 +16,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import Center, Durability, LocalCenter, Mode
+from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service._servicer import Servicer
@@ -117,6 +117,7 @@ def serve(
     parent_period: int = 10,
     name: str | None = None,
     durability: Durability | None = None,
+    refuse: Refuse | None = None,
 ) -> Server:
     """Serves a center variable over gRPC, in threads of this process.
 
@@ -150,6 +151,8 @@ def serve(
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
         the center outlives its process: started again there, it goes on, and so do its
         workers. Only for a center without a parent. None keeps it in memory.
+      refuse: which messages are refused, an `agn_optax.center.Refuse`; None for those
+        that are not finite, or after which the center would not be.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
@@ -198,7 +201,7 @@ def serve(
         barrier=barrier,
         max_workers=max_workers,
         lease=lease,
-        refuse_nonfinite=True,
+        refuse=refuse,
         durability=durability,
         packs=True,
     )

@@ -212,6 +212,7 @@ class Servicer:
             parent=self._parent,
             listens_at=self.listens_at,
             direct_address=self.direct_address,
+            refused=dict(self.core.ledger.refusals.counts),
             workers=[
                 pb.WorkerStatus(
                     name=name,
@@ -222,6 +223,7 @@ class Servicer:
                     joined=now - member.joined,
                     seen=now - member.seen,
                     waits=name in waiting,
+                    refused=member.refused,
                     **traffic.get(name, {}),
                 )
                 for name, member in sorted(members.items())
@@ -277,6 +279,7 @@ class Servicer:
                     staleness=answer.staleness,
                     norm=norm,
                     applied=answer.applied,
+                    refused=answer.refused,
                     sequence=answer.sequence,
                 )
                 if answer.recorded:

@@ -116,6 +116,7 @@ class RemoteSession(Session):
                 said.staleness,
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
+                said.refused,
             )
 
     def acknowledge(self, sequence: int) -> None:

@@ -3,6 +3,7 @@
     start       adopt a first center
     contribute  make what is sent
     adopt       take the answer, where the worker has waited for it
+    give_in     take it in place of everything, where the message was refused
 
 and where local steps go on meanwhile
 
@@ -75,6 +76,18 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> SimpleNamespace
         params = rounds.adopt(rule, params, center)
         return params, rounds.begin_round(rule, state, params, center)
 
+    def give_in(
+        params: PyTree, state: LocalState, center: PyTree, *, has_sent: bool
+    ) -> tuple[PyTree, LocalState]:
+        params = rounds.overwrite(params, center)  # also where rules adopt a part of it
+        state = rounds.begin_round(rule, state, params, center)
+        fresh = init(params)
+        if has_sent:  # the codec's state, which is of the message that was refused
+            state = state._replace(codec_state=fresh.codec_state)
+        # An inner optimizer that is not finite any more would spoil the next round too.
+        inner_state = _sound(state.inner_state, fresh.inner_state)
+        return params, state._replace(inner_state=inner_state)
+
     # What local steps may not touch while it is on its way lies in buffers of its own,
     # which the next departure writes over: fresh ones would take longer.
     def depart(
@@ -114,7 +127,21 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> SimpleNamespace
         start=jax.jit(start),
         contribute=jax.jit(functools.partial(rounds.contribute, rule)),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
+        give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="has_sent"),
         depart=jax.jit(depart, donate_argnums=(0, 2)),
         stay=jax.jit(stay, donate_argnums=1),
         land=jax.jit(land, donate_argnums=(0, 1)),
     )
+
+
+def _sound(state: PyTree, fresh: PyTree) -> PyTree:
+    """A state; the fresh one if more of it is not finite than of that."""
+    fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)
+    finite = [
+        (jnp.isfinite(old) | ~jnp.isfinite(new)).all()
+        for old, new in pairs
+        if jnp.issubdtype(old.dtype, jnp.floating)
+    ]
+    is_sound = jnp.stack([*finite, jnp.array(True)]).all()
+    return jax.lax.cond(is_sound, lambda: state, lambda: fresh)

@@ -9,6 +9,7 @@ the answer, and keeps the progress that it has made since the message left.
 from __future__ import annotations
 
 import functools
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from agn_optax.worker._flight import Message
 from agn_optax.worker._programs import Left, programs
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class WorkerState(NamedTuple):
@@ -74,6 +76,11 @@ class Worker:
         center as it was before a message, the worker's own previous message counts too.
       norm: of the last message sent, as a scalar; None before the first.
       dropped: messages that the center did not apply (too stale, or too late).
+      refused: messages that the center did not want; `agn_optax.center.Refuse` has
+        which. The worker then forgets what it has done since its last exchange, local
+        steps of now included, adopts the center whole, and goes on; if its inner
+        optimizer's state is not finite, that begins anew.
+      refusal: why the last message was refused; "" if it was not.
       version: of the center that it adopted last; None before the start.
 
     Raises:
@@ -119,6 +126,8 @@ class Worker:
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.exchanges = 0
         self.dropped = 0
+        self.refused = 0
+        self.refusal = ""
         self.staleness: int | None = None
         self.norm: Any = None
         self.overlap = overlap
@@ -235,7 +244,8 @@ class Worker:
           WorkerStateError: the worker was not started, or parameters or state have been
             donated to something else; or the center has been started anew, or has given
             this worker's name to another one.
-          MessageRefusedError: the message is not finite.
+          MessageRefusedError: the center has refused too many messages in a row (10,
+            unless it was told otherwise).
           CenterUnreachableError: the center is lost, and ``patience`` 0 or ``give_up``
             over.
           TreeMismatchError: parameters or state are not those of this worker.
@@ -391,8 +401,30 @@ class Worker:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
         answer = _placed(message.answer, params)
+        if answer.refused:
+            return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
         params, state = self._programs.adopt(params, state, answer.params)
+        self._adopted(answer)
+        self._local_steps = 0
+        return params, state
+
+    def _give_in(
+        self,
+        params: PyTree,
+        state: LocalState,
+        answer: Snapshot,
+        has_sent: bool = False,
+    ) -> tuple[PyTree, LocalState]:
+        """The center in place of all that this worker has; its message was refused."""
+        _log.warning(
+            "a message of worker %r was refused, which goes on from the center: %s",
+            self.name,
+            answer.refused,
+        )
+        params, state = self._programs.give_in(
+            params, state, answer.params, has_sent=has_sent
+        )
         self._adopted(answer)
         self._local_steps = 0
         return params, state
@@ -450,19 +482,24 @@ class Worker:
             self._message = None  # it is lost, and local steps may go on
             raise
         answer, left = _placed(answer, params), message.left
-        params, state = self._programs.land(
-            params, state, message.contribution, left, anchor.params, answer.params
-        )
+        if answer.refused:
+            params, state = self._give_in(params, state, answer, has_sent=True)
+        else:
+            params, state = self._programs.land(
+                params, state, message.contribution, left, anchor.params, answer.params
+            )
+            self._adopted(answer)
         if self.overlap:
             self._spare = message.contribution, left.params
-        self._adopted(answer)
         return params, state
 
     def _adopted(self, answer: Snapshot) -> None:
         """An exchange is over."""
         self._sent += 1
         self.exchanges += 1
-        self.dropped += not answer.applied
+        self.dropped += not (answer.applied or answer.refused)
+        self.refused += bool(answer.refused)
+        self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
         self._message = None

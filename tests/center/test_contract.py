@@ -146,11 +146,13 @@ def test_a_message_that_is_not_finite(kind, value):
         worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
         params, state = worker.start()
         bad = params | {"layers": jax.tree.map(lambda x: x * value, params["layers"])}
-        with pytest.raises(errors.MessageRefusedError, match="not finite"):
-            worker.exchange(bad, state)
+        params, state = worker.exchange(bad, state)
+        assert "not finite" in worker.refusal
         assert_identical(center.pull().params, tree())
-        worker.exchange(*worker.start())  # goes on from the center
-        assert worker.exchanges == 1
+        assert_identical(params, tree())  # goes on from the center
+        worker.exchange(params, state)
+        assert (worker.exchanges, worker.refused, worker.dropped) == (2, 1, 0)
+        assert worker.refusal == ""
 
 
 def test_an_anchor_of_the_future(kind):

@@ -636,6 +636,6 @@ def test_what_is_kept_does_not_grow_with_names_that_have_gone():
         if number % 100 == 0:
             submit(session)
         session.leave()
-    kept = core._messages, core._answers, core._refusals, core._cuts
+    kept = core._messages, core._answers, core._failures, core._cuts
     assert not any(kept)
     assert len(core.ledger.memory()["members"]) < 1100

@@ -49,7 +49,6 @@ def test_a_worker(rule, overlap):
         RULES[rule](),
         params,
         dtype="float32",
-        refuse_nonfinite=True,
         mode=agn_optax.center.Synchronous() if overlap else None,
     )
     inner = INNERS["adam"]()
