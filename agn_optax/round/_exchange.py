@@ -235,10 +235,17 @@ def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTr
 
 
 def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
-    """``adopted`` in place of ``sent``, and all that came since: up to ``now``."""
-    return jax.tree.map(
-        lambda a, x, s: (a + (x - s)).astype(x.dtype), adopted, now, sent
-    )
+    """``adopted`` in place of ``sent``, and all that came since: up to ``now``.
+
+    Progress that is not finite is none, or parameters that are not would never be again.
+    """
+
+    def add(adopted: jax.Array, now: jax.Array, sent: jax.Array) -> jax.Array:
+        since = now - sent
+        since = jnp.where(jnp.isfinite(since), since, jnp.zeros_like(since))
+        return (adopted + since).astype(now.dtype)
+
+    return jax.tree.map(add, adopted, now, sent)
 
 
 def begin_round(

@@ -17,8 +17,15 @@ from hypothesis.stateful import (
 )
 
 from agn_optax import errors
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous, _ledger
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Refuse,
+    Synchronous,
+    _ledger,
+)
 from agn_optax.center._ledger import NEXT, Ledger, State
+from agn_optax.center._refusals import Refusal
 
 MODES = [
     Asynchronous(),
@@ -34,6 +41,7 @@ MODES = [
 NAMES = st.sampled_from(["anna", "bert", "carl", "dora"])
 LIVES = st.integers(0, 2).map(str)
 REMEMBERED = 2  # lives that have gone
+IN_A_ROW = 2  # refusals, of which the last is an error
 
 
 @dataclasses.dataclass
@@ -52,6 +60,8 @@ class Known:
     owed: bool = False  # its answer, which it has not acknowledged
     exchanges: int = 0
     dropped: int = 0
+    refused: int = 0
+    in_a_row: int = 0
     message: tuple | None = None  # sequence, anchor, time and versions behind
 
     @property
@@ -96,6 +106,7 @@ class Commands(RuleBasedStateMachine):
             lease=self.lease,
             max_workers=self.room,
             barrier=self.barrier,
+            refuse=Refuse(in_a_row=IN_A_ROW),
             version=self.version,
         )
 
@@ -303,12 +314,12 @@ class Commands(RuleBasedStateMachine):
         if self.is_there(name, life) and ahead == 0:
             known.owed = False
 
-    @rule(fails=st.booleans())
-    def take(self, fails):
+    @rule(fails=st.booleans(), unwanted=st.sets(NAMES))
+    def take(self, fails, unwanted):
         """Where applying a batch fails, it is as if its messages had never come."""
-        self.took(fails)
+        self.took(fails, unwanted)
 
-    def took(self, fails=False):
+    def took(self, fails=False, unwanted=()):
         """Whether there was a batch, which is settled, or refused."""
         batch = self.ledger.take(self.now)
         self.look()
@@ -339,22 +350,33 @@ class Commands(RuleBasedStateMachine):
                 assert batch.weights[i] == 1 / (1 + self.missed(name))
             else:
                 assert batch.weights[i] == 1
+        refused = {name for name in names if name in unwanted and batch.applies}
+        moves = batch.applies and refused != set(names)
         for name in names:
             known = self.last[name]
             sequence, known.message = known.message[0], None
             if fails:
                 continue
+            known.refused += name in refused
+            known.in_a_row += name in refused
+            if name in refused and known.in_a_row >= IN_A_ROW:
+                continue  # as if it had never come, too
             assert sequence == known.settled + 1  # no exchange is settled twice
             known.settled, known.owed = sequence, True
-            known.round_began = self.version + batch.applies
+            known.round_began = self.version + moves
             known.clock += batch.applies
-            known.exchanges += batch.applies
+            if batch.applies and name not in refused:
+                known.exchanges += 1
+                known.in_a_row = 0
             known.dropped += not batch.applies
+        batch = self.ledger.refusing(
+            batch, {name: Refusal("norm", "too large") for name in refused}
+        )
         if fails:
             self.ledger.refuse(batch)
         else:
             self.ledger.settle(batch)
-            self.version += batch.applies
+            self.version += moves
         return True
 
     @rule()
@@ -415,7 +437,9 @@ class Commands(RuleBasedStateMachine):
                 known.exchanges,
                 known.dropped,
             )
-            assert member.sequence == member.exchanges + member.dropped
+            assert (member.refused, member.in_a_row) == (known.refused, known.in_a_row)
+            settled = member.exchanges + member.dropped
+            assert settled <= member.sequence <= settled + member.refused
 
     @invariant()
     def only_the_last_that_went_are_remembered(self):

@@ -125,7 +125,8 @@ def test_between_exchanges_nothing_is_touched():
 )
 def test_no_call_waits_for_the_device(rule, donate):
     """All of a round is handed over while its first step still computes."""
-    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3))
+    refuse = agn_optax.center.Refuse(nonfinite=False)  # or it waits for norms
+    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3), refuse=refuse)
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
     params, state = worker.start()
