@@ -237,7 +237,7 @@ def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTr
 def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
     """``adopted`` in place of ``sent``, and all that came since: up to ``now``.
 
-    Progress that is not finite is none, or parameters that are not would never be again.
+    Progress that is not finite is none, or such parameters would stay what they are.
     """
 
     def add(adopted: jax.Array, now: jax.Array, sent: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import BoundedStaleness, Journal, Snapshots, Synchronous
+from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
 from agn_optax.center.durability import _writer
 from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
@@ -168,6 +168,30 @@ def test_modes(options, mode):
     assert settings["mode"] == mode
 
 
+def test_refusals():
+    own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
+    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7}
+    assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
+    options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
+    assert _center_options.settings(options)["refuse"] == Refuse(**own)
+    assert _center_options.settings(CenterOptions())["refuse"] == Refuse()
+
+
+def test_serves_with_refusals(address):
+    def exchange(center):
+        answer = sessions.exchange(
+            center, jnp.full(4, 2.0), anchor_version=0, worker="w"
+        )
+        assert answer.refused == "its norm is 4, and this center takes 3 at most"
+
+    def start(center):
+        center.initialize(jnp.zeros(4), worker="w")
+        exchange(center)
+
+    options = ("--rule=downpour", "--refuse-norm=3", "--no-refuse-nonfinite")
+    serve(address, rules.downpour(), *options, then=start)
+
+
 @pytest.mark.parametrize(
     ("options", "durability"),
     [
@@ -221,6 +245,7 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         (["--address=nowhere"], 'an address must be "host:port"'),
         (["--address=0.0.0.0:0"], "insecure=True"),
         (["--lease=-1"], "lease must be"),
+        (["--refuse-share=2"], "share must be a number in (0, 1]"),
         (["--max-workers=0"], "max_workers must be"),
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),

@@ -51,7 +51,7 @@ def test_status(server):
     (row,) = re.findall("│ worker-0.*", said)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:5] == ["worker-0", "yes", "2", "2", "1"]
-    assert cells[7:9] == ["0", "no"]
+    assert cells[7:10] == ["0", "0", "no"]
     assert "exchanges/s" in said
 
 

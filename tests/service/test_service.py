@@ -24,7 +24,7 @@ from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import BoundedStaleness, Refuse, Synchronous
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _trees
@@ -128,6 +128,32 @@ def test_status(serve, connect):
     assert row["bytes_received"] > 2 * 13 * 4
     worker.leave()
     assert center.status()["workers"] == []
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_worker_hears_why_its_message_was_refused(serve, connect, direct, caplog):
+    refuse = Refuse(norm=10.0, in_a_row=2)
+    server = serve(refuse=refuse, direct=direct)
+    center = connect(server.address)
+    worker = a_worker(center)
+    params, state = worker.start()
+    params, state = worker.exchange(jax.tree.map(lambda x: x + 9, params), state)
+    assert worker.refusal.startswith("its norm is 32.45, and this center takes 10")
+    assert "a message of worker 'anna' was refused: its norm is 32.45" in caplog.text
+    assert_identical(params, ONES)
+    params, state = a_step(worker, params, state)
+    assert (worker.exchanges, worker.refused, server.center.version) == (2, 1, 1)
+    for bound in (2, 3):
+        far = jax.tree.map(lambda x: x * jnp.nan, params)
+        if bound == 3:
+            with pytest.raises(errors.MessageRefusedError, match=r"2 .* not finite"):
+                worker.exchange(far, state)
+        else:
+            params, state = worker.exchange(far, state)
+    status = center.status()
+    assert status["refused"] == {"norm": 1, "nonfinite": 2}
+    (row,) = status["workers"]
+    assert (row["refused"], row["dropped"], row["exchanges"]) == (3, 0, 1)
 
 
 def test_a_unix_socket(serve, connect, tmp_path):
