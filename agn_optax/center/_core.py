@@ -145,6 +145,11 @@ class Core:
         """Why this center cannot be kept on disk any more; "" while all is well."""
         return "" if self._keeper is None else self._keeper.failure
 
+    @property
+    def degraded(self) -> str:
+        """Why less of it is on disk than was asked for; "" while all is well."""
+        return "" if self._keeper is None else self._keeper.degraded
+
     def atomically(self) -> threading.Condition:
         """Around what nobody may come between; notified whenever something changed."""
         return self._changed

@@ -58,6 +58,9 @@ def of(said: dict[str, Any]) -> Any:
     for worker in said["workers"]:
         cells = [column(worker) for column in _COLUMNS.values()]
         table.add_row(rich.text.Text(worker["name"]), *cells)
+    if said["degraded"]:
+        warning = rich.text.Text(f"warning: {said['degraded']}", style="bold red")
+        return rich.console.Group(table, warning)
     return table
 
 

@@ -213,6 +213,7 @@ class Servicer:
             listens_at=self.listens_at,
             direct_address=self.direct_address,
             refused=dict(self.core.ledger.refusals.counts),
+            degraded=self.core.degraded,
             workers=[
                 pb.WorkerStatus(
                     name=name,

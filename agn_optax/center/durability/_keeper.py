@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,7 +26,8 @@ from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
-from agn_optax.center.durability._directory import Directory, explained
+from agn_optax.center.durability._directory import Directory
+from agn_optax.center.durability._found import Kind, explained
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -36,6 +37,7 @@ _log = logging.getLogger("agn_optax")
 _JOURNAL_SIZE = 1 << 30  # bytes
 _SNAPSHOTS = 4  # ... or so many snapshots, so that these are a small part of all writes
 _RECORDS = 100_000  # ... but never more records, so that a replay takes seconds
+_REMINDS = 60.0  # seconds between two complaints about a center in memory only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Snapshots:
       seconds: between two snapshots, unless nothing happened. None for no such rule.
       exchanges: between two snapshots. None for no such rule.
       keep: how many of them stay there.
+      keep_seconds: those that are younger stay there as well, however many.
 
     Raises:
       InvalidArgumentError: a value is out of range, or there is neither of the rules.
@@ -73,6 +76,7 @@ class Snapshots:
     seconds: float | None = 60.0
     exchanges: int | None = None
     keep: int = 2
+    keep_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
@@ -84,6 +88,7 @@ class Snapshots:
             check.seconds(self.seconds, "seconds", positive=True)
         check.whole_number(self.exchanges, "exchanges", least=1)
         check.whole_number(self.keep, "keep", least=1, optional=False)
+        check.seconds(self.keep_seconds, "keep_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +99,22 @@ class Journal:
     answered is in it, and what is sent again is not applied again. Exchanges that come
     together are written together.
 
-    If the disk is full or fails, the center is closed, and nothing more is answered.
+    With an ``interval`` an exchange is answered once the system has it, and synced to
+    disk within that time. A process that is killed loses nothing then either. A machine
+    that loses power loses what was answered in at most so many seconds, and the center
+    that goes on is another one for its workers, and tells them so.
 
     Args:
       directory: of this center alone; made if need be.
       size: bytes of the journal on disk after which a snapshot takes its place. None
         for 1 GiB, or four snapshots if they are larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
+      interval: seconds between two syncs, at most; None to sync every exchange before
+        it is answered.
+      on_failure: what to do if the disk is full or fails, or the directory is moved
+        away. ``"stop"``: the center is closed, and nothing more is answered. ``"go
+        on"``: it goes on in memory and says so, in its status and in the log; once a
+        minute and at its end it tries to write a snapshot.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -122,10 +136,15 @@ class Journal:
 
     directory: str | os.PathLike[str]
     size: int | None = None
+    interval: float | None = None
+    on_failure: Literal["stop", "go on"] = "stop"
 
     def __post_init__(self) -> None:
         _check_directory(self.directory)
         check.whole_number(self.size, "size", least=1)
+        if self.interval is not None:
+            check.seconds(self.interval, "interval", positive=True)
+        check.one_of(self.on_failure, "on_failure", ("stop", "go on"))
 
 
 Durability = Snapshots | Journal
@@ -147,7 +166,7 @@ class Keeper:
     Attributes:
       life: of the center: a new one, unless nothing of the one that was found is lost.
       chief: who initialized the center that was found.
-      failure: why nothing is kept any more; "" while all is well.
+      failure: why nothing is kept any more, and the center stops; "" while all is well.
 
     Raises:
       InvalidTypeError: ``durability`` is not one.
@@ -166,7 +185,7 @@ class Keeper:
         self.chief: str | None = None
         self.failure = ""
         self._durability = durability
-        self._keep = getattr(durability, "keep", 1)  # snapshots
+        self._lost_journal = self._lost_snapshot = ""  # why the newest was not written
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
@@ -174,7 +193,7 @@ class Keeper:
         self._writer: Writer | None = None
         self._closed = False
         self._number = 0  # records so far
-        self._on_disk = 0  # ... of which so many are in the journal for good
+        self._written = 0  # ... of which so many are in the journal for good
         self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
         self._saved_at = 0.0  # when the last one was tried
         self._seen = 0  # records that were in it
@@ -273,7 +292,7 @@ class Keeper:
             return self.recorded
         self._number += 1
         self._exchanges += bool(contributions)
-        if self._writer is not None:
+        if self._writer is not None and not self._lost_journal:
             about = {"ledger": ledger, "staleness": staleness, "weights": weights}
             self._writer.append(about, contributions)
         return self.recorded
@@ -281,7 +300,12 @@ class Keeper:
     @property
     def recorded(self) -> int:
         """Everything so far, to wait for; see `is_kept`."""
-        return 0 if self._writer is None else self._number
+        return 0 if self._writer is None or self._lost_journal else self._number
+
+    @property
+    def degraded(self) -> str:
+        """Why less is on disk than was asked for; "" while all is well."""
+        return self.failure or self._lost_journal or self._lost_snapshot
 
     def is_kept(self, recorded: int) -> bool:
         """Whether that is on disk, or nobody has promised it.
@@ -289,7 +313,7 @@ class Keeper:
         Raises:
           CenterClosedError: it never will be.
         """
-        if recorded <= self._on_disk:
+        if recorded <= self._written or self._lost_journal:
             return True
         if self.failure:
             raise errors.CenterClosedError(self.failure)
@@ -312,8 +336,10 @@ class Keeper:
                 if not self.failure:
                     if self._saved != (number, self.life):
                         self._save(number, image)
-                    self._directory.promise("whole", number)
-                    self._directory.forget(number + 1, self._keep)
+                    self._directory.make_promise("whole", number)
+                    self._forget(number + 1)
+                    if self._lost_journal:
+                        _log.warning("it is whole in its last snapshot after all")
             except OSError as error:
                 self._fail(error)
         self._directory.close()
@@ -327,16 +353,47 @@ class Keeper:
         if self._saved != (number, self.life):
             self._save(number, self._image())
         if isinstance(self._durability, Snapshots):
-            self._directory.promise("memory", number)
+            self._directory.make_promise("memory", number)
         else:
-            self._on_disk = number
-            self._writer = Writer(self._directory, number, self._is_on_disk, self._fail)
-            self._directory.promise("journal", number)
-        self._directory.forget(number, self._keep)
+            interval, self._written = self._durability.interval, number
+            self._writer = Writer(
+                self._directory, number, interval, self._is_written, self._cannot_write
+            )
+            kind: Kind = "journal" if interval is None else "interval"
+            self._directory.make_promise(kind, number)
+        self._forget(number)
 
-    def _is_on_disk(self, number: int) -> None:
+    def _forget(self, journals: int) -> None:
+        """Removes journals that begin before a record, and snapshots."""
+        kept = self._durability
+        few = (1,) if isinstance(kept, Journal) else (kept.keep, kept.keep_seconds)
+        self._directory.forget(journals, *few)
+
+    def _is_written(self, number: int) -> None:
         with self._changed:
-            self._on_disk = number
+            self._written = number
+            self._changed.notify_all()
+
+    def _cannot_write(self, error: Exception) -> None:
+        """The journal has come to its end."""
+        if getattr(self._durability, "on_failure", "stop") == "stop":
+            self._fail(error)
+            return
+        assert self._saved is not None
+        said = (
+            f"this center is in memory only: its exchanges cannot be written to "
+            f"{self._directory.path} any more: {error}"
+        )
+        try:
+            self._directory.make_promise("memory", self._saved[0])
+        except OSError as unmarked:
+            said += (
+                f". Nor can it be written there that some are missing ({unmarked}): if "
+                "a center goes on from that directory, have all workers start again"
+            )
+        with self._changed:
+            self._lost_journal, self._saved_at = said, time.monotonic()
+            _log.error("%s", said)
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -356,19 +413,24 @@ class Keeper:
                 if self._closed or self.failure:
                     return
                 self._exchanges, self._saved_at = 0, time.monotonic()
+            if self._lost_journal:
+                _log.error("%s", self._lost_journal)
             try:
                 self._replace_journal()
             except Exception as error:  # whatever it is, the next one may go well
-                _log.error(
-                    "no snapshot could be written to %s; the next one will be tried "
-                    "in due time: %s",
-                    self._directory.path,
-                    error,
+                self._lost_snapshot = (
+                    f"no snapshot could be written to {self._directory.path}; the next "
+                    f"one will be tried in due time: {error}"
                 )
+                _log.error("%s", self._lost_snapshot)
+            else:
+                self._lost_snapshot = ""
 
     def _time_left(self) -> float | None:
         """Seconds to the next snapshot; None if that is no matter of time."""
         kept, records = self._durability, self._number - self._seen
+        if self._lost_journal:
+            return max(0.0, self._saved_at + _REMINDS - time.monotonic())
         if isinstance(kept, Journal):
             assert self._writer is not None
             size = kept.size or max(_JOURNAL_SIZE, _SNAPSHOTS * self._saved_size)
@@ -383,14 +445,20 @@ class Keeper:
         """Writes a snapshot, after which nobody needs the records before it."""
         with self._changed:
             self._seen = begin = number = self._number
-            if writer := self._writer:
+            writer = None if self._lost_journal else self._writer
+            if writer:
                 writer.begin_file()
             image = self._image()
             if writer:
-                self._changed.wait_for(lambda: not writer.is_turning or self.failure)
+                self._changed.wait_for(
+                    lambda: not writer.is_turning or self.failure or self._lost_journal
+                )
                 begin = writer.begin
         self._save(number, image)
-        self._directory.forget(begin, self._keep)
+        promise = self._directory.promise
+        if promise is not None and promise.kind == "memory":
+            self._directory.note(number)
+        self._forget(begin)
 
     def _save(self, number: int, image: Image) -> None:
         state, ledger, chief = image

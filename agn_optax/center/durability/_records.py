@@ -43,7 +43,7 @@ class Head(NamedTuple):
     number: int
     on_disk: int  # bytes of records that were on disk when this one was written
     file_size: int  # bytes of the file then, with what is reserved for more records
-    digest: bytes  # of all of the record but itself
+    digest: bytes  # of all of the record but itself and what fills gaps, which is zero
 
 
 _HEAD = struct.Struct("<8sIIQQQQ16s")
@@ -97,7 +97,8 @@ def read(file: int, position: int, end: int) -> Record | None:
         return None
     if head.format != _FORMAT:
         raise DamagedError(
-            f"it is of format {head.format}, and this release reads {_FORMAT}"
+            f"record {head.number} at byte {position} is of format {head.format}, and "
+            f"this release reads {_FORMAT}; or it is damaged"
         )
     raw = np.empty(head.size - _HEAD.size + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
@@ -108,17 +109,18 @@ def read(file: int, position: int, end: int) -> Record | None:
     try:
         about, leaves = json.loads(text)
         arrays = []
-        at = head.about
+        at, gaps = head.about, []
         for name, shape in leaves:
             dtype = np.dtype(name)  # bfloat16 too, which JAX's import has registered
-            at += -(at + _HEAD.size) % _ALIGNMENT
+            gaps.append(slice(at, at := at + -(at + _HEAD.size) % _ALIGNMENT))
             nbytes = math.prod(shape) * dtype.itemsize
             arrays.append(raw[at : at + nbytes].view(dtype).reshape(shape))
             at += nbytes
+        gaps.append(slice(at, None))
     except (TypeError, ValueError):  # not JSON, or not ours
         return None
     expected = _digest(head, text, [_flat(array) for array in arrays])
-    if head.digest != expected:
+    if head.digest != expected or any(raw[gap].any() for gap in gaps):
         return None
     return Record(head.number, about, arrays, head.size, head.file_size)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -31,8 +33,10 @@ class Writer:
     Args:
       directory: where the files are.
       number: of the first record.
-      written: told the number of records that are on disk, each time that it grows,
-        and when a file has been begun.
+      interval: seconds after which what was written is synced at the latest; None to
+        sync all of it before it counts as written.
+      written: told the number of records that have been written, each time that it
+        grows, and when a file has been begun.
       failed: told what went wrong; nothing is written after that.
 
     Attributes:
@@ -46,18 +50,22 @@ class Writer:
     begin: int
     _file: int
     _size: int  # bytes of the file
-    _end: int  # ... of which so many are records, and on disk
+    _end: int  # ... of which so many are records, and written
+    _synced: int  # ... and so many on disk
     _counted: int  # ... of which so many do not count for `size`
 
     def __init__(
         self,
         directory: Directory,
         number: int,
+        interval: float | None,
         written: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._directory = directory
         self._number = number
+        self._interval = interval
+        self._due = math.inf  # when to sync at the latest
         self._written = written
         self._failed = failed
         # Contents of records; "turn" where another file begins, and "end" at the end.
@@ -70,7 +78,7 @@ class Writer:
 
     @property
     def size(self) -> int:
-        """Bytes on disk since another file was last asked for."""
+        """Bytes written since another file was last asked for."""
         return 0 if self.is_turning else self._end - self._counted
 
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
@@ -98,7 +106,12 @@ class Writer:
 
     def _write_next(self) -> bool:
         """Writes what waits; False at the end. While it waits it holds no arrays."""
-        batch = [self._waiting.get()]
+        left = None if self._due == math.inf else self._due - time.monotonic()
+        try:
+            batch = [self._waiting.get(timeout=left and max(left, 0.0))]
+        except queue.Empty:
+            self._sync()
+            return True
         while not self._waiting.empty():
             batch.append(self._waiting.get())
         pieces: list[memoryview] = []
@@ -106,6 +119,7 @@ class Writer:
         for each in batch:
             if each == "end" or each == "turn":
                 self._put(pieces, end)
+                self._sync()
                 if each == "end":
                     return False
                 self._turn()
@@ -114,7 +128,7 @@ class Writer:
             about, trees = each
             arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(trees)]
             more, size = _records.encode(
-                self._number, about, arrays, self._end, self._size
+                self._number, about, arrays, self._synced, self._size
             )
             pieces += more
             end += size
@@ -129,10 +143,20 @@ class Writer:
         if end > size:  # or the sync would also write the file's new size
             size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
-        _sync(self._file)
         self._end, self._size = end, size
+        if self._interval is None or time.monotonic() >= self._due:
+            self._sync()
+        self._directory.check_place(self._file, self.begin)
         self._directory.note(self._number)
         self._written(self._number)
+        if self._interval is not None:
+            self._due = min(self._due, time.monotonic() + self._interval)
+
+    def _sync(self) -> None:
+        """All that was written is on disk."""
+        if self._synced < self._end:
+            _sync(self._file)
+        self._synced, self._due = self._end, math.inf
 
     def _turn(self) -> None:
         """Goes on in another file, or in this one until one can be had."""
@@ -150,4 +174,4 @@ class Writer:
     def _begin_file(self) -> None:
         self._file, self._size = self._directory.begin_journal(self._number)
         self.begin = self._number
-        self._end = self._counted = 0
+        self._end = self._synced = self._counted = 0

@@ -1,0 +1,250 @@
+"""What a process has left of its center in a directory, and whether it is all there.
+
+    lock            what was promised of the records, and how many were on disk
+    snapshot-N      the center after its first N records: one record, written whole
+    journal-N       records N, N + 1, ...: what happened next
+
+What a center is after a restart: the newest snapshot, and the records from there on. A
+journal may begin before that snapshot, where no new file could be had at the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from agn_optax import errors
+from agn_optax.center.durability import _records
+from agn_optax.center.durability._records import Record
+
+_log = logging.getLogger("agn_optax")
+_ADVICE = "Put back a copy of the whole directory, or begin with an empty one"
+_WAY_OUT = (
+    "Put back a copy of the whole directory; or remove its lock, and what is left goes "
+    "on as another center, whose workers start again"
+)
+_LINE = 64  # bytes of a lock
+
+# What is promised of the records that are made: "whole" that there will be no more of
+# them, "journal" that each is on disk before it is answered, "interval" that the system
+# has each before it is answered, and the disk a while later, and "memory" nothing.
+# "backup": there were more, elsewhere.
+Kind = Literal["whole", "journal", "interval", "memory", "backup"]
+
+
+class Promise(NamedTuple):
+    """What a lock says."""
+
+    kind: Kind
+    kept: int  # records that were on disk
+    boot: str  # of the system that said so
+
+    def line(self) -> bytes:
+        """All of a lock."""
+        text = " ".join(map(str, self))
+        return f"{text} {_checksum(text)}".ljust(_LINE - 1).encode() + b"\n"
+
+
+class Found:
+    """The files of a center, which somebody else may be writing to.
+
+    Args:
+      path: of the directory.
+
+    Attributes:
+      path: of the directory.
+      promise: what its lock says; None if there is none, or nothing in it.
+
+    Raises:
+      DurabilityError: the lock cannot be read, or is damaged.
+    """
+
+    promise: Promise | None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        self._missing = ""  # what was noticed to be missing
+        self._cut = ""  # what was noticed to be no record
+        self._end = ""  # file and byte where the records that were found end
+        self.read_promise()
+
+    def read_promise(self) -> None:
+        """Looks at the lock."""
+        path = self.path / "lock"
+        self.promise = None
+        try:
+            with explained(f"cannot read {path}"), opening(path, os.O_RDONLY) as lock:
+                raw = os.pread(lock, 2 * _LINE, 0)
+        except errors.DurabilityError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return
+            raise
+        if not raw.strip(b"\0"):  # made, and the power failed
+            return
+        words = raw.decode("ascii", "replace").split()
+        if len(words) == 4 and words[0] in get_args(Kind) and words[1].isdecimal():
+            promise = Promise(words[0], int(words[1]), words[2])  # type: ignore[arg-type]
+            if promise.line() == raw:
+                self.promise = promise
+                return
+        raise errors.DurabilityError(f"{path}: it is damaged. {_WAY_OUT}")
+
+    def newest(self) -> int | None:
+        """The number of the newest snapshot."""
+        return max(self.numbers("snapshot"), default=None)
+
+    def load(self) -> Record | None:
+        """The newest snapshot; None if no center was ever kept here.
+
+        Raises:
+          DurabilityError: it cannot be read, or there is none any more.
+        """
+        newest = self.newest()
+        if newest is None:
+            if self.promise is not None or self.numbers("journal"):
+                raise errors.DurabilityError(
+                    f"{self.path} has kept a center, but has no snapshot of it any "
+                    f"more. {_ADVICE}"
+                )
+            return None
+        path = self.file("snapshot", newest)
+        with self._reading(path) as file:
+            size = os.fstat(file).st_size
+            record = _records.read(file, 0, size)
+            if record is None or record.number != newest:
+                raise _records.DamagedError(
+                    f"record {newest} is damaged: {size} bytes are no whole snapshot"
+                )
+        self._end = f"{path} at byte {record.size}"
+        return record
+
+    def replay(self, number: int) -> Iterator[Record]:
+        """What happened after snapshot ``number``, in order.
+
+        Raises:
+          DurabilityError: something is missing before what is there.
+        """
+        begins = self.numbers("journal")
+        earlier = [begin for begin in begins if begin <= number]
+        begins = earlier[-1:] + [begin for begin in begins if begin > number]
+        has_journal = self.promise and self.promise.kind in ("journal", "interval")
+        if has_journal and not earlier:
+            self._missing = f"{self.file('journal', number)} is gone"
+        for begin in begins:
+            path, position = self.file("journal", begin), 0
+            is_last = begin == begins[-1]
+            with self._reading(path) as file:
+                if begin > number:
+                    raise _records.DamagedError(f"record {number} is missing before it")
+                size = os.fstat(file).st_size
+                cut_off = functools.partial(self._cut_off, path, is_last)
+                for record in _records.read_all(file, begin, cut_off):
+                    if record.file_size > size:
+                        self._missing = f"{path} is shorter than it was"
+                    position += record.size
+                    self._end = f"{path} at byte {position}"
+                    if record.number == number:
+                        number += 1
+                        yield record
+
+    def lost(self, number: int) -> str:
+        """Why this is another center for its workers than it was; "" if it is not.
+
+        Args:
+          number: of records that were found by `replay`.
+
+        Raises:
+          DurabilityError: more of them were on disk.
+        """
+        if self.promise is None:
+            return f"{self.path / 'lock'} is not there to say how much there was"
+        kind, kept, boot = self.promise
+        if kind == "interval" and boot != this_boot():
+            return (
+                "the machine has been started again, and what had come last need not "
+                "have been on disk"
+            )
+        if number < kept:
+            raise errors.DurabilityError(
+                f"{self._end}: record {number} is damaged or missing there, and "
+                f"records up to {kept - 1} were on disk. {_WAY_OUT}"
+            )
+        if self._missing:
+            raise errors.DurabilityError(
+                f"{self._missing}: record {number}, and more, may have been in it. "
+                f"{_WAY_OUT}"
+            )
+        if self._cut:  # nobody had been told of it
+            _log.warning("%s, which are left out", self._cut)
+        if kind == "memory":
+            return "it was not closed, and changes were in memory only"
+        if kind == "backup":
+            return "it is a backup, and there may have been more after it"
+        return ""
+
+    def file(self, kind: str, number: int) -> pathlib.Path:
+        """Of a snapshot or a journal."""
+        return self.path / f"{kind}-{number:012}"
+
+    def numbers(self, kind: str) -> list[int]:
+        """Of the snapshots or journals that are there."""
+        with explained(f"cannot read {self.path}"):
+            names = [each.name for each in self.path.iterdir()]
+        found = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
+        return sorted(int(match[1]) for match in found if match)
+
+    def _cut_off(self, path: pathlib.Path, is_last: bool, size: int) -> None:
+        """A journal ends with bytes that are no whole record."""
+        if not is_last:  # it was on disk before the next one was begun
+            raise _records.DamagedError("its end is damaged")
+        self._cut = f"{path} ends with {size} bytes of a write that was cut off"
+
+    @contextlib.contextmanager
+    def _reading(self, path: pathlib.Path) -> Iterator[int]:
+        try:
+            with explained(f"cannot read {path}"), opening(path, os.O_RDONLY) as file:
+                yield file
+        except _records.DamagedError as error:
+            raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
+
+
+@functools.cache
+def this_boot() -> str:
+    """Names the time since this machine was started; never the same without a name."""
+    try:
+        said = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return f"process-{os.getpid()}"
+    return said.replace("-", "")[:16]
+
+
+@contextlib.contextmanager
+def opening(path: pathlib.Path, flags: int) -> Iterator[int]:
+    """A file, open for a time."""
+    file = os.open(path, flags, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Around what an operating system may refuse."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, errors.DurabilityError):
+            raise
+        raise errors.DurabilityError(f"{what}: {error}") from error
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
