@@ -9,7 +9,15 @@ from typer.core import TyperGroup
 
 from agn_optax import errors
 from agn_optax._version import __version__
-from agn_optax.cli import _doctor, _launch_command, _options, _plan, _serve, _status
+from agn_optax.cli import (
+    _backup,
+    _doctor,
+    _launch_command,
+    _options,
+    _plan,
+    _serve,
+    _status,
+)
 
 
 class _Group(TyperGroup):
@@ -53,7 +61,14 @@ def _root(
     del version
 
 
-for each in (_serve.serve, _status.status, _status.watch, _doctor.doctor, _plan.plan):
+for each in (
+    _serve.serve,
+    _status.status,
+    _status.watch,
+    _doctor.doctor,
+    _backup.backup,
+    _plan.plan,
+):
     app.command()(_options.spread(each))
 # What follows the program's name is the program's.
 app.command("launch", context_settings={"allow_interspersed_args": False})(

@@ -43,13 +43,21 @@ _MODES: dict[str, tuple[Any, dict[str, str]]] = {
     ),
 }
 _DURABILITIES: dict[str, tuple[Any, dict[str, str]]] = {
-    "journal": (Journal, {"journal_size": "size"}),
+    "journal": (
+        Journal,
+        {
+            "journal_size": "size",
+            "journal_interval": "interval",
+            "journal_on_failure": "on_failure",
+        },
+    ),
     "snapshots": (
         Snapshots,
         {
             "snapshot_seconds": "seconds",
             "snapshot_exchanges": "exchanges",
             "snapshots_kept": "keep",
+            "snapshots_kept_seconds": "keep_seconds",
         },
     ),
 }
@@ -98,12 +106,17 @@ class CenterOptions:
         that is found there goes on.
       journal_size [1 GiB, or 4 snapshots]: Of --journal: bytes after which a snapshot
         takes its place.
+      journal_interval [none]: Of --journal: seconds within which exchanges are synced
+        to disk; they do not wait for that then, and no more are lost with the power.
+      journal_on_failure WHAT [stop]: Of --journal: whether to stop if the disk fails,
+        or to "go on" in memory, and to say so.
       snapshots DIRECTORY: Where the center is written from time to time; one that is
         found there goes on.
       snapshot_seconds [60, without --snapshot-exchanges]: Of --snapshots: between two
         of them.
       snapshot_exchanges: Of --snapshots: exchanges between two of them.
       snapshots_kept [2]: Of --snapshots: how many stay there.
+      snapshots_kept_seconds [0]: Of --snapshots: those that are younger stay, too.
 
     Parent:
       parent HOST:PORT|unix:PATH: A center that this one is a worker of.
@@ -141,10 +154,13 @@ class CenterOptions:
     refuse_in_a_row: int | None = None
     journal: pathlib.Path | None = None
     journal_size: int | None = None
+    journal_interval: float | None = None
+    journal_on_failure: str | None = None
     snapshots: pathlib.Path | None = None
     snapshot_seconds: float | None = None
     snapshot_exchanges: int | None = None
     snapshots_kept: int | None = None
+    snapshots_kept_seconds: float | None = None
     parent: str | None = None
     parent_period: int | None = None
     parent_tls_ca: pathlib.Path | None = None

@@ -240,6 +240,11 @@ class Checks:
         size = sum(leaf.nbytes for leaf in schema.leaves)
         return "ok", f"{len(schema.leaves)} leaves, {_table.size(size)}"
 
+    def _check_disk(self) -> _Found:
+        if said := self._center.status()["degraded"]:
+            return "warning", said
+        return "ok", "whatever the center was told to keep there, it keeps"
+
     def _check_ports(self) -> _Found:
         """Whether exchanges can take the way beside gRPC that others need."""
         direct = self._center.status()["direct_address"]

@@ -170,7 +170,7 @@ def test_a_backup_of_a_center_that_has_ended(kind, child, tmp_path):
         assert center.version == version
 
 
-def test_what_cannot_be_backed_up(tmp_path):
+def test_what_can_and_what_cannot_be_backed_up(tmp_path):
     with pytest.raises(errors.DurabilityError, match=r"cannot read .*gone"):
         backup(tmp_path / "gone", tmp_path / "to")
     (tmp_path / "empty").mkdir()
@@ -182,6 +182,8 @@ def test_what_cannot_be_backed_up(tmp_path):
     with pytest.raises(errors.InvalidArgumentError, match="a is not empty"):
         backup(tmp_path / "a", tmp_path / "a")
     copy = shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    said = commands.succeeds("backup", tmp_path / "a", tmp_path / "by command")
+    assert said == f"version 1 is in {tmp_path / 'by command'}\n"
     center.close()
     (journal,) = copy.glob("journal-*")
     with journal.open("r+b") as file:
@@ -306,7 +308,9 @@ def test_a_center_that_goes_on_without_its_disk(
             said = observer.status()["degraded"]
             assert "in memory only" in said
             assert "No space left on device" in said
-            assert said in commands.succeeds("status", server.address).replace("\n", "")
+            for command in ("status", "doctor"):
+                printed = commands.succeeds(command, server.address)
+                assert said in " ".join(printed.split()), command
             wait_until(lambda: caplog.text.count(said) >= 3)
             send(center)
             if ends == "full":

@@ -20,7 +20,7 @@ import shared
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger
-from agn_optax.center.durability import Keeper, _directory, _writer
+from agn_optax.center.durability import Keeper, _directory, _found, _writer
 
 RULE = shared.downpour()
 SECTOR = 512  # bytes that a disk writes as a whole
@@ -261,6 +261,23 @@ def test_a_journal_has_all_that_was_answered(lives, size):
                 assert (keeper.life, store.current.number >= version) == (life, True)
                 number = store.current.number
                 np.testing.assert_array_equal(store.current.params, -number)
+
+
+def test_with_an_interval_a_cut_is_another_life(lives, monkeypatch):
+    """Unless it had been closed; what is there is some beginning of what happened."""
+    monkeypatch.setattr(_found, "this_boot", lambda: "the next one")
+    make = functools.partial(Journal, size=1500, interval=1000.0)
+    same = set()
+    for told, durability in lives(make):
+        with found(durability) as (store, keeper):
+            if told is not None:
+                life, version, *state = told
+                number = store.current.number
+                np.testing.assert_array_equal(store.current.params, -number)
+                same.add(keeper.life == life)
+                assert keeper.life != life or number >= version
+                assert keeper.life == life or state != ["closed"]
+    assert same == {True, False}
 
 
 def test_snapshots_have_it_or_say_that_they_have_not(lives):

@@ -197,6 +197,14 @@ def test_serves_with_refusals(address):
     [
         ({}, None),
         ({"journal": "d", "journal_size": 9}, Journal("d", size=9)),
+        (
+            {"journal": "d", "journal_interval": 0.5, "journal_on_failure": "go on"},
+            Journal("d", interval=0.5, on_failure="go on"),
+        ),
+        (
+            {"snapshots": "d", "snapshots_kept_seconds": 9.0},
+            Snapshots("d", keep_seconds=9.0),
+        ),
         ({"snapshots": "d"}, Snapshots("d")),
         ({"snapshots": "d", "snapshot_seconds": 5.0}, Snapshots("d", seconds=5.0)),
         (
@@ -253,6 +261,8 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         (["--journal-size=5"], "--journal-size needs --journal"),
         (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
         (["--journal=a", "--journal-size=0"], "size must be a whole number >= 1"),
+        (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
+        (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--parent-period=3"], "--parent-period needs --parent"),
         (["--tls-certificate=c.pem"], "--tls-certificate and --tls-key go together"),

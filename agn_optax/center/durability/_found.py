@@ -143,6 +143,7 @@ class Found:
             with self._reading(path) as file:
                 if begin > number:
                     raise _records.DamagedError(f"record {number} is missing before it")
+                self._end = f"{path} at byte 0"
                 size = os.fstat(file).st_size
                 cut_off = functools.partial(self._cut_off, path, is_last)
                 for record in _records.read_all(file, begin, cut_off):
