@@ -1,6 +1,7 @@
 """A network that can break: TCP proxies between workers and their center."""
 
 import contextlib
+import dataclasses
 import queue
 import socket
 import threading
@@ -9,76 +10,90 @@ import time
 from agn_optax.service.center_pb2 import Offer
 
 TRANSPORTS = ["grpc", "socket"]
+_TICK = 0.02  # seconds between two pieces of what is slowed down
 
 
-class Network:
-    """Forwards connections to a server; may be cut, and may swallow answers.
+class Proxy:
+    """Forwards TCP connections, and does to them what networks do.
 
-    With "socket" for ``transport`` exchanges go through it on direct connections. With
-    ``bandwidth``, in bytes a second, it is slow: all connections share that much in
-    either direction.
+    Args:
+      bandwidth: bytes a second that all connections share in either direction.
+      records: whether what clients say is kept, so that it can be said again.
+
+    Attributes:
+      there, back: the two ways, which may be held, slowed down, or cut in time.
     """
 
-    def __init__(self, server, transport="grpc", bandwidth=None):
+    def __init__(self, bandwidth=None, records=False):
+        self.there, self.back = Way(bandwidth), Way(bandwidth)
         self._lock = threading.Lock()
         self._pairs, self._stranded = [], set()
-        self._links = [None if bandwidth is None else _Link(bandwidth) for _ in "io"]
-        self._listeners, self._threads, self._ends = [], [], []
+        self._listeners, self._threads = [], []
+        self._records = records
         self._open = True
-        self.answering = threading.Event()
-        self.answering.set()
-        host, _, port = server.address.rpartition(":")
-        self.address = f"127.0.0.1:{self._forward_to(host, int(port))}"
-        known = server._servicer
-        offers = [offer for offer in known.offers if offer.transport == transport]
-        known.offers = []
-        for offer in offers:
-            port = self._forward_to(host, int(offer.address.removeprefix(":")))
-            known.offers.append(
-                Offer(transport=transport, address=f":{port}", key=offer.key)
-            )
 
-    def _forward_to(self, *target):
+    def forward(self, target, at=("127.0.0.1", 0)):
         """Listens, and returns the port."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(at)
         self._listeners.append(listener)
-        self._ends.append(listener)
-        self._threads.append(
-            threading.Thread(target=self._accept, args=(listener, target))
-        )
-        self._threads[-1].start()
+        self._begin(self._accept, listener, target)
         return listener.getsockname()[1]
 
     def cut(self):
         """Breaks all connections and takes no new ones."""
-        with self._lock:
-            self._open = False
-            pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+        self._open = False
+        self.cut_once()
 
-    def strand(self):
+    def cut_once(self):
+        """Breaks all connections; new ones are taken."""
+        with self._lock:
+            for pair in self._pairs:
+                _shut(*pair.ends)
+
+    def strand(self, *, there=True, back=True):
         """Swallows what goes over the connections of now, for good; others work."""
         with self._lock:
-            self._stranded.update(end for pair in self._pairs for end in pair)
+            for pair in self._pairs:
+                client, server = pair.ends
+                self._stranded.update([client] * there + [server] * back)
+
+    def close_half(self, *, there):
+        """One end of each connection hears that the other has said its last."""
+        self.strand(there=there, back=not there)
+        with self._lock:
+            for pair in self._pairs:
+                with contextlib.suppress(OSError):
+                    pair.ends[there].shutdown(socket.SHUT_WR)
+
+    def replay(self, seconds=1.0):
+        """Says again, over new connections, what clients said over those of now."""
+        with self._lock:
+            said = [(pair.target, bytes(pair.said)) for pair in self._pairs]
+        for target, data in said:
+            self._begin(self._say, target, data, seconds)
+
+    def forget(self):
+        """What was said is not to be said again."""
+        with self._lock:
+            for pair in self._pairs:
+                pair.said = None
 
     def mend(self):
-        with self._lock:
-            self._open = True
-        self.answering.set()
+        self._open = True
+        for way in (self.there, self.back):
+            way.mend()
 
     def close(self):
         self.cut()
-        self.answering.set()
+        for way in (self.there, self.back):
+            way.mend()
         for listener in self._listeners:
             listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(20)
             assert not thread.is_alive()
-        for end in self._ends:
-            end.close()
+        for listener in self._listeners:
+            listener.close()
 
     def __enter__(self):
         return self
@@ -86,41 +101,145 @@ class Network:
     def __exit__(self, *exception):
         self.close()
 
+    def _begin(self, call, *args):
+        thread = threading.Thread(target=call, args=args)
+        with self._lock:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            thread.start()
+            self._threads.append(thread)
+
     def _accept(self, listener, target):
         while True:
             try:
                 client, _ = listener.accept()
             except OSError:
                 return
-            with self._lock:
-                if not self._open:
-                    client.close()
-                    continue
+            try:
                 server = socket.create_connection(target)
-                for end in (client, server):  # what it adds is what it is told to add
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._pairs.append((client, server))
-                self._ends += [client, server]
-            there, back = self._links
-            for way in (
-                (client, server, there, None),
-                (server, client, back, self.answering),
-            ):
-                thread = threading.Thread(target=self._forward, args=way)
-                thread.start()
-                self._threads.append(thread)
+            except OSError:  # as whoever calls finds
+                client.close()
+                continue
+            for end in (client, server):  # what it adds is what it is told to add
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pair = _Pair((client, server), target, bytearray())
+            with self._lock:
+                is_open = self._open
+                if is_open:
+                    self._pairs.append(pair)
+            if not is_open:
+                client.close()
+                server.close()
+                continue
+            self._begin(self._forward, pair, client, server, self.there)
+            self._begin(self._forward, pair, server, client, self.back)
 
-    def _forward(self, source, sink, link, gate):
+    def _forward(self, pair, source, sink, way):
         arriving = iter(lambda: source.recv(1 << 16), b"")
         with contextlib.suppress(OSError):
-            for data in arriving if link is None else link.carry(arriving):
-                if gate is not None:
-                    gate.wait()
+            for data in way.carry(arriving):
+                if self._records and way is self.there and pair.said is not None:
+                    pair.said += data
+                way.gate.wait()
                 if source not in self._stranded:
-                    sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                    way.send(sink, data)
+        _shut(source, sink)
+        with self._lock:
+            pair.ended += 1
+            if pair.ended == 2:
+                self._pairs.remove(pair)
+                for end in pair.ends:
+                    self._stranded.discard(end)
+                    end.close()
+
+    def _say(self, target, data, seconds):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(target, seconds) as end,
+        ):
+            end.sendall(data)
+            stop = time.monotonic() + seconds
+            while time.monotonic() < stop and end.recv(1 << 16):
+                pass
+
+
+class Network(Proxy):
+    """Between the workers of a server in this process and that.
+
+    With "socket" for ``transport`` exchanges go through it on direct connections. With
+    ``bandwidth``, in bytes a second, it is slow: all connections share that much in
+    either direction.
+    """
+
+    def __init__(self, server, transport="grpc", bandwidth=None):
+        super().__init__(bandwidth)
+        self.answering = self.back.gate
+        host, _, port = server.address.rpartition(":")
+        self.address = f"127.0.0.1:{self.forward((host, int(port)))}"
+        known = server._servicer
+        offers = [offer for offer in known.offers if offer.transport == transport]
+        known.offers = []
+        for offer in offers:
+            port = self.forward((host, int(offer.address.removeprefix(":"))))
+            known.offers.append(
+                Offer(transport=transport, address=f":{port}", key=offer.key)
+            )
+
+
+@dataclasses.dataclass(eq=False)
+class _Pair:
+    """A connection: its client's end and its server's."""
+
+    ends: tuple
+    target: tuple
+    said: bytearray | None  # by the client
+    ended: int = 0  # ways
+
+
+class Way:
+    """One direction of all connections of a proxy.
+
+    Attributes:
+      gate: closed, it holds what comes; nothing is lost.
+      delay: seconds that each piece takes.
+      rate: bytes a second of each connection; None for no bound.
+      left: bytes that still go through before a connection is cut; None for no end.
+    """
+
+    def __init__(self, bandwidth=None):
+        self.gate = threading.Event()
+        self._link = None if bandwidth is None else _Link(bandwidth)
+        self.mend()
+
+    def mend(self):
+        self.delay, self.rate, self.left = 0.0, None, None
+        self.gate.set()
+
+    def carry(self, arriving):
+        return arriving if self._link is None else self._link.carry(arriving)
+
+    def send(self, sink, data):
+        if self.delay:
+            time.sleep(self.delay)
+        left = self.left
+        if left is not None:
+            self.left = None if len(data) > left else left - len(data)
+            if len(data) > left:
+                sink.sendall(data[:left])
+                raise ConnectionAbortedError
+        view = memoryview(data)
+        while view:
+            rate = self.rate
+            size = len(view) if rate is None else max(1, int(rate * _TICK))
+            sink.sendall(view[:size])
+            view = view[size:]
+            if rate is not None:
+                time.sleep(_TICK)
+
+
+def _shut(*ends):
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 class _Link:

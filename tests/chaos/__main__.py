@@ -1,0 +1,64 @@
+"""Runs scenarios, and prints what came of each: ``make chaos``."""
+
+import argparse
+import collections
+import concurrent.futures
+import sys
+import time
+
+from chaos import runner, scenario
+from chaos.processes import Spares
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first scenario")
+    parser.add_argument("--count", type=int, default=1, help="of scenarios")
+    parser.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.count)
+    begin = time.monotonic()
+    with (
+        Spares(4 * options.jobs, 1 + options.jobs) as spares,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        outcomes = []
+        for outcome in pool.map(
+            lambda seed: runner.run(scenario.drawn(seed), spares), seeds
+        ):
+            outcomes.append(outcome)
+            _print(outcome)
+    broken = [each.scenario.seed for each in outcomes if each.broken]
+    kinds = collections.Counter(
+        fault.kind for each in outcomes for fault in each.scenario.faults
+    )
+    _say()
+    _say("faults: " + ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()))
+    _say(
+        f"{len(outcomes)} scenarios in {time.monotonic() - begin:.0f} s: "
+        f"{sum(each.steps for each in outcomes)} steps, "
+        f"{sum(each.exchanges for each in outcomes)} exchanges, all survivors on after "
+        f"{max(each.recovered for each in outcomes):.1f} s at most; "
+        f"broken: {broken or 'none'}"
+    )
+    return bool(broken)
+
+
+def _print(outcome):
+    verdict = "BROKEN" if outcome.broken else "held"
+    _say(
+        f"{outcome.scenario.seed:5} {verdict} {outcome.seconds:5.1f} s, "
+        f"{outcome.exchanges:5} exchanges, on after {outcome.recovered:4.1f} s: "
+        f"{outcome.scenario}; " + ", ".join(map(str, outcome.scenario.faults))
+    )
+    for each in outcome.broken:
+        _say(f"      {each}")
+
+
+def _say(text=""):
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""A process that becomes ``agn-optax serve`` when it is told how; it is warm by then."""
+
+import json
+import pathlib
+import sys
+
+from chaos import model
+
+from agn_optax.cli import main
+
+if __name__ == "__main__":
+    told = json.loads(sys.stdin.readline())
+    model.step_clock(pathlib.Path(told["clock"]))
+    sys.argv[1:] = ["serve", "--json", *told["arguments"]]
+    main()

@@ -1,0 +1,170 @@
+"""Processes that are warm when they are needed, and what is done to them."""
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import talking
+
+_HERE = pathlib.Path(__file__).parent
+_PATIENCE = 60.0  # seconds that nothing here takes
+
+
+class Clock:
+    """The time of day of a process, which may jump."""
+
+    def __init__(self, path):
+        self.path = path
+        self._more = np.memmap(path, np.float64, "w+", shape=(1,))
+
+    def jump(self, seconds):
+        self._more[0] += seconds
+
+
+class Worker:
+    """A process that may be many workers, one after the other."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.process = talking.Process(_HERE / "worker_process.py", _PATIENCE)
+        self.is_dead = False
+
+    def signal(self, number):
+        if not self.is_dead:
+            os.kill(self.process._popen.pid, number)
+
+    def kill(self):
+        self.is_dead = True
+        self.process.kill()
+
+
+class Center:
+    """A process that becomes a center once."""
+
+    def __init__(self, clock, path):
+        self.clock = clock
+        self._said = path.open("w+b")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._popen = subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-B", str(_HERE / "center_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment,
+            text=True,
+        )
+
+    @property
+    def pid(self):
+        return self._popen.pid
+
+    def serve(self, arguments):
+        """Returns where it listens, once it does."""
+        told = {"arguments": arguments, "clock": str(self.clock.path)}
+        self._popen.stdin.write(json.dumps(told) + "\n")
+        self._popen.stdin.flush()
+        timer = threading.Timer(_PATIENCE, self._popen.kill)
+        timer.start()
+        line = self._popen.stdout.readline()
+        timer.cancel()
+        assert line, f"no center: {self.said()}"
+        return json.loads(line)
+
+    def signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.send_signal(number)
+
+    def fill_disk(self):
+        """No file of it grows any more: every write is refused."""
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, 0))
+
+    def wait(self, timeout):
+        """Its exit code; None if it goes on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(timeout)
+        return None
+
+    def said(self):
+        self._said.seek(0)
+        return self._said.read().decode(errors="replace")
+
+    def kill(self):
+        """By SIGKILL; returns when nothing of it is left."""
+        self._popen.kill()
+        self._popen.wait()
+        for end in (self._popen.stdin, self._popen.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                end.close()
+
+    def close(self):
+        self.kill()
+        self._said.close()
+
+
+class Spares(contextlib.AbstractContextManager):
+    """Processes that have started, of which there are always some more.
+
+    Args:
+      workers, centers: how many wait.
+    """
+
+    def __init__(self, workers=4, centers=2):
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="agn-optax-chaos-"))
+        self._lock = threading.Lock()
+        self._made = 0
+        self._workers, self._centers = [], []
+        for _ in range(workers):
+            self._workers.append(self._worker())
+        for _ in range(centers):
+            self._centers.append(self._center())
+
+    def worker(self):
+        with self._lock:
+            if not self._workers:
+                self._workers.append(self._worker())
+            return self._workers.pop(0)
+
+    def center(self):
+        with self._lock:
+            self._centers.append(self._center())
+            return self._centers.pop(0)
+
+    def give_back(self, worker):
+        """One that is as good as new."""
+        with self._lock:
+            self._workers.append(worker)
+
+    def __exit__(self, *exception):
+        for worker in self._workers:
+            worker.kill()
+        for center in self._centers:
+            center.close()
+        for path in self._folder.iterdir():
+            path.unlink()
+        self._folder.rmdir()
+
+    def _path(self, kind):
+        self._made += 1
+        return self._folder / f"{kind}-{self._made}"
+
+    def _worker(self):
+        return Worker(Clock(self._path("clock")))
+
+    def _center(self):
+        return Center(Clock(self._path("clock")), self._path("said"))
+
+
+CONTINUE, STOP, DRAIN, KILL = (
+    signal.SIGCONT,
+    signal.SIGSTOP,
+    signal.SIGTERM,
+    signal.SIGKILL,
+)

@@ -1,0 +1,428 @@
+"""Runs a scenario: real processes, real connections, and what happens to them."""
+
+import contextlib
+import dataclasses
+import pathlib
+import random
+import socket
+import tempfile
+import threading
+import time
+
+import numpy as np
+from network import Proxy
+
+from agn_optax import service
+from chaos import laws, model
+from chaos.processes import CONTINUE, DRAIN, KILL, STOP
+from chaos.scenario import LEASE, TIMEOUT
+from chaos.tally import Tally
+
+HOST = "127.0.0.1"  # of all centers; workers see each at an address of their own
+LIMIT = 60.0  # seconds that nothing takes that is not a law
+DRAINS = 40.0  # seconds: the grace of a command that is told to end, and some more
+_LOOK = 0.02
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a scenario."""
+
+    scenario: object
+    broken: list  # laws
+    steps: int = 0
+    exchanges: int = 0
+    recovered: float = 0.0  # seconds until the last survivor went on
+    seconds: float = 0.0
+
+
+def run(scenario, spares):
+    """The outcome of a scenario; whatever was started has ended."""
+    begin = time.monotonic()
+    outcome = Outcome(scenario, [])
+    with tempfile.TemporaryDirectory(prefix="agn-optax-chaos-") as folder:
+        try:
+            with _Run(scenario, spares, pathlib.Path(folder)) as running:
+                try:
+                    running.through(outcome)
+                except Exception as error:
+                    outcome.broken.append(f"{error!r}; {running.said()}")
+        except Exception as error:
+            outcome.broken.append(f"at the end: {error!r}")
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+class Served:
+    """A center, again and again at one address.
+
+    Args:
+      options: of the command.
+      spares: to take processes from.
+    """
+
+    def __init__(self, options, spares):
+        self.ports = _free_ports()
+        self._options = [
+            *options,
+            f"--address={HOST}:{self.ports[0]}",
+            f"--direct-address={HOST}:{self.ports[1]}",
+        ]
+        self._spares = spares
+        self.process = None
+
+    @property
+    def address(self):
+        return f"{HOST}:{self.ports[0]}"
+
+    def start(self):
+        self.process = self._spares.center()
+        self.process.serve(self._options)
+
+    def end(self, number, timeout=DRAINS):
+        """Its exit code and what it said; None for the code if it had to be killed."""
+        self.process.signal(CONTINUE)
+        self.process.signal(number)
+        code, said = self.process.wait(timeout), self.process.said()
+        self.process.close()
+        return code, said
+
+
+class _Run(contextlib.ExitStack):
+    """One scenario that runs."""
+
+    def __init__(self, scenario, spares, folder):
+        super().__init__()
+        self._scenario, self._spares, self._folder = scenario, spares, folder
+        self._own = {}  # workers' processes that are there, by number
+        self._over = []  # what ends a fault: when, and how
+        self.tallies = [
+            Tally(folder / f"tally-{number}", scenario.slots)
+            for number in range(scenario.workers)
+        ]
+        self._serve()
+        for number in range(scenario.workers):
+            self._start(number)
+        self.callback(self._dismiss)
+
+    # What there is.
+
+    def _serve(self):
+        chosen = self._scenario
+        count = {"one": 1, "shards": 2, "tree": 1}[chosen.centers]
+        self.centers = [
+            self._begun([*chosen.options, *self._kept(number)])
+            for number in range(count)
+        ]
+        self.fronts, self._uplinks = self.centers, []  # what workers talk to
+        if chosen.centers == "tree":
+            root = self.centers[0]
+            with service.connect(root.address, self._rule) as center:
+                center.initialize(model.params(chosen.slots), worker="root")
+            self._uplinks = [self._proxy([root], f"127.0.2.{n + 1}") for n in range(2)]
+            self.fronts = [
+                self._begun(
+                    [
+                        *chosen.options,
+                        f"--parent=127.0.2.{number + 1}:{root.ports[0]}",
+                        "--parent-period=3",
+                    ]
+                )
+                for number in range(2)
+            ]
+        self._links = []
+        for number in range(chosen.workers):
+            host = f"127.0.1.{number + 1}"
+            self._links.append(self._proxy(self._fronts_of(number), host))
+
+    def _begun(self, options):
+        served = Served(options, self._spares)
+        served.start()
+        self.callback(lambda: served.process.close())
+        return served
+
+    def _kept(self, number):
+        where = self._folder / f"kept-{number}"
+        return {
+            "none": [],
+            "snapshots": [f"--snapshots={where}", "--snapshot-exchanges=20"],
+            "journal": [f"--journal={where}"],
+        }[self._scenario.durability]
+
+    def _proxy(self, fronts, host):
+        proxy = self.enter_context(Proxy(records=True))
+        for front in fronts:
+            for port in front.ports:
+                proxy.forward((HOST, port), at=(host, port))
+        return proxy
+
+    def _fronts_of(self, worker):
+        if self._scenario.centers == "tree":
+            return [self.fronts[worker % 2]]
+        return self.fronts
+
+    @property
+    def _rule(self):
+        return model.rule(self._scenario.rule, self._scenario.codec)
+
+    def _start(self, number):
+        """A life of a worker."""
+        chosen, worker = self._scenario, self._spares.worker()
+        addresses = [
+            f"127.0.1.{number + 1}:{front.ports[0]}"
+            for front in self._fronts_of(number)
+        ]
+        worker.process.ask(
+            do="start",
+            address=addresses,
+            worker=f"w{number}",
+            row=number,
+            slots=chosen.slots,
+            rule=chosen.rule,
+            codec=chosen.codec,
+            overlap=chosen.overlap,
+            patience=chosen.patience,
+            timeout=TIMEOUT,
+            transports=[chosen.transports[number]],
+            tally=str(self._folder / f"tally-{number}"),
+            end=str(self._folder / f"end-{number}.npy"),
+            clock=str(worker.clock.path),
+            limit=LIMIT,
+        )
+        self._own[number] = worker
+
+    def _dismiss(self):
+        """Workers that are still in something are not to be used again."""
+        for worker in self._own.values():
+            worker.kill()
+
+    def said(self):
+        """What the centers said, for whoever looks into it."""
+        ends = [center.process.said()[-300:] for center in self.centers]
+        return "; ".join(filter(None, ends))
+
+    # What happens.
+
+    def through(self, outcome):
+        chosen = self._scenario
+        for worker in self._own.values():
+            joined = worker.process.ask(do="joined", timeout=LIMIT)["joined"]
+            if not joined:  # why, it says
+                raise AssertionError(worker.process.ask(do="stop"))
+        for worker in self._own.values():
+            worker.process.ask(do="go")
+        self._faults(outcome)
+        outcome.recovered = self._recovered(outcome)
+        for worker in self._own.values():
+            worker.process.tell(do="stop")
+        for number in list(self._own):
+            worker = self._own[number]
+            failure = worker.process.answer()["failure"]
+            if failure:
+                outcome.broken.append(failure)
+            else:
+                self._spares.give_back(self._own.pop(number))
+        self._end(outcome)
+        outcome.steps = sum(tally.steps() for tally in self.tallies)
+        outcome.exchanges = sum(tally["landed"] for tally in self.tallies)
+        laws.check_versions(self.tallies, chosen, outcome.broken)
+
+    def _faults(self, outcome):
+        """All of them, until the last one is over."""
+        begin = time.monotonic()
+        due = [(fault.at, self._begin, (fault, outcome)) for fault in self._scenario.faults]
+        while due or self._over:
+            now = time.monotonic() - begin
+            ready = [each for each in due + self._over if each[0] <= now]
+            for each in sorted(ready, key=lambda each: each[0]):
+                (due if each in due else self._over).remove(each)
+                _, act, arguments = each
+                ends = act(*arguments)
+                if isinstance(ends, tuple):
+                    seconds, end = ends
+                    later = time.monotonic() - begin + seconds
+                    self._over.append((later, end, ()))
+            time.sleep(_LOOK)
+
+    def _begin(self, fault, outcome):
+        """Begins; returns after how many seconds it is to end, and how."""
+        act = getattr(self, "_" + fault.kind.replace(" ", "_"))
+        return act(fault, outcome)
+
+    def _recovered(self, outcome):
+        """Seconds until all survivors have exchanged again."""
+        before = {n: self.tallies[n]["landed"] for n in self._own}
+        begin = time.monotonic()
+        while any(self.tallies[n]["landed"] == had for n, had in before.items()):
+            if time.monotonic() - begin > 2 * LEASE:
+                stuck = [n for n, had in before.items() if self.tallies[n]["landed"] == had]
+                outcome.broken.append(f"workers {stuck} do not go on after {2 * LEASE} s")
+                break
+            time.sleep(_LOOK)
+        return time.monotonic() - begin
+
+    # Faults of the way between a worker and its center, or of a site's to its parent.
+
+    def _way(self, fault):
+        ways = [*self._links, *self._uplinks]
+        if self._uplinks and fault.at % 0.1 < 0.03:  # as the seed has it
+            return self._uplinks[fault.target % 2]
+        return ways[fault.target]
+
+    def _ways(self, fault):
+        proxy = self._way(fault)
+        return [proxy.there] * fault.there + [proxy.back] * fault.back
+
+    def _cut(self, fault, outcome):
+        self._way(fault).cut_once()
+
+    def _outage(self, fault, outcome):
+        self._way(fault).cut()
+        return fault.seconds, self._way(fault).mend
+
+    def _cut_inside(self, fault, outcome):
+        for way in self._ways(fault):
+            way.left = int(fault.amount)
+
+    def _delay(self, fault, outcome):
+        return self._set(fault, "delay", 0.0)
+
+    def _throttle(self, fault, outcome):
+        return self._set(fault, "rate", None)
+
+    def _set(self, fault, what, normal):
+        ways = self._ways(fault)
+
+        def end():
+            for way in ways:
+                setattr(way, what, normal)
+
+        name = {"delay": fault.amount, "rate": fault.amount}[what]
+        for way in ways:
+            setattr(way, what, name)
+        return fault.seconds, end
+
+    def _hold(self, fault, outcome):
+        ways = self._ways(fault)
+        for way in ways:
+            way.gate.clear()
+        return fault.seconds, lambda: [way.gate.set() for way in ways]
+
+    def _strand(self, fault, outcome):
+        self._way(fault).strand(there=fault.there, back=fault.back)
+
+    def _close_half(self, fault, outcome):
+        self._way(fault).close_half(there=fault.there)
+
+    def _replay(self, fault, outcome):
+        self._way(fault).replay()
+
+    # Faults of workers.
+
+    def _kill(self, fault, outcome):
+        worker = self._own.pop(fault.target, None)
+        if worker is None:
+            return
+        worker.kill()
+        self._links[fault.target].forget()  # who is dead says nothing
+        if fault.amount:
+            self._start(fault.target)
+            self._own[fault.target].process.ask(do="go")
+
+    def _stop(self, fault, outcome):
+        worker = self._own.get(fault.target)
+        if worker is None:
+            return None
+        worker.signal(STOP)
+        return fault.seconds, lambda: worker.signal(CONTINUE)
+
+    def _leave(self, fault, outcome):
+        worker = self._own.get(fault.target)
+        if worker is not None:
+            worker.process.tell(do="rejoin")  # it may be stopped
+            self._links[fault.target].forget()
+            self._over.append((0.0, worker.process.answer, ()))
+
+    # Faults of centers.
+
+    def _center(self, number):
+        if number >= len(self.centers):
+            return self.fronts[number - 1]
+        return self.centers[number]
+
+    def _kill_center(self, fault, outcome):
+        center = self._center(fault.target)
+        center.end(KILL)
+        center.start()
+
+    def _stop_center(self, fault, outcome):
+        process = self._center(fault.target).process
+        process.signal(STOP)
+        return fault.seconds, lambda: process.signal(CONTINUE)
+
+    def _drain_center(self, fault, outcome):
+        center = self._center(fault.target)
+        self._drain(center, outcome)
+        center.start()
+
+    def _disk(self, fault, outcome):
+        """The center ends by itself with its next exchange, if there is one."""
+        center = self._center(fault.target)
+        center.process.signal(CONTINUE)
+        center.process.fill_disk()
+        code = center.process.wait(TIMEOUT)
+        if code is not None and (code != 1 or "cannot be kept" not in center.process.said()):
+            outcome.broken.append(f"with a full disk: {code}, {center.process.said()}")
+        center.end(KILL)
+        center.start()
+
+    # A clock of the day is nobody's business.
+
+    def _clock(self, fault, outcome):
+        clocks = [self._center(0).process.clock]
+        if fault.target in self._own:
+            clocks.append(self._own[fault.target].clock)
+        random.Random(fault.at).choice(clocks).jump(fault.amount)  # noqa: S311
+
+    # The end.
+
+    def _drain(self, center, outcome):
+        code, said = center.end(DRAIN)
+        if code != 0:
+            outcome.broken.append(f"a center that was drained ended with {code}: {said}")
+
+    def _end(self, outcome):
+        """What the centers have now, and after they have ended."""
+        chosen = self._scenario
+        if self._uplinks:
+            for site in self.fronts:
+                self._drain(site, outcome)
+        addresses = [center.address for center in self.centers]
+        with service.connect(addresses, self._rule) as center:
+            seen = np.asarray(center.pull().params["w"])
+        for each in self.centers:
+            if chosen.end == "drain":
+                self._drain(each, outcome)
+            else:
+                each.end(KILL)
+        ends = {
+            number: np.load(path)
+            for number in range(chosen.workers)
+            if (path := self._folder / f"end-{number}.npy").exists()
+        }
+        laws.check_counts(seen, self.tallies, chosen, outcome.broken)
+        if chosen.rule == "easgd":
+            laws.check_conservation(seen, ends, self.tallies, outcome.broken)
+        if chosen.durability == "journal":
+            folders = [self._folder / f"kept-{n}" for n in range(len(self.centers))]
+            laws.check_journals(seen, folders, self._rule, outcome.broken)
+
+
+def _free_ports():
+    """Two, which no connection takes by chance while a center is away."""
+    while True:
+        ports = [random.randrange(15_000, 32_000) for _ in range(2)]  # noqa: S311
+        with contextlib.suppress(OSError):
+            for port in ports:
+                socket.create_server((HOST, port)).close()
+            return ports

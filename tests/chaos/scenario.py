@@ -1,0 +1,171 @@
+"""What a seed says: centers, workers, what happens to them, and when."""
+
+import dataclasses
+import random
+
+LEASE = 4.0  # seconds
+TIMEOUT = 3.0  # seconds after which a silent center is tried on another connection
+BEGIN, END = 0.3, 4.0  # seconds in which faults begin
+
+_MODES = {
+    "asynchronous": [],
+    "versions": ["--mode=bounded", "--max-versions-behind=3"],
+    "rounds": ["--mode=bounded", "--max-rounds-ahead=2"],
+    "synchronous": ["--mode=synchronous"],
+    "quorum": ["--mode=synchronous", "--quorum=2", "--grace=0.05"],
+    "quorum-drop": ["--mode=synchronous", "--quorum=2", "--grace=0.05", "--late=drop"],
+}
+# Elements of a worker: what fits into a packet with its head, what goes through shared
+# memory, and what fills the buffers of sockets.
+_SLOTS = {"small": 64, "medium": 8_000, "large": 400_000}
+
+_NETWORK = ["cut", "outage", "cut inside", "delay", "throttle", "hold"]
+_LOST = ["strand", "close half", "replay"]
+_PROCESS = ["kill", "stop", "leave"]
+_CENTER = ["kill center", "stop center", "drain center", "disk"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong at a time, for a time.
+
+    Attributes:
+      at, seconds: of the scenario's clock; what takes no time has 0 seconds.
+      kind: what happens.
+      target: number of the worker, the center, or the way between the two.
+      amount: seconds of delay, bytes a second, bytes until the cut, or seconds that a
+        clock jumps; or whether a worker that was killed comes back.
+      there, back: the directions that it happens to.
+    """
+
+    at: float
+    kind: str
+    target: int
+    seconds: float = 0.0
+    amount: float = 0.0
+    there: bool = True
+    back: bool = True
+
+    def __str__(self):
+        lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.at:.1f} s: {self.kind} {self.target}{lasts}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A record of all that is chosen."""
+
+    seed: int
+    mode: str
+    rule: str
+    codec: str
+    transports: tuple[str, ...]  # of each worker
+    centers: str  # "one", "shards" or "tree"
+    durability: str  # "none", "snapshots" or "journal"
+    size: str
+    overlap: bool
+    patience: int | None
+    end: str  # of the centers: "drain" or "kill"
+    faults: tuple[Fault, ...]
+
+    @property
+    def slots(self):
+        return _SLOTS[self.size]
+
+    @property
+    def workers(self):
+        return len(self.transports)
+
+    @property
+    def options(self):
+        """Of the command that serves its centers."""
+        named = [f"--rule={self.rule}", f"--lease={LEASE}", *_MODES[self.mode]]
+        named += ["--moving-rate=0.25"] if self.rule == "easgd" else []
+        return named + ([] if self.codec == "none" else [f"--codec={self.codec}"])
+
+    @property
+    def is_lossy(self):
+        """Whether a center may forget what it had answered."""
+        forgets = {
+            "journal": set(),
+            "snapshots": {"kill center"},
+            "none": {"kill center", "drain center"},
+        }[self.durability]
+        return any(fault.kind in forgets for fault in self.faults)
+
+    def __str__(self):
+        patience = "" if self.patience is None else f" patience {self.patience}"
+        return (
+            f"{self.rule} {self.mode} {'/'.join(self.transports)} {self.centers} "
+            f"{self.durability} {self.codec} {self.size}"
+            f"{' overlap' * self.overlap}{patience}, {self.end} at the end"
+        )
+
+
+def drawn(seed):
+    """The scenario of a seed."""
+    rng = random.Random(seed)  # noqa: S311 it is to be repeated
+    rule = rng.choices(["downpour", "easgd"], [4, 1])[0]
+    centers = rng.choices(["one", "shards", "tree"], [4, 1, 1])[0]
+    elastic = rule == "easgd"
+    if elastic and centers == "tree":
+        centers = "one"
+    mode = rng.choice(["asynchronous", "rounds"] if elastic else list(_MODES))
+    durability = rng.choices(["none", "snapshots", "journal"], [1, 1, 3])[0]
+    if centers == "tree" or elastic:
+        durability = "journal"
+    overlap = rng.random() < 0.3
+    chosen = Scenario(
+        seed=seed,
+        mode=mode,
+        rule=rule,
+        codec="none" if elastic else rng.choice(["none", "none", "bfloat16", "int8"]),
+        transports=tuple(
+            rng.choice(["memory", "socket", "grpc"]) for _ in range(rng.randint(2, 4))
+        ),
+        centers=centers,
+        durability=durability,
+        size=rng.choices(list(_SLOTS), [3, 3, 1])[0],
+        overlap=overlap,
+        patience=None if overlap or rng.random() < 0.6 else 0,
+        end=rng.choice(["drain", "kill"]) if durability == "journal" else "drain",
+        faults=(),
+    )
+    faults = [_fault(rng, chosen) for _ in range(rng.randint(1, 4))]
+    faults.sort(key=lambda fault: fault.at)
+    return dataclasses.replace(chosen, faults=tuple(faults))
+
+
+def _fault(rng, chosen):
+    kinds = [*_NETWORK, *_NETWORK, *_LOST, *_PROCESS, *_PROCESS, *_CENTER, "clock"]
+    if chosen.rule == "easgd":  # what a worker that is killed has, nobody knows
+        kinds = [kind for kind in kinds if kind not in ("kill", "leave")]
+    if chosen.durability != "journal":
+        kinds.remove("disk")
+    kind = rng.choice(kinds)
+    at = rng.uniform(BEGIN, END)
+    ways = rng.choice([(True, True), (True, False), (False, True)])
+    if kind in ("strand", "close half", "cut inside"):
+        ways = rng.choice([(True, False), (False, True)])
+    target = rng.randrange(chosen.workers)
+    if kind in _CENTER:
+        # Of a tree, the one that has a journal: what sites owe it, nobody keeps.
+        target = rng.randrange({"one": 1, "shards": 2, "tree": 1}[chosen.centers])
+        if chosen.centers == "tree" and rng.random() < 0.3:
+            kind, target = "stop center", rng.randrange(3)
+    lasting = ("outage", "delay", "throttle", "hold", "stop", "stop center")
+    return Fault(
+        at,
+        kind,
+        target,
+        seconds=rng.uniform(0.2, 1.5 * LEASE) if kind in lasting else 0.0,
+        amount={
+            "delay": rng.uniform(0.01, 0.3),
+            "throttle": 10 ** rng.uniform(2, 6),
+            "cut inside": 10 ** rng.uniform(1, 5.5),
+            "clock": rng.choice([-86400.0, -5.0, 5.0, 86400.0]),
+            "kill": rng.random() < 0.7,
+        }.get(kind, 0.0),
+        there=ways[0],
+        back=ways[1],
+    )
