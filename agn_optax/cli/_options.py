@@ -194,7 +194,7 @@ def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
         return {}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # brackets within brackets
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
     known = {
         option(name).removeprefix("--"): (name, annotation)

@@ -56,7 +56,8 @@ def check(address: Any) -> str:
         return address
     host, _, port = address.rpartition(":")
     is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
-    if not (host and is_host and port.isdigit() and int(port) < 1 << 16):
+    is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    if not (host and is_host and is_port):
         raise errors.InvalidArgumentError(wanted)
     return address
 

@@ -36,6 +36,7 @@ class Worker:
         self.clock = clock
         self.process = talking.Process(_HERE / "worker_process.py", _PATIENCE)
         self.is_dead = False
+        self.owes = 0  # answers
 
     def signal(self, number):
         if not self.is_dead:
@@ -49,18 +50,20 @@ class Worker:
 class Center:
     """A process that becomes a center once."""
 
-    def __init__(self, clock, path):
+    def __init__(self, clock):
         self.clock = clock
-        self._said = path.open("w+b")
+        self._said = []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._popen = subprocess.Popen(  # noqa: S603 our own program
             [sys.executable, "-B", str(_HERE / "center_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=subprocess.PIPE,
             env=environment,
             text=True,
         )
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
 
     @property
     def pid(self):
@@ -93,20 +96,23 @@ class Center:
         return None
 
     def said(self):
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace")
+        """What it said of itself; all of it, if it has ended."""
+        if self._popen.poll() is not None:
+            self._listening.join(_PATIENCE)
+        return "".join(self._said)
 
     def kill(self):
         """By SIGKILL; returns when nothing of it is left."""
         self._popen.kill()
         self._popen.wait()
-        for end in (self._popen.stdin, self._popen.stdout):
+        self._listening.join(_PATIENCE)
+        for end in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
             with contextlib.suppress(BrokenPipeError):
                 end.close()
 
-    def close(self):
-        self.kill()
-        self._said.close()
+    def _listen(self):
+        for line in self._popen.stderr:
+            self._said.append(line)
 
 
 class Spares(contextlib.AbstractContextManager):
@@ -146,20 +152,20 @@ class Spares(contextlib.AbstractContextManager):
         for worker in self._workers:
             worker.kill()
         for center in self._centers:
-            center.close()
+            center.kill()
         for path in self._folder.iterdir():
             path.unlink()
         self._folder.rmdir()
 
-    def _path(self, kind):
+    def _path(self):
         self._made += 1
-        return self._folder / f"{kind}-{self._made}"
+        return self._folder / f"clock-{self._made}"
 
     def _worker(self):
-        return Worker(Clock(self._path("clock")))
+        return Worker(Clock(self._path()))
 
     def _center(self):
-        return Center(Clock(self._path("clock")), self._path("said"))
+        return Center(Clock(self._path()))
 
 
 CONTINUE, STOP, DRAIN, KILL = (

@@ -84,7 +84,7 @@ class Served:
         self.process.signal(CONTINUE)
         self.process.signal(number)
         code, said = self.process.wait(timeout), self.process.said()
-        self.process.close()
+        self.process.kill()
         return code, said
 
 
@@ -110,8 +110,10 @@ class _Run(contextlib.ExitStack):
     def _serve(self):
         chosen = self._scenario
         count = {"one": 1, "shards": 2, "tree": 1}[chosen.centers]
+        # Sites whose moves a parent drops have lost them: it applies them all.
+        mode = [] if chosen.centers == "tree" else chosen.mode_options
         self.centers = [
-            self._begun([*chosen.options, *self._kept(number)])
+            self._begun([*chosen.options, *mode, *self._kept(number)])
             for number in range(count)
         ]
         self.fronts, self._uplinks = self.centers, []  # what workers talk to
@@ -124,6 +126,7 @@ class _Run(contextlib.ExitStack):
                 self._begun(
                     [
                         *chosen.options,
+                        *chosen.mode_options,
                         f"--parent=127.0.2.{number + 1}:{root.ports[0]}",
                         "--parent-period=3",
                     ]
@@ -138,7 +141,7 @@ class _Run(contextlib.ExitStack):
     def _begun(self, options):
         served = Served(options, self._spares)
         served.start()
-        self.callback(lambda: served.process.close())
+        self.callback(lambda: served.process.kill())
         return served
 
     def _kept(self, number):
@@ -214,6 +217,9 @@ class _Run(contextlib.ExitStack):
         self._faults(outcome)
         outcome.recovered = self._recovered(outcome)
         for worker in self._own.values():
+            while worker.owes:
+                worker.process.answer()
+                worker.owes -= 1
             worker.process.tell(do="stop")
         for number in list(self._own):
             worker = self._own[number]
@@ -339,9 +345,9 @@ class _Run(contextlib.ExitStack):
     def _leave(self, fault, outcome):
         worker = self._own.get(fault.target)
         if worker is not None:
-            worker.process.tell(do="rejoin")  # it may be stopped
             self._links[fault.target].forget()
-            self._over.append((0.0, worker.process.answer, ()))
+            worker.process.tell(do="rejoin")  # it may be stopped, and answer later
+            worker.owes += 1
 
     # Faults of centers.
 

@@ -78,10 +78,15 @@ class Scenario:
 
     @property
     def options(self):
-        """Of the command that serves its centers."""
-        named = [f"--rule={self.rule}", f"--lease={LEASE}", *_MODES[self.mode]]
+        """Of the command that serves a center."""
+        named = [f"--rule={self.rule}", f"--lease={LEASE}"]
         named += ["--moving-rate=0.25"] if self.rule == "easgd" else []
         return named + ([] if self.codec == "none" else [f"--codec={self.codec}"])
+
+    @property
+    def mode_options(self):
+        """More of them, for a center that workers talk to."""
+        return _MODES[self.mode]
 
     @property
     def is_lossy(self):

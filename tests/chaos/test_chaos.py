@@ -1,0 +1,157 @@
+"""A little of `make chaos`: whatever happens, the laws hold; and they can be broken."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from chaos import laws, runner, scenario
+from chaos.processes import Spares
+from chaos.scenario import Fault, Scenario
+from chaos.tally import Tally
+
+PLAIN = Scenario(
+    seed=-1,
+    mode="asynchronous",
+    rule="downpour",
+    codec="none",
+    transports=("memory", "socket", "grpc"),
+    centers="one",
+    durability="journal",
+    size="small",
+    overlap=False,
+    patience=None,
+    end="kill",
+    faults=(),
+)
+CHOSEN = {
+    "a killed center": {
+        "faults": (
+            Fault(0.3, "kill center", 0),
+            Fault(0.6, "replay", 1),
+            Fault(0.6, "replay", 2),
+        ),
+    },
+    "killed workers in rounds": {
+        "mode": "synchronous",
+        "faults": (Fault(0.3, "kill", 0, amount=1), Fault(0.5, "kill", 1)),
+    },
+    "broken ways to shards": {
+        "centers": "shards",
+        "codec": "bfloat16",
+        "overlap": True,
+        "faults": (
+            Fault(0.3, "cut inside", 1, amount=300),
+            Fault(0.4, "close half", 2, there=False),
+            Fault(0.5, "stop", 0, seconds=0.5),
+        ),
+    },
+    "elastic averaging": {
+        "rule": "easgd",
+        "faults": (Fault(0.3, "outage", 1, seconds=0.5), Fault(0.4, "disk", 0)),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def spares():
+    with Spares(workers=3, centers=1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_laws_hold(name, spares):
+    outcome = runner.run(dataclasses.replace(PLAIN, **CHOSEN[name]), spares)
+    assert not outcome.broken
+    assert outcome.exchanges > 5
+
+
+def test_a_seed_is_a_scenario():
+    seeds = range(300)
+    assert scenario.drawn(7) == scenario.drawn(7)
+    drawn = [scenario.drawn(seed) for seed in seeds]
+    for name in ("mode", "rule", "codec", "centers", "durability", "size", "overlap"):
+        kinds = {getattr(each, name) for each in drawn}
+        assert len(kinds) > 1, name
+    kinds = {fault.kind for each in drawn for fault in each.faults}
+    acts = {name[1:].replace("_", " ") for name in vars(runner._Run)}
+    assert kinds <= acts
+    assert len(kinds) == 17
+
+
+# The laws see what breaks them.
+
+
+@pytest.fixture
+def tally(tmp_path):
+    """Of a worker that has made two steps, of which one was answered."""
+    made = Tally(tmp_path / "tally", 4)
+    made.most[:2] = 1
+    made.least[0] = 1
+    return made
+
+
+def broken_by(tally, moved, **changes):
+    seen = np.zeros((4, 4), np.float32)
+    for element, number in moved.items():
+        seen[element] = -number
+    broken = []
+    laws.check_counts(seen, [tally], dataclasses.replace(PLAIN, **changes), broken)
+    return broken
+
+
+@pytest.mark.parametrize("moved", [{(0, 0): 1}, {(0, 0): 1, (0, 1): 1}])
+def test_what_may_be_there_may_be_there(tally, moved):
+    assert not broken_by(tally, moved)
+
+
+@pytest.mark.parametrize(
+    ("moved", "message"),
+    [
+        ({}, "1 steps lost"),
+        ({(0, 0): 2}, "1 counted twice"),
+        ({(0, 0): 1, (0, 2): 1}, "1 counted twice"),
+        ({(0, 0): 1, (1, 0): 1}, "nobody has moved"),
+    ],
+)
+def test_what_was_lost_or_counted_twice_is_seen(tally, moved, message):
+    (said,) = broken_by(tally, moved)
+    assert message in said
+
+
+def test_a_center_may_forget_where_nothing_was_kept(tally):
+    forgets = {"durability": "none", "faults": (Fault(0.0, "kill center", 0),)}
+    assert not broken_by(tally, {}, **forgets)
+    assert broken_by(tally, {(0, 0): 2}, **forgets)
+
+
+def test_versions_that_go_back_are_seen(tally):
+    tally.add("backwards")
+    tally.add("lost")
+    broken = []
+    laws.check_versions([tally], PLAIN, broken)
+    assert len(broken) == 2
+
+
+def test_what_elastic_averaging_loses_is_seen(tally):
+    ends = {0: np.zeros((4, 4), np.float32)}
+    seen = np.zeros((4, 4), np.float32)
+    seen[0, :2] = -1
+    broken = []
+    laws.check_conservation(seen, ends, [tally], broken)
+    assert not broken
+    laws.check_conservation(seen / 2, ends, [tally], broken)
+    assert broken
+
+
+def test_another_center_on_disk_is_seen(tmp_path):
+    rule = runner.model.rule("downpour", "none")
+    kept = runner.model.params(4)
+    center = laws.agn_optax.LocalCenter(
+        rule, kept, durability=laws.Journal(tmp_path / "kept")
+    )
+    center.close()
+    broken = []
+    laws.check_journals(kept["w"], [tmp_path / "kept"], rule, broken)
+    assert not broken
+    laws.check_journals(kept["w"] + 1, [tmp_path / "kept"], rule, broken)
+    assert broken

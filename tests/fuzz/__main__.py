@@ -1,0 +1,63 @@
+"""Gives every parser, and a live center, what is nearly right: ``make fuzz``."""
+
+import argparse
+import logging
+import sys
+import time
+
+from fuzz import live, parsers
+
+# How much longer they take than the others.
+_SLOW = {"description": 4, "config": 4, "folder": 10, "environment": 2, "packets": 2}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10_000, help="inputs of parsers")
+    parser.add_argument("--live", type=int, default=200, help="conversations")
+    parser.add_argument("--only", choices=[*parsers.PARSERS, "live"])
+    options = parser.parse_args()
+    logging.disable()  # of what a journal leaves out
+    found = 0
+    for name, count in shares(options.count).items():
+        if options.only in (None, name):
+            found += _parse(name, options.seed, count)
+    if options.only in (None, "live") and options.live:
+        begin = time.monotonic()
+        result = live.fuzz(options.seed, options.live)
+        _say(
+            f"live: {options.live} conversations in {time.monotonic() - begin:.0f} s; "
+            f"others had {result.answers} answers meanwhile, the slowest after "
+            f"{result.slowest:.2f} s; the center held {result.before}, and then "
+            f"{result.after}"
+        )
+    return bool(found)
+
+
+def shares(count):
+    """So many inputs among all parsers, fewer for those that take longer."""
+    weights = {name: 1 / _SLOW.get(name, 1) for name in parsers.PARSERS}
+    whole = sum(weights.values())
+    return {name: max(1, round(count * w / whole)) for name, w in weights.items()}
+
+
+def _parse(name, seed, count):
+    begin = time.monotonic()
+    refused, found = parsers.fuzz(parsers.PARSERS[name], seed, name, count)
+    _say(
+        f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {refused} refused, "
+        f"{len(found)} neither read nor refused"
+    )
+    for number, data, error in found[:5]:
+        _say(f"    input {number} of seed {seed}: {error!r} of {data[:80]!r}")
+    return len(found)
+
+
+def _say(text):
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""Whatever reads what others have written, and what it may say of it."""
+
+import contextlib
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import shared
+from fuzz import mutate
+from google.protobuf.message import DecodeError
+
+from agn_optax import errors, service
+from agn_optax.center.durability import _directory, _records
+from agn_optax.cli import _center_options, _options, _rules, _units
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._rules import RuleOptions
+from agn_optax.service import _address, _status
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
+from agn_optax.service._fingerprint import fingerprint
+from agn_optax.service._remote import Remote
+from agn_optax.service.transports._grpc import _Messages
+from agn_optax.service.wire import _packets, _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel
+
+RULE = shared.downpour()
+TREE = {"a": np.arange(9, dtype=np.float32), "b": (np.zeros(3, np.float32), None)}
+SCHEMA = _trees.schema_of(TREE)
+DESCRIPTION = pb.Description(
+    protocol=_address.PROTOCOL,
+    release="0",
+    center="c" * 32,
+    rule=fingerprint(RULE),
+    schema=_trees.to_proto(SCHEMA),
+    schema_hash=SCHEMA.hash,
+    lease=10.0,
+    waiting_interval=2.0,
+    heartbeat=3.0,
+    mode="Asynchronous()",
+    offers=[pb.Offer(transport="socket", address=":5000", key=bytes(16))],
+)
+
+
+class Parser(NamedTuple):
+    """Something that reads.
+
+    Attributes:
+      samples: what it was made for.
+      read: reads bytes; raises AssertionError if what it makes of them is wrong.
+      refuses: what else it may raise.
+    """
+
+    samples: list[bytes]
+    read: Callable[[bytes], Any]
+    refuses: tuple[type[Exception], ...]
+
+
+def fuzz(parser, seed, name, count):
+    """Reads ``count`` mutated inputs.
+
+    Returns:
+      How many were refused, and for each that was neither read nor refused its number
+      and what came of it.
+    """
+    rng = mutate.generator(seed, name)
+    refused, found = 0, []
+    for number in range(count):
+        data = mutate.mutated(rng, parser.samples)
+        try:
+            parser.read(data)
+        except parser.refuses:
+            refused += 1
+        except Exception as error:
+            found.append((number, data, error))
+    return refused, found
+
+
+# What travels.
+
+
+def _packet(control, tree=None):
+    schema = None if tree is None else SCHEMA
+    leaves = [] if tree is None else _trees.host_arrays(tree)
+    return b"".join(Parcel(control, schema, leaves).pieces())
+
+
+MESSAGE = pb.Message(sequence=1, schema_hash=SCHEMA.hash, steps=3)
+PACKETS = [
+    _packet(pb.Frame(join=pb.Join(protocol=2, worker="anna", incarnation="1" * 32))),
+    _packet(pb.Frame(message=MESSAGE), TREE),
+    _packet(pb.Frame(acknowledge=1)),
+    _packet(pb.Frame(start=pb.Start(protocol=2, schema=DESCRIPTION.schema)), TREE),
+    _packet(pb.Frame(joined=pb.Joined(center="c" * 32))),
+    _packet(pb.Frame(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),
+    _packet(pb.Frame(waiting=pb.Waiting())),
+    _packet(pb.Frame(refused=pb.Refused(kind="CenterError", details="no"))),
+    _packet(pb.Frame(attach=pb.Segment(number=1, size=4096))),
+]
+
+
+def _read_packets(data):
+    reader = _packets.Reader(_Messages(iter([data[:5], data[5:]])), Buffers())
+    while (frame := reader.control()) is not None:
+        if frame.WhichOneof("control") in ("message", "start", "snapshot"):
+            buffer = reader.buffer(SCHEMA, "a tree")
+            assert buffer.nbytes == SCHEMA.size
+
+
+def _read_schema(data):
+    schema = _trees.from_proto(pb.Schema.FromString(data))
+    assert schema.size >= sum(leaf.nbytes for leaf in schema.leaves)
+    assert len(schema.hash) == 16
+    tree = _trees.build(schema, list(range(len(schema.leaves))))
+    assert sorted(_leaves(tree)) == list(range(len(schema.leaves)))
+
+
+def _leaves(tree):
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for child in tree for leaf in _leaves(child)]
+    return [] if tree is None else [tree]
+
+
+def _read_description(data):
+    remote = Remote(Connection("127.0.0.1:1", 1.0), RULE, [])
+    remote._learn(pb.Description.FromString(data))
+
+
+class _Failed(NamedTuple):
+    """A call that failed, as gRPC has it."""
+
+    metadata: Any
+    status: Any
+    said: Any
+
+    def trailing_metadata(self):
+        return self.metadata
+
+    def code(self):
+        return self.status
+
+    def details(self):
+        return self.said
+
+
+def _read_status(data):
+    """The kind, the code and the details of a call that failed."""
+    kind, _, details = data.partition(b"|")
+    codes = list(grpc.StatusCode)
+    failed = _Failed(
+        [(_status._KIND, kind.decode(errors="replace"))],
+        codes[len(data) % len(codes)],
+        details.decode(errors="replace") or None,
+    )
+    assert isinstance(_status.exception_of(failed, "here"), errors.AgnOptaxError)
+
+
+def _read_refused(data):
+    error = _status.exception_in(pb.Refused.FromString(data))
+    assert isinstance(error, errors.AgnOptaxError)
+
+
+# What people write.
+
+
+def _read_address(data):
+    address = _address.check(data.decode(errors="replace"))
+    _address.is_local(address)
+    _address.host(address)
+
+
+def _read_environment(data):
+    names = ["CENTER", "RANK", "WORKERS", "WORKER", "RESTARTS"]
+    lines = data.replace(b"\0", b"").decode(errors="replace").split("\n")
+    before = dict(os.environ)
+    os.environ.update(zip((f"AGN_OPTAX_{name}" for name in names), lines))
+    try:
+        service.environment()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _read_config(data):
+    _FILE.write_bytes(data)
+    values = _options.read(_FILE, RuleOptions, CenterOptions)
+    rule = _options.filled(RuleOptions(), values)
+    if rule.rule_from is None:  # which would be run
+        _rules.make(rule)
+    _center_options.settings(_options.filled(CenterOptions(), values))
+
+
+def _read_rate(data):
+    assert _units.rate(data.decode(errors="replace"), "bandwidth") > 0
+
+
+# What was on disk.
+
+
+def _records_of(count):
+    pieces, on_disk = [], 0
+    for number in range(count):
+        about = {"ledger": {"w": number}, "staleness": [0], "weights": None}
+        made, size = _records.encode(
+            number, about, [TREE["a"] + number], on_disk, 1 << 14
+        )
+        pieces += made
+        on_disk += size
+    return b"".join(pieces)
+
+
+_COUNT = 4
+_JOURNAL = _records_of(_COUNT)
+_SNAPSHOT = b"".join(_records.encode(0, {"version": 0}, [TREE["a"]])[0])
+
+
+def _check_record(record):
+    """It is what was written, whatever was done to others."""
+    assert record.about["ledger"] == {"w": record.number}
+    np.testing.assert_array_equal(record.arrays[0], TREE["a"] + record.number)
+
+
+def _read_record(data):
+    with _open(data) as file:
+        record = _records.read(file, 0, len(data))
+        if record is not None and "ledger" in record.about:
+            _check_record(record)
+
+
+def _read_journal(data):
+    with _open(data) as file:
+        for number, record in enumerate(_records.read_all(file, 0, lambda size: None)):
+            assert record.number == number
+            _check_record(record)
+
+
+def _read_lock(data):
+    with _open(data) as file:
+        promise, number = _directory._read_promise(file)
+        assert (promise, number) in [(None, 0), ("journal", _COUNT), ("whole", 12)]
+
+
+def _line(text):
+    return f"{text} {_directory._checksum(text):<54}"[:63].ljust(63).encode() + b"\n"
+
+
+def _read_folder(data):
+    """One file of a directory is what it was not: a prefix is left, or an error."""
+    which, data = data[:1], data[1:]
+    files = {b"j": "journal-000000000000", b"s": "snapshot-000000000000", b"l": "lock"}
+    for name, kept in (
+        ("journal-000000000000", _JOURNAL.ljust(1 << 14, b"\0")),
+        ("snapshot-000000000000", _SNAPSHOT),
+        ("lock", _line(f"journal {_COUNT}")),
+    ):
+        (_FOLDER / name).write_bytes(data if files.get(which) == name else kept)
+    directory = _directory.Directory(_FOLDER)
+    try:
+        snapshot = directory.load()
+        np.testing.assert_array_equal(snapshot.arrays[0], TREE["a"])
+        count = 0
+        for record in directory.replay(0):
+            assert record.number == count
+            _check_record(record)
+            count += 1
+        assert count == _COUNT or directory.lost(count)
+    finally:
+        directory.close()
+
+
+@contextlib.contextmanager
+def _open(data):
+    file = os.memfd_create("fuzz") if hasattr(os, "memfd_create") else _temporary()
+    try:
+        os.write(file, data)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _temporary():
+    return os.open(_FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+
+_OWN = tempfile.TemporaryDirectory(prefix="agn-optax-fuzz-")
+_FOLDER = pathlib.Path(_OWN.name) / "kept"
+_FILE = pathlib.Path(_OWN.name) / "file"
+_FOLDER.mkdir()
+
+CONFIG = b"""
+rule = "agn"
+center-optimizer = "adam"
+learning-rate = 1e-3
+mode = "synchronous"
+quorum = 2
+grace = 0.5
+address = "127.0.0.1:5000"
+barrier = 2
+journal = "kept"
+"""
+OTHER = b"""
+rule = "easgd"
+moving-rate = 0.25
+mode = "bounded"
+max-versions-behind = 3
+lease = 2
+dtype = "float32"
+direct = false
+snapshots = "kept"
+snapshot-exchanges = 20
+insecure = true
+"""
+_WIRE = (errors.ProtocolError, DecodeError)
+_USER = (errors.InvalidArgumentError,)
+_DISK = (errors.DurabilityError, _records.DamagedError)
+
+PARSERS = {
+    "packets": Parser(
+        [*PACKETS, b"".join(PACKETS[:3]), b"".join(PACKETS)],
+        _read_packets,
+        (errors.ProtocolError, EOFError),
+    ),
+    "schema": Parser([DESCRIPTION.schema.SerializeToString()], _read_schema, _WIRE),
+    "description": Parser(
+        [DESCRIPTION.SerializeToString()],
+        _read_description,
+        (*_WIRE, errors.RuleMismatchError, errors.TreeMismatchError),
+    ),
+    "refused": Parser(
+        [pb.Refused(kind="NameTakenError", details="a").SerializeToString()],
+        _read_refused,
+        (DecodeError,),
+    ),
+    "status": Parser([b"NameTakenError|details", b"|", b"x|y"], _read_status, ()),
+    "address": Parser(
+        [b"127.0.0.1:5000", b"[::1]:80", b"unix:/tmp/center", b"host.example:0"],
+        _read_address,
+        _USER,
+    ),
+    "environment": Parser(
+        [b"127.0.0.1:5000\n1\n2\nworker-1\n0"], _read_environment, _USER
+    ),
+    "config": Parser([CONFIG, OTHER], _read_config, _USER),
+    "rate": Parser([b"1Gbit", b"1.5 GB/s", b"1KiB"], _read_rate, _USER),
+    "record": Parser([_SNAPSHOT, _JOURNAL], _read_record, _DISK),
+    "journal": Parser([_JOURNAL, _JOURNAL.ljust(1 << 14, b"\0")], _read_journal, _DISK),
+    "lock": Parser([_line(f"journal {_COUNT}"), _line("whole 12")], _read_lock, ()),
+    "folder": Parser(
+        [
+            b"j" + _JOURNAL.ljust(1 << 14, b"\0"),
+            b"s" + _SNAPSHOT,
+            b"l" + _line(f"journal {_COUNT}"),
+        ],
+        _read_folder,
+        _DISK,
+    ),
+}
