@@ -6,7 +6,7 @@ import concurrent.futures
 import sys
 import time
 
-from chaos import runner, scenario
+from chaos import growth, runner, scenario
 from chaos.processes import Spares
 
 
@@ -15,7 +15,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario")
     parser.add_argument("--count", type=int, default=1, help="of scenarios")
     parser.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
+    parser.add_argument(
+        "--growth", type=int, help="instead, so many exchanges of one scenario"
+    )
     options = parser.parse_args()
+    if options.growth is not None:
+        with Spares(3, 1) as spares:
+            outcome = growth.run(options.growth, spares)
+        _print(outcome)
+        _say(f"      {outcome.said}")
+        return bool(outcome.broken)
     seeds = range(options.seed, options.seed + options.count)
     begin = time.monotonic()
     with (

@@ -10,12 +10,36 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import talking
 
 _HERE = pathlib.Path(__file__).parent
 _PATIENCE = 60.0  # seconds that nothing here takes
+
+
+class Held(NamedTuple):
+    """What a process has."""
+
+    memory: int  # bytes
+    threads: int
+    files: int
+
+    @classmethod
+    def by(cls, pid):
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        said = dict(line.split(":", 1) for line in status.splitlines())
+        files = len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir()))
+        return cls(int(said["VmRSS"].split()[0]) << 10, int(said["Threads"]), files)
+
+    def is_more_than(self, other):
+        """But for what allocators keep, and threads that wait for a next call."""
+        return (
+            self.memory > other.memory + (32 << 20)
+            or self.threads > other.threads + 4
+            or self.files > other.files + 4
+        )
 
 
 class Clock:
@@ -38,9 +62,13 @@ class Worker:
         self.is_dead = False
         self.owes = 0  # answers
 
+    @property
+    def pid(self):
+        return self.process._popen.pid
+
     def signal(self, number):
         if not self.is_dead:
-            os.kill(self.process._popen.pid, number)
+            os.kill(self.pid, number)
 
     def kill(self):
         self.is_dead = True

@@ -34,15 +34,22 @@ class Outcome:
     exchanges: int = 0
     recovered: float = 0.0  # seconds until the last survivor went on
     seconds: float = 0.0
+    said: str = ""  # beyond that
 
 
-def run(scenario, spares):
-    """The outcome of a scenario; whatever was started has ended."""
+def run(scenario, spares, kind=None):
+    """The outcome of a scenario; whatever was started has ended.
+
+    Args:
+      scenario: to be run.
+      spares: to take processes from.
+      kind: of `Run`, where it is a special one.
+    """
     begin = time.monotonic()
     outcome = Outcome(scenario, [])
     with tempfile.TemporaryDirectory(prefix="agn-optax-chaos-") as folder:
         try:
-            with _Run(scenario, spares, pathlib.Path(folder)) as running:
+            with (kind or Run)(scenario, spares, pathlib.Path(folder)) as running:
                 try:
                     running.through(outcome)
                 except Exception as error:
@@ -88,7 +95,7 @@ class Served:
         return code, said
 
 
-class _Run(contextlib.ExitStack):
+class Run(contextlib.ExitStack):
     """One scenario that runs."""
 
     def __init__(self, scenario, spares, folder):
@@ -133,10 +140,10 @@ class _Run(contextlib.ExitStack):
                 )
                 for number in range(2)
             ]
-        self._links = []
+        self.links = []
         for number in range(chosen.workers):
             host = f"127.0.1.{number + 1}"
-            self._links.append(self._proxy(self._fronts_of(number), host))
+            self.links.append(self._proxy(self._fronts_of(number), host))
 
     def _begun(self, options):
         served = Served(options, self._spares)
@@ -214,7 +221,7 @@ class _Run(contextlib.ExitStack):
                 raise AssertionError(worker.process.ask(do="stop"))
         for worker in self._own.values():
             worker.process.ask(do="go")
-        self._faults(outcome)
+        self.faults(outcome)
         outcome.recovered = self._recovered(outcome)
         for worker in self._own.values():
             while worker.owes:
@@ -233,7 +240,7 @@ class _Run(contextlib.ExitStack):
         outcome.exchanges = sum(tally["landed"] for tally in self.tallies)
         laws.check_versions(self.tallies, chosen, outcome.broken)
 
-    def _faults(self, outcome):
+    def faults(self, outcome):
         """All of them, until the last one is over."""
         begin = time.monotonic()
         due = [(fault.at, self._begin, (fault, outcome)) for fault in self._scenario.faults]
@@ -270,7 +277,7 @@ class _Run(contextlib.ExitStack):
     # Faults of the way between a worker and its center, or of a site's to its parent.
 
     def _way(self, fault):
-        ways = [*self._links, *self._uplinks]
+        ways = [*self.links, *self._uplinks]
         if self._uplinks and fault.at % 0.1 < 0.03:  # as the seed has it
             return self._uplinks[fault.target % 2]
         return ways[fault.target]
@@ -330,7 +337,7 @@ class _Run(contextlib.ExitStack):
         if worker is None:
             return
         worker.kill()
-        self._links[fault.target].forget()  # who is dead says nothing
+        self.links[fault.target].forget()  # who is dead says nothing
         if fault.amount:
             self._start(fault.target)
             self._own[fault.target].process.ask(do="go")
@@ -345,7 +352,7 @@ class _Run(contextlib.ExitStack):
     def _leave(self, fault, outcome):
         worker = self._own.get(fault.target)
         if worker is not None:
-            self._links[fault.target].forget()
+            self.links[fault.target].forget()
             worker.process.tell(do="rejoin")  # it may be stopped, and answer later
             worker.owes += 1
 
@@ -417,7 +424,7 @@ class _Run(contextlib.ExitStack):
             if (path := self._folder / f"end-{number}.npy").exists()
         }
         laws.check_counts(seen, self.tallies, chosen, outcome.broken)
-        if chosen.rule == "easgd":
+        if chosen.conserves:
             laws.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":
             folders = [self._folder / f"kept-{n}" for n in range(len(self.centers))]

@@ -98,6 +98,21 @@ class Scenario:
         }[self.durability]
         return any(fault.kind in forgets for fault in self.faults)
 
+    @property
+    def conserves(self):
+        """Whether elastic averaging must conserve what centers and workers have.
+
+        An exchange that was applied, and whose answer was given up, is answered with a
+        later center: what it took from there is not what its worker gets.
+        """
+        away = sum(
+            TIMEOUT if fault.kind in ("strand", "close half") else fault.seconds
+            for fault in self.faults
+        )
+        restarts = {"kill center", "drain center", "disk"}
+        is_the_same = not any(fault.kind in restarts for fault in self.faults)
+        return self.rule == "easgd" and is_the_same and away < LEASE - 0.5
+
     def __str__(self):
         patience = "" if self.patience is None else f" patience {self.patience}"
         return (

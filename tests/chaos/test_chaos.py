@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from chaos import laws, runner, scenario
+from chaos import growth, laws, runner, scenario
 from chaos.processes import Spares
 from chaos.scenario import Fault, Scenario
 from chaos.tally import Tally
@@ -31,6 +31,7 @@ CHOSEN = {
             Fault(0.6, "replay", 2),
         ),
     },
+    "a full disk": {"overlap": True, "faults": (Fault(0.3, "disk", 0),)},
     "killed workers in rounds": {
         "mode": "synchronous",
         "faults": (Fault(0.3, "kill", 0, amount=1), Fault(0.5, "kill", 1)),
@@ -47,7 +48,10 @@ CHOSEN = {
     },
     "elastic averaging": {
         "rule": "easgd",
-        "faults": (Fault(0.3, "outage", 1, seconds=0.5), Fault(0.4, "disk", 0)),
+        "faults": (
+            Fault(0.3, "outage", 1, seconds=0.5),
+            Fault(0.5, "hold", 0, seconds=0.5, there=False),
+        ),
     },
 }
 
@@ -65,6 +69,19 @@ def test_the_laws_hold(name, spares):
     assert outcome.exchanges > 5
 
 
+def test_elastic_averaging_conserves_unless_answers_were_given_up():
+    elastic = dataclasses.replace(PLAIN, **CHOSEN["elastic averaging"])
+    assert elastic.conserves
+    for fault in (Fault(0.0, "disk", 0), Fault(0.0, "stop", 0, seconds=5.0)):
+        assert not dataclasses.replace(elastic, faults=(fault,)).conserves
+
+
+def test_nothing_grows(spares):
+    outcome = growth.run(300, spares)
+    assert not outcome.broken
+    assert outcome.exchanges >= 300
+
+
 def test_a_seed_is_a_scenario():
     seeds = range(300)
     assert scenario.drawn(7) == scenario.drawn(7)
@@ -73,7 +90,7 @@ def test_a_seed_is_a_scenario():
         kinds = {getattr(each, name) for each in drawn}
         assert len(kinds) > 1, name
     kinds = {fault.kind for each in drawn for fault in each.faults}
-    acts = {name[1:].replace("_", " ") for name in vars(runner._Run)}
+    acts = {name[1:].replace("_", " ") for name in vars(runner.Run)}
     assert kinds <= acts
     assert len(kinds) == 17
 

@@ -131,6 +131,7 @@ def test_a_docstring_that_describes_no_field_is_refused():
         ("nesterov = 1", "nesterov in .* must be of type bool, got 1"),
         ("momentum = true", "momentum in .* must be of type float, got True"),
         ("rule = [", "cannot read .*center.toml"),
+        ("rule = " + 3000 * "[", "cannot read .*center.toml"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):

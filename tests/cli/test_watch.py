@@ -83,6 +83,7 @@ def test_nobody_is_there(name, nowhere):
 @pytest.mark.parametrize("name", ["status", "watch"])
 def test_addresses_that_are_none(name):
     assert "must be" in fails(name, "nowhere", code=2)
+    assert "must be" in fails(name, "a:\N{SUPERSCRIPT TWO}", code=2)  # it is a digit
     assert "insecure=True" in fails(name, "192.0.2.1:80", code=2)
     assert "needs --tls-ca" in fails(
         *(name, "a:1", f"--tls-certificate={__file__}", f"--tls-key={__file__}"), code=2

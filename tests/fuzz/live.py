@@ -6,7 +6,6 @@ Others must be answered meanwhile, and afterwards nothing of it may be left.
 import array
 import contextlib
 import os
-import pathlib
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ import grpc
 import numpy as np
 import sessions
 from chaos import model
-from chaos.processes import Spares
+from chaos.processes import Held, Spares
 from fuzz import mutate
 from fuzz.parsers import RULE
 
@@ -33,14 +32,6 @@ LIMIT = 20.0  # seconds that nobody waits for an answer
 _READS = 0.02  # seconds that an enemy reads
 _CALLS = ["Describe", "Alive", "Leave", "Status"]
 _STREAMS = ["Exchange", "Exchange", "Initialize", "Pull"]
-
-
-class Held(NamedTuple):
-    """What a process has."""
-
-    memory: int  # bytes
-    threads: int
-    files: int
 
 
 class Result(NamedTuple):
@@ -236,35 +227,16 @@ class _Enemy:
             os.close(file)
 
 
-def _held(pid):
-    status = pathlib.Path(f"/proc/{pid}/status").read_text()
-    said = dict(line.split(":", 1) for line in status.splitlines())
-    return Held(
-        int(said["VmRSS"].split()[0]) << 10,
-        int(said["Threads"]),
-        len(os.listdir(f"/proc/{pid}/fd")),  # noqa: PTH208 only how many
-    )
-
-
 def _settled(pid, before=None):
     """What a process holds when it has let go of what it lets go of."""
     end = time.monotonic() + LIMIT
-    held = _held(pid)
+    held = Held.by(pid)
     while time.monotonic() < end:
         time.sleep(0.2)
-        last, held = held, _held(pid)
+        last, held = held, Held.by(pid)
         if before is None and held[1:] == last[1:]:
             return held
-        if before is not None and _is_as_before(before, held):
+        if before is not None and not held.is_more_than(before):
             return held
     assert before is None, f"the center held {before} before, and holds {held} now"
     return held
-
-
-def _is_as_before(before, held):
-    """But for what allocators keep, and threads that wait for a next call."""
-    return (
-        held.threads <= before.threads + 4
-        and held.files <= before.files + 4
-        and held.memory <= before.memory + (32 << 20)
-    )

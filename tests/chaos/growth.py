@@ -1,0 +1,55 @@
+"""Thousands of exchanges over connections that break: nobody holds more afterwards."""
+
+import time
+
+from chaos import runner
+from chaos.processes import Held
+from chaos.scenario import Scenario
+
+_EVERY = 0.5  # seconds between two cuts
+_FIRST = 5  # part of all exchanges after which is looked for the first time
+_SCENARIO = Scenario(
+    seed=-1,
+    mode="asynchronous",
+    rule="downpour",
+    codec="none",
+    transports=("memory", "socket", "grpc"),
+    centers="one",
+    durability="journal",
+    size="medium",
+    overlap=False,
+    patience=None,
+    end="drain",
+    faults=(),
+)
+
+
+def run(count, spares):
+    """The outcome of ``count`` exchanges, with what was held before and after."""
+
+    class Growth(runner.Run):
+        def faults(self, outcome):
+            self._exchange(count // _FIRST)
+            before = self._held()
+            self._exchange(count)
+            after = self._held()
+            for name, had in before.items():
+                outcome.said += f"{name}: {had}, then {after[name]}; "
+                if after[name].is_more_than(had):
+                    outcome.broken.append(f"{name} held {had}, and then {after[name]}")
+
+        def _exchange(self, until):
+            number, end = 0, time.monotonic() + max(runner.LIMIT, until / 10)
+            while sum(tally["landed"] for tally in self.tallies) < until:
+                assert time.monotonic() < end, "exchanges do not go on"
+                time.sleep(_EVERY)
+                self.links[number % len(self.links)].cut_once()
+                number += 1
+
+        def _held(self):
+            time.sleep(_EVERY)  # after the last cut
+            own = {f"worker {n}": worker.pid for n, worker in self._own.items()}
+            pids = {"center": self.centers[0].process.pid, **own}
+            return {name: Held.by(pid) for name, pid in pids.items()}
+
+    return runner.run(_SCENARIO, spares, Growth)
