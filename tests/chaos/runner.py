@@ -19,7 +19,7 @@ from chaos.scenario import LEASE, TIMEOUT
 from chaos.tally import Tally
 
 HOST = "127.0.0.1"  # of all centers; workers see each at an address of their own
-LIMIT = 60.0  # seconds that nothing takes that is not a law
+LIMIT = 40.0  # seconds that nothing takes that is not a law
 DRAINS = 40.0  # seconds: the grace of a command that is told to end, and some more
 _LOOK = 0.02
 

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import pathlib
+import sys
 import threading
 import time
+import traceback
 
 import jax
 from chaos import model
@@ -51,7 +53,9 @@ class Training:
         self._go.set()
         self._thread.join(self._told["limit"])
         if self._thread.is_alive():
-            self.failure = self.failure or "it does not end"
+            frame = sys._current_frames()[self._thread.ident]
+            where = " ".join(traceback.format_stack(frame)[-8:])
+            self.failure = f"{self._told['worker']} does not end: {where}"
         return {"failure": self.failure}
 
     def _run(self):
