@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test nox mutants lint types format bench proto lock clean venv
+.PHONY: help demo towers test nox mutants chaos fuzz lint types format bench proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -18,6 +18,12 @@ nox: venv ## run them on the oldest and newest versions, on the wheel (needs Pyt
 
 mutants: venv ## put faults into the package, one at a time: which do the tests miss?
 	@$(python) -B tools/mutants.py $(ARGS)
+
+chaos: venv ## break processes and networks: ARGS="--count 200", or "--seed N" for one again
+	@PYTHONPATH=tests:. $(python) -B -m chaos $(ARGS)
+
+fuzz: venv ## what is nearly right, for every parser and a center: ARGS="--count 1000000"
+	@PYTHONPATH=tests:. $(python) -B -m fuzz $(ARGS)
 
 lint: venv ## check style
 	@$(python) -m ruff check .

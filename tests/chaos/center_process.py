@@ -1,4 +1,4 @@
-"""A process that becomes ``agn-optax serve`` when it is told how; it is warm by then."""
+"""A process that is warm, and becomes ``agn-optax serve`` when it is told how."""
 
 import json
 import pathlib

@@ -6,17 +6,16 @@ import pathlib
 import random
 import socket
 import tempfile
-import threading
 import time
 
 import numpy as np
-from network import Proxy
-
-from agn_optax import service
 from chaos import laws, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
 from chaos.scenario import LEASE, TIMEOUT
 from chaos.tally import Tally
+from network import Proxy
+
+from agn_optax import service
 
 HOST = "127.0.0.1"  # of all centers; workers see each at an address of their own
 LIMIT = 40.0  # seconds that nothing takes that is not a law
@@ -243,7 +242,9 @@ class Run(contextlib.ExitStack):
     def faults(self, outcome):
         """All of them, until the last one is over."""
         begin = time.monotonic()
-        due = [(fault.at, self._begin, (fault, outcome)) for fault in self._scenario.faults]
+        due = [
+            (fault.at, self._begin, (fault, outcome)) for fault in self._scenario.faults
+        ]
         while due or self._over:
             now = time.monotonic() - begin
             ready = [each for each in due + self._over if each[0] <= now]
@@ -268,8 +269,12 @@ class Run(contextlib.ExitStack):
         begin = time.monotonic()
         while any(self.tallies[n]["landed"] == had for n, had in before.items()):
             if time.monotonic() - begin > 2 * LEASE:
-                stuck = [n for n, had in before.items() if self.tallies[n]["landed"] == had]
-                outcome.broken.append(f"workers {stuck} do not go on after {2 * LEASE} s")
+                stuck = [
+                    n for n, had in before.items() if self.tallies[n]["landed"] == had
+                ]
+                outcome.broken.append(
+                    f"workers {stuck} do not go on after {2 * LEASE} s"
+                )
                 break
             time.sleep(_LOOK)
         return time.monotonic() - begin
@@ -384,7 +389,9 @@ class Run(contextlib.ExitStack):
         center.process.signal(CONTINUE)
         center.process.fill_disk()
         code = center.process.wait(TIMEOUT)
-        if code is not None and (code != 1 or "cannot be kept" not in center.process.said()):
+        if code is not None and (
+            code != 1 or "cannot be kept" not in center.process.said()
+        ):
             outcome.broken.append(f"with a full disk: {code}, {center.process.said()}")
         center.end(KILL)
         center.start()
@@ -402,7 +409,9 @@ class Run(contextlib.ExitStack):
     def _drain(self, center, outcome):
         code, said = center.end(DRAIN)
         if code != 0:
-            outcome.broken.append(f"a center that was drained ended with {code}: {said}")
+            outcome.broken.append(
+                f"a center that was drained ended with {code}: {said}"
+            )
 
     def _end(self, outcome):
         """What the centers have now, and after they have ended."""
@@ -413,6 +422,7 @@ class Run(contextlib.ExitStack):
         addresses = [center.address for center in self.centers]
         with service.connect(addresses, self._rule) as center:
             seen = np.asarray(center.pull().params["w"])
+        parts = [self._pulled(each) for each in self.centers]
         for each in self.centers:
             if chosen.end == "drain":
                 self._drain(each, outcome)
@@ -427,8 +437,14 @@ class Run(contextlib.ExitStack):
         if chosen.conserves:
             laws.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":
-            folders = [self._folder / f"kept-{n}" for n in range(len(self.centers))]
-            laws.check_journals(seen, folders, self._rule, outcome.broken)
+            for number, part in enumerate(parts):
+                folder = self._folder / f"kept-{number}"
+                laws.check_journal(part, folder, self._rule, outcome.broken)
+
+    def _pulled(self, served):
+        """What one center has, which may be a shard."""
+        with service.connect(served.address, self._rule) as center:
+            return center.pull().params
 
 
 def _free_ports():

@@ -9,10 +9,10 @@ import time
 import traceback
 
 import jax
-from chaos import model
 import numpy as np
 import optax
 import talking
+from chaos import model
 from chaos.tally import Tally
 
 import agn_optax
@@ -49,6 +49,7 @@ class Training:
 
     def stop(self):
         """The last steps are exchanged, and the worker leaves."""
+        self._end = time.monotonic() + self._told["limit"]
         self._stopping.set()
         self._go.set()
         self._thread.join(self._told["limit"])
@@ -145,14 +146,10 @@ class Training:
             try:
                 return exchange(*loop)
             except errors.CenterUnreachableError:
-                if self._stopping.is_set() and time.monotonic() > self._end():
+                if self._stopping.is_set() and time.monotonic() > self._end:
                     raise
             finally:
                 self._account(worker, exchanges, worker.dropped - dropped)
-
-    @functools.cache
-    def _end(self):
-        return time.monotonic() + self._told["limit"]
 
     def _account(self, worker, exchanges, dropped):
         """Which steps are in the center for sure."""

@@ -46,8 +46,8 @@ def _parse(name, seed, count):
     begin = time.monotonic()
     refused, found = parsers.fuzz(parsers.PARSERS[name], seed, name, count)
     _say(
-        f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {refused} refused, "
-        f"{len(found)} neither read nor refused"
+        f"{name}: {count} inputs in {time.monotonic() - begin:.0f} s, {refused} "
+        f"refused, {len(found)} neither read nor refused"
     )
     for number, data, error in found[:5]:
         _say(f"    input {number} of seed {seed}: {error!r} of {data[:80]!r}")

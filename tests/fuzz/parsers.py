@@ -179,7 +179,8 @@ def _read_environment(data):
     names = ["CENTER", "RANK", "WORKERS", "WORKER", "RESTARTS"]
     lines = data.replace(b"\0", b"").decode(errors="replace").split("\n")
     before = dict(os.environ)
-    os.environ.update(zip((f"AGN_OPTAX_{name}" for name in names), lines))
+    given = zip(names, lines, strict=False)  # the rest is missing
+    os.environ.update({f"AGN_OPTAX_{name}": line for name, line in given})
     try:
         service.environment()
     finally:

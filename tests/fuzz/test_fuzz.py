@@ -1,4 +1,4 @@
-"""A little of `make fuzz`: what is nearly right is read or refused, and hurts nobody."""
+"""A little of `make fuzz`: what is nearly right is read or refused, and hurts none."""
 
 import logging
 
