@@ -1,6 +1,7 @@
 """A little of `make chaos`: whatever happens, the laws hold; and they can be broken."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from chaos.processes import Spares
 from chaos.scenario import Fault, Scenario
 from chaos.tally import Tally
 
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="its proxies and its full disk are Linux's"
+)
 PLAIN = Scenario(
     seed=-1,
     mode="asynchronous",
