@@ -57,6 +57,9 @@ class Servicer:
         self.core = core
         self._dtype = dtype
         self._parent = parent
+        # Once, and before anybody asks: calls that come together would each compute it,
+        # and a busy machine might never end with that before they are tried again.
+        self._rule = fingerprint(core.rule)
         self._started = time.monotonic()
         lease = core.ledger.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
@@ -89,7 +92,7 @@ class Servicer:
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.life,
-            rule=fingerprint(self.core.rule),
+            rule=self._rule,
             schema=None if schema is None else _trees.to_proto(schema),
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),

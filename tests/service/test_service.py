@@ -59,6 +59,15 @@ def connect(stack):
     return connect
 
 
+def test_what_tells_its_rule_is_known_before_anybody_asks(serve, connect):
+    """Calls that come together would each compute it."""
+    rules.fingerprint(shared.downpour())  # the worker's own
+    server = serve(rules.downpour())
+    before = rules.fingerprint.cache_info().misses
+    connect(server.address).describe()
+    assert rules.fingerprint.cache_info().misses == before
+
+
 def a_step(worker, params, state):
     """One local step down a slope of 1, and an exchange if it is time."""
     slope = jax.tree.map(jnp.ones_like, params)
