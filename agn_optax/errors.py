@@ -14,12 +14,14 @@
         ├── WorkerStateError (RuntimeError)   calls came in an impossible order
         ├── NameTakenError                    another worker has that name
         ├── CenterFullError                   it has no room for one more worker
+        ├── NotAllowedError (PermissionError) this caller may not do that
         ├── MessageRefusedError               it has refused too many messages in a row
         ├── RuleMismatchError                 worker and center run different rules
         ├── ProtocolError                     what came over the wire makes no sense
         ├── DurabilityError (OSError)         what it keeps on disk, or where, is unfit
         └── CenterUnreachableError            nobody answers (ConnectionError)
-            └── CenterClosedError             it is going down, and said so
+            ├── CenterClosedError             it is going down, and said so
+            └── EncryptionError               TLS of the two ends does not go together
 
 Each is also the builtin exception that a caller would expect, so ``except ValueError``
 keeps working. They are raised before anything changes: the state you hold is still
@@ -85,6 +87,12 @@ class CenterFullError(CenterError):
     """The center has as many workers as it takes."""
 
 
+class NotAllowedError(CenterError, PermissionError):
+    """Who calls may not do that, or is unknown; says which role or name it takes."""
+
+    is_known = True  # who calls
+
+
 class MessageRefusedError(CenterError):
     """A center has refused too many messages of a worker in a row; says why."""
 
@@ -107,6 +115,10 @@ class CenterUnreachableError(CenterError, ConnectionError):
 
 class CenterClosedError(CenterUnreachableError):
     """The center is going down; what it had not applied is to be sent again."""
+
+
+class EncryptionError(CenterUnreachableError):
+    """The ends do not agree on TLS: says whose certificate it is, and what is wrong."""
 
 
 __all__ = [name for name in dir() if name.endswith("Error")]

@@ -1,24 +1,61 @@
-"""Certificates for tests of TLS."""
+"""Certificates for tests of TLS, made with openssl."""
 
+import pathlib
 import shutil
 import subprocess
 
 import pytest
 
+from agn_optax.service import Tls
 
-def make(folder, names="DNS:localhost,IP:127.0.0.1"):
+HERE = "DNS:localhost,IP:127.0.0.1"
+_KEY = ("-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+def make(folder, names=HERE, subject="/CN=*/OU=chief"):
     """A certificate that vouches for itself, and its key: two files of PEM."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    _openssl(
+        *("req", "-x509", *_KEY, "-days", "2", "-subj", subject),
+        *("-addext", f"subjectAltName={names}"),
+        *("-keyout", key, "-out", certificate),
+    )
+    return certificate, key
+
+
+class Authority:
+    """Who vouches for others; ``ca`` is its certificate."""
+
+    def __init__(self, folder, name="authority"):
+        self._folder = pathlib.Path(folder, name)
+        self._folder.mkdir()
+        self.ca, self._key = self._folder / "ca.pem", self._folder / "ca.key"
+        _openssl(
+            *("req", "-x509", *_KEY, "-days", "9", "-subj", f"/CN={name}"),
+            *("-addext", "basicConstraints=critical,CA:true"),
+            *("-keyout", self._key, "-out", self.ca),
+        )
+
+    def issue(self, subject, names=HERE, days=2, ca=None):
+        """A `Tls` with a new certificate, for either end; days < 0: out of date."""
+        made = self._folder / f"{len(list(self._folder.iterdir()))}"
+        key, request, certificate, extra = (
+            made.with_suffix(suffix) for suffix in (".key", ".csr", ".pem", ".ext")
+        )
+        extra.write_text(f"subjectAltName={names}\n")
+        _openssl("req", *_KEY, "-subj", subject, "-keyout", key, "-out", request)
+        _openssl(
+            *("x509", "-req", "-in", request, "-days", days, "-extfile", extra),
+            *("-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"),
+            *("-out", certificate),
+        )
+        return Tls(ca or self.ca, certificate, key)
+
+
+def _openssl(*arguments):
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("makes its certificate with openssl")
+        pytest.skip("makes its certificates with openssl")
     subprocess.run(  # noqa: S603 a tool that the system has
-        [
-            *(openssl, "req", "-x509", "-nodes", "-days", "2", "-newkey", "ec"),
-            *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
-            *("-addext", f"subjectAltName={names}"),
-            *("-keyout", folder / "key.pem", "-out", folder / "certificate.pem"),
-        ],
-        check=True,
-        capture_output=True,
+        [openssl, *map(str, arguments)], check=True, capture_output=True
     )
-    return folder / "certificate.pem", folder / "key.pem"

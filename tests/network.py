@@ -180,9 +180,7 @@ class Network(Proxy):
         known.offers = []
         for offer in offers:
             port = self.forward((host, int(offer.address.removeprefix(":"))))
-            known.offers.append(
-                Offer(transport=transport, address=f":{port}", key=offer.key)
-            )
+            known.offers.append(Offer(transport=transport, address=f":{port}"))
 
 
 @dataclasses.dataclass(eq=False)

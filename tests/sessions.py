@@ -2,6 +2,10 @@
 
 import weakref
 
+from agn_optax.service import _address
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._access import EVERYBODY
+
 _sessions = weakref.WeakKeyDictionary()  # by center: session and exchanges of a worker
 
 
@@ -26,3 +30,10 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
 
 def leave(center, worker):
     _sessions[center].pop(worker)[0].leave()
+
+
+def offer(server, transport, caller=EVERYBODY):
+    """Of a way beside gRPC, as a caller is told of it: with its key."""
+    request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+    offers = server._servicer.describe(request, caller).offers
+    return next((each for each in offers if each.transport == transport), None)

@@ -7,16 +7,20 @@ written down in `center.proto`. Needs the extra ``agn_optax[service]``, and is n
 imported by `agn_optax` itself. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.service import _absl  # noqa: F401 first
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
+from agn_optax.service import _handshake as handshake  # noqa: F401
 from agn_optax.service import wire as wire
+from agn_optax.service._access import Access
 from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer
 from agn_optax.service._server import Server, serve
-from agn_optax.service._tls import Tls
+from agn_optax.service._tls import Tls, tls
 
 __all__ = [
+    "Access",
     "Environment",
     "Observer",
     "RemoteCenter",
@@ -25,4 +29,5 @@ __all__ = [
     "connect",
     "environment",
     "serve",
+    "tls",
 ]

@@ -73,6 +73,11 @@ def is_local(address: str) -> bool:
         return name == "localhost"
 
 
+def path(address: str) -> str:
+    """Of the file of a Unix socket."""
+    return address.removeprefix("unix:").removeprefix("//")
+
+
 def host(address: str) -> str:
     """Of an address with a port, without the brackets of IPv6."""
     return address.rpartition(":")[0].strip("[]")

@@ -19,7 +19,7 @@ from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
 from agn_optax.rules import Rule, check_rule
-from agn_optax.service import _address, _tls
+from agn_optax.service import _address, _tls, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._remote import Remote
@@ -40,6 +40,7 @@ def connect(
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     insecure: bool = False,
+    token: _token.Token = None,
     transports: Sequence[str] | None = None,
 ) -> RemoteCenter | ShardedCenter:
     """The center at an address, to be used as a `LocalCenter` is.
@@ -59,6 +60,10 @@ def connect(
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
         gRPC.
       insecure: allows plain text beyond this machine.
+      token: by which the center knows this end, or the path of a file with it, which is
+        read again when it changes. None takes what ``AGN_OPTAX_TOKEN`` says, or the
+        file that ``AGN_OPTAX_TOKEN_FILE`` names, or, of a center on this machine that
+        `agn-optax serve` has started for the same user, the one that it has made.
       transports: how exchanges may travel, the preferred way first; the first one that
         works is taken. ``"memory"`` is shared with a center of the same user on this
         machine, ``"socket"`` a connection of their own beside gRPC's, ``"grpc"`` works
@@ -69,6 +74,8 @@ def connect(
 
     Raises:
       CenterUnreachableError: nobody answers in time.
+      EncryptionError: it answers, but TLS of the two ends does not go together.
+      NotAllowedError: the center wants a token or a certificate, or another one.
       RuleMismatchError: the center runs another rule; names what differs.
       ProtocolError: what answers is no center, or one of another release.
       InvalidArgumentError: the address is none, or a setting is out of range.
@@ -105,7 +112,8 @@ def connect(
     with contextlib.ExitStack() as made:
         centers = []
         for each in addresses:
-            connection = Connection(each, timeout, tls, credentials)
+            said = _token.of(token, each)
+            connection = Connection(each, timeout, tls, credentials, said)
             made.callback(connection.close)
             remote = Remote(connection, rule, ways)
             centers.append(RemoteCenter(remote, like if is_whole else None))

@@ -19,8 +19,9 @@ import grpc
 
 from agn_optax import errors
 from agn_optax._internal import in_background
-from agn_optax.service import _address, _status
+from agn_optax.service import _address, _handshake, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._files import Reread
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._packets import nothing
 
@@ -35,6 +36,10 @@ _log = logging.getLogger("agn_optax")
 # can do without for a while.
 SOON = 2.0
 
+# What gRPC says of connections that it cannot make, and of those to nobody.
+_CONNECTING = "failed to connect to all addresses"
+_NOBODY = ("connect to remote host", "timed out", "DNS")
+
 
 class Connection:
     """To one address.
@@ -44,10 +49,10 @@ class Connection:
       timeout: seconds without a sign of life after which a call gives up.
       tls: who vouches for the center; None for plain text, or
       credentials: of gRPC, which say it instead.
+      token: says by which this end is known, for every call anew; None without one.
 
     Attributes:
       unreachable_since: seconds since the epoch; None while the center answers.
-      credentials: of gRPC, made of ``tls`` or given; None for plain text.
     """
 
     def __init__(
@@ -56,18 +61,28 @@ class Connection:
         timeout: float,
         tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        token: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self._credentials: Callable[[], grpc.ChannelCredentials | None]
+        self._credentials = lambda: credentials
         if tls is not None:
-            credentials = tls.client_credentials()
+            self._credentials = Reread(tls.files, tls.client_credentials)
         self.address = address
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self.credentials = credentials
+        self._token = token
         self._lock = threading.Lock()
         self._channel: Any = None
+        self._shown: Any = None  # credentials, by that channel
+        self._answers = False  # whether it ever has
         self._closed = threading.Event()
         self._heard = -math.inf  # when something came; monotonic seconds
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Of gRPC, made of ``tls`` or given; None for plain text."""
+        return self._credentials()
 
     @property
     def closed(self) -> bool:
@@ -88,6 +103,7 @@ class Connection:
 
         Raises:
           CenterUnreachableError: nobody answers; says since when.
+          EncryptionError: nobody ever has, for a reason that time does not mend.
         """
         begin = time.monotonic()
         if self.unreachable_since is not None:
@@ -100,10 +116,12 @@ class Connection:
             try:
                 result = attempt()
             except errors.CenterUnreachableError as error:
-                if self.closed:
+                is_for_good = isinstance(error, errors.EncryptionError)
+                if self.closed or (is_for_good and not self._answers):
                     raise
                 reason = str(error)
             else:
+                self._answers = True
                 if self.unreachable_since is not None:
                     _log.warning("the center at %s answers again", self.address)
                     self.unreachable_since = None
@@ -150,7 +168,10 @@ class Connection:
     def stream(self, name: str, messages: Iterator[bytes]) -> Any:
         """A call of two streams, of bytes each way."""
         path = f"/{_address.SERVICE}/{name}"
-        return self.begin(lambda channel: channel.stream_stream(path)(messages))
+        said = self._metadata()
+        return self.begin(
+            lambda channel: channel.stream_stream(path)(messages, metadata=said)
+        )
 
     def unary(
         self, name: str, request: Any, reply: Any, timeout: float | None = None
@@ -161,7 +182,7 @@ class Connection:
         def call(channel: Any) -> Any:
             return channel.unary_unary(
                 path, type(request).SerializeToString, reply.FromString
-            )(request, timeout=timeout or self.timeout)
+            )(request, timeout=timeout or self.timeout, metadata=self._metadata())
 
         try:
             return self.begin(call)
@@ -186,11 +207,16 @@ class Connection:
                 f"the connection to the center at {self.address} is closed"
             ) from None
 
+    def _metadata(self) -> list[tuple[str, str]]:
+        token = self._token()
+        return [] if token is None else [("authorization", f"Bearer {token}")]
+
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)
-        if self.credentials is None:
+        self._shown = self.credentials
+        if self._shown is None:
             return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(self.address, self.credentials, options)
+        return grpc.secure_channel(self.address, self._shown, options)
 
     def _renew(self) -> None:
         """Calls begin on a new channel, if nothing came over any link for too long.
@@ -198,8 +224,11 @@ class Connection:
         GRPC itself would keep to a connection whose other end has vanished for up to a
         minute. What else is on the old channel is as lost, and tried again.
         """
-        if time.monotonic() - self._heard < self.timeout:
-            return
+        if time.monotonic() - self._heard >= self.timeout:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the channel; the next call has another."""
         with self._lock:
             channel, self._channel = self._channel, None
         if channel is not None:
@@ -263,7 +292,22 @@ class Connection:
         """An error as the caller is to see it: a closed connection is the cause."""
         if isinstance(error, errors.CenterUnreachableError):
             self.check_open()
+            return self._greeting_failure(str(error)) or error
         return error
+
+    def _greeting_failure(self, said: str) -> errors.EncryptionError | None:
+        """Of a connection that could not be made although somebody is there."""
+        if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
+            return None
+        if self.credentials is not self._shown:  # certificates have changed meanwhile
+            self._let_go()
+            return None
+        if self.tls is None and self.credentials is not None:
+            return None  # gRPC's own, which nobody else can read
+        reason = _handshake.why_not(self.address, self.tls)
+        if not reason:
+            return None
+        return errors.EncryptionError(f"no connection to {self.address}: {reason}")
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

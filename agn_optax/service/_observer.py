@@ -10,7 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
-from agn_optax.service import _address, _tls
+from agn_optax.service import _address, _tls, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._tls import Tls
@@ -30,6 +30,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         them; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it.
       insecure: allows plain text beyond this machine.
+      token: as of `connect`.
 
     Raises:
       InvalidArgumentError: the address is none, or plain text would leave this machine.
@@ -51,10 +52,12 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         insecure: bool = False,
+        token: _token.Token = None,
     ) -> None:
         self.address = _address.check(address)
         _tls.check(tls, credentials, insecure, address)
-        self._connection = Connection(address, timeout, tls, credentials)
+        said = _token.of(token, address)
+        self._connection = Connection(address, timeout, tls, credentials, said)
 
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints.

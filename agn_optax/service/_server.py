@@ -19,6 +19,7 @@ from agn_optax._internal import check
 from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
+from agn_optax.service._access import Access, Door
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import Listener, Place, named
@@ -111,6 +112,8 @@ def serve(
     tls: Tls | None = None,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
+    access: Access | None = None,
+    reflection: bool | None = None,
     direct: bool = True,
     direct_address: str | None = None,
     parent: Center | None = None,
@@ -137,7 +140,11 @@ def serve(
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
         gRPC, so that exchanges with other hosts take that.
-      insecure: allows plain text beyond this machine.
+      insecure: allows plain text beyond this machine, and callers that are unknown.
+      access: who may call, and what each may do; None is everybody on this machine, or
+        whom certificates name if ``tls`` asks for them.
+      reflection: whether gRPC's reflection and channelz are served, which tell of calls
+        and connections; None has them on this machine only.
       direct: also takes connections for exchanges beside gRPC, for speed: at another
         port, encrypted as gRPC is, and from processes of the same user on this machine
         in shared memory.
@@ -176,17 +183,21 @@ def serve(
     """
     check_rule(rule)
     _tls.check(tls, credentials, insecure, _address.check(address))
+    addresses = [address]
     if direct_address is not None:
         if not direct:
             raise errors.InvalidArgumentError(
                 f"direct_address={direct_address!r} and direct=False exclude each other"
             )
         _tls.check(tls, credentials, insecure, _address.check(direct_address))
+        addresses.append(direct_address)
         if direct_address.startswith("unix:"):
             raise errors.InvalidArgumentError(
                 f'direct_address must be "host:port", got {direct_address!r}: beside a '
                 "Unix socket there is another one anyway"
             )
+    is_local = all(map(_address.is_local, addresses))
+    door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
     if parent is not None and durability is not None:
         raise errors.InvalidArgumentError(
             "a center with a parent cannot outlive its process: what it owes to its "
@@ -207,10 +218,11 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center.core, kept, upwards)
+    servicer = Servicer(center.core, door, kept, upwards)
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
-        place = Place(address, direct_address, tls, credentials)
+        tells = is_local if reflection is None else reflection
+        place = Place(address, direct_address, tls, credentials, tells)
         server = Server(center, servicer, _listeners(servicer, place, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
@@ -219,6 +231,28 @@ def serve(
             server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
         undone.pop_all()
     return server
+
+
+def _access(
+    access: Any, tls: Tls | None, *, insecure: bool, is_local: bool
+) -> Access | None:
+    """Who may call; None for everybody."""
+    if access is not None:
+        if not isinstance(access, Access):
+            raise errors.InvalidTypeError(f"access must be an Access, got {access!r}")
+        return access
+    if insecure:
+        return None
+    if tls is not None and tls.ca is not None:
+        return Access()
+    if not is_local:
+        raise errors.InvalidArgumentError(
+            "whoever reaches it beyond this machine could change the center: give "
+            "access=Access(...) (--tokens), ask workers for certificates with the ca= "
+            "of tls (--tls-client-ca), or say insecure=True (--insecure) in a network "
+            "that you trust"
+        )
+    return None
 
 
 def _listeners(

@@ -20,6 +20,7 @@ from agn_optax._internal import in_background
 from agn_optax._version import __version__
 from agn_optax.center import Answer, Core, LocalSession, Packed, Version, let_go
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._access import Caller, Door
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service.wire import _buffers, _trees
@@ -47,14 +48,20 @@ class _Traffic:
 class Servicer:
     """Answers calls; everything that is decided, `Core` decides.
 
+    Each call comes with its `Caller`, which is asked first whether it may make it.
+
     Args:
       core: of the center.
+      door: through which callers come.
       dtype: the floating dtype that the center keeps by choice; "" if it has none.
       parent: address of the center that this one is a worker of; "" if none.
     """
 
-    def __init__(self, core: Core, dtype: str = "", parent: str = "") -> None:
+    def __init__(
+        self, core: Core, door: Door, dtype: str = "", parent: str = ""
+    ) -> None:
         self.core = core
+        self.door = door
         self._dtype = dtype
         self._parent = parent
         # Once, and before anybody asks: calls that come together would each compute it,
@@ -74,7 +81,7 @@ class Servicer:
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
-        # What workers must know to connect without gRPC.
+        # What workers must know to connect without gRPC, but for the key.
         self.offers: list[pb.Offer] = []
         # Where it listens, for those who watch: for gRPC, and for sockets.
         self.listens_at, self.direct_address = "", ""
@@ -84,8 +91,9 @@ class Servicer:
         with self._idle:
             return self._idle.wait_for(lambda: not self._busy, timeout)
 
-    def describe(self, request: pb.DescribeRequest, context: Any) -> pb.Description:
+    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """What this center is."""
+        caller.check("Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
         return pb.Description(
@@ -102,12 +110,14 @@ class Servicer:
             mode=repr(self.core.ledger.mode),
             dtype=self._dtype,
             barrier=self.core.ledger.barrier,
-            offers=self.offers,
+            offers=self._offers_to(caller),
         )
 
-    def initialize(self, reader: Reader, context: Any) -> pb.Initialized:
+    def initialize(self, reader: Reader, caller: Caller) -> pb.Initialized:
         """The chief's parameters."""
+        caller.check("Initialize")
         start = _first(reader, "start")
+        caller.check("Initialize", start.worker)
         schema = _trees.from_proto(start.schema)
         own = self.schema()
         params: PyTree = ()  # which are not looked at any more, if there are some
@@ -131,8 +141,9 @@ class Servicer:
             raise errors.TreeMismatchError(f"another model: {other}")
         return pb.Initialized(version=version)
 
-    def pull(self, request: pb.PullRequest, context: Any) -> Iterator[Parcel]:
+    def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
+        caller.check("Pull")
         end = time.monotonic() + request.wait
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
@@ -141,17 +152,22 @@ class Servicer:
             parcel = self._parcel(version, self._travels.center, applied=True)
         yield parcel
 
-    def exchange(self, reader: Reader, context: Any) -> Iterator[Parcel]:
+    def exchange(
+        self, reader: Reader, context: Any, caller: Caller
+    ) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
 
         Args:
           reader: of what the worker says, over gRPC or a direct connection.
           context: knows whether the worker is there: ``is_active()``, and
             ``add_callback(gone)``, which returns whether it will be called.
+          caller: the worker, which says no other name than its own.
         """
+        caller.check("Exchange")
         join = _first(reader, "join")
         if not join.worker or not join.incarnation:
             raise errors.ProtocolError("a worker must say its name and incarnation")
+        caller.check("Exchange", join.worker)
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
@@ -176,6 +192,7 @@ class Servicer:
             yield _WAITING
         yield Parcel(pb.Frame(joined=pb.Joined(center=self.core.life)))
         while (control := reader.control()) is not None:
+            caller = self._again(caller, join.worker)
             if control.HasField("acknowledge"):
                 session.acknowledge(control.acknowledge)
                 if not self._talking:  # else the others let go, by what they run
@@ -185,19 +202,24 @@ class Servicer:
                 raise errors.ProtocolError("a message was expected, got another packet")
             yield from self._exchange(session, control.message, reader)
 
-    def alive(self, request: pb.AliveRequest, context: Any) -> pb.AliveReply:
+    def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Signs of life of workers that have nothing else to say."""
+        caller.check("Alive")
+        for life in request.lives:
+            caller.check("Alive", life.worker)
         for life in request.lives:
             self.core.hear(life.worker, life.incarnation)
         return pb.AliveReply()
 
-    def leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveReply:
+    def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """A worker goes for good."""
+        caller.check("Leave", request.worker)
         self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
-    def status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+    def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         """Who is there."""
+        caller.check("Status")
         version, members, waiting = self.core.members()
         now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
@@ -233,6 +255,29 @@ class Servicer:
                 for name, member in sorted(members.items())
             ],
         )
+
+    def _offers_to(self, caller: Caller) -> list[pb.Offer]:
+        """With the key by which a connection is known as this caller's."""
+        key = self.door.ticket(caller)
+        return [
+            pb.Offer(transport=each.transport, address=each.address, key=key)
+            for each in self.offers
+        ]
+
+    def _again(self, caller: Caller, worker: str) -> Caller:
+        """A worker that is there already, by the tokens of now.
+
+        Raises:
+          CenterUnreachableError: it may not go on. It dials again, and either shows a
+            new token then or hears why not.
+        """
+        try:
+            now = self.door.again(caller)
+            if now is not caller:
+                now.check("Exchange", worker)
+        except errors.NotAllowedError as error:
+            raise errors.CenterUnreachableError(f"not any more: {error}") from None
+        return now
 
     def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""

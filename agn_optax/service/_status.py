@@ -16,6 +16,7 @@ _CODES: dict[type, grpc.StatusCode] = {
     errors.CenterFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NameTakenError: grpc.StatusCode.ALREADY_EXISTS,
     errors.AlreadyInitializedError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.NotAllowedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotInitializedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WorkerStateError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -30,13 +31,18 @@ _TRANSIENT = {
     grpc.StatusCode.INTERNAL,  # what gRPC may make of a connection that just broke
 }
 
+_NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
     """Ends a call with an exception that the caller will see as it is."""
     said = refused(error)
     kind = getattr(errors, said.kind)
     context.set_trailing_metadata(((_KIND, said.kind),))
-    context.abort(_CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT), said.details)
+    code = _CODES.get(kind, grpc.StatusCode.INVALID_ARGUMENT)
+    if isinstance(error, errors.NotAllowedError) and not error.is_known:
+        code = grpc.StatusCode.UNAUTHENTICATED
+    context.abort(code, said.details)
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
@@ -48,6 +54,8 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )
+    if error.code() in _NOT_ALLOWED:  # says something on the way there
+        return errors.NotAllowedError(f"{error.code().name}: {error.details()}")
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(
             f"what answers at {address} is no center of agn_optax ({error.details()})"

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pathlib
 import ssl
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grpc
 
 from agn_optax import errors
-from agn_optax.service import _address
+from agn_optax.service import _address, _x509
+from agn_optax.service._files import Path, Reread
 
-Pem = bytes | str | os.PathLike[str]
+Pem = bytes | Path
 
 
 class Tls(NamedTuple):
     """What one end of encrypted connections has: `serve(tls=...)`, `connect(tls=...)`.
 
     Each is a file of PEM, by its path, or the bytes of one. With all three at both
-    ends, workers must have certificates, too (mutual TLS).
+    ends, workers must have certificates, too (mutual TLS). Files are read again when
+    they change. `tls` makes one and checks it.
 
     Args:
       ca: who vouches for the other end. A worker without it trusts whom its system
@@ -40,17 +43,40 @@ class Tls(NamedTuple):
     certificate: Pem | None = None
     key: Pem | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        """Those of the three that are files."""
+        return [x for x in self if x is not None and not isinstance(x, bytes)]
+
     def client_credentials(self) -> grpc.ChannelCredentials:
         """Of gRPC, for whoever calls."""
+        self.context(serves=False)
         return grpc.ssl_channel_credentials(_read(self.ca), *self._pair())
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of gRPC, for a center."""
-        pair: Any = self._pair(is_needed=True)
-        return grpc.ssl_server_credentials([pair], _read(self.ca), self.ca is not None)
+        newest = Reread(self.files, self._configuration)
+        used = newest()
+
+        def newer() -> Any:
+            nonlocal used
+            if (now := newest()) is used:
+                return None
+            used = now
+            return now
+
+        return grpc.dynamic_ssl_server_credentials(used, newer, self.ca is not None)
+
+    def serving_context(self) -> Callable[[], ssl.SSLContext]:
+        """Makes that of a center's next connection."""
+        return Reread(self.files, lambda: self.context(serves=True))
 
     def context(self, *, serves: bool) -> ssl.SSLContext:
-        """Of sockets; whoever calls checks the other end's host name."""
+        """Of sockets; whoever calls checks the other end's host name.
+
+        Raises:
+          InvalidArgumentError: the files do not go together, or are out of date.
+        """
         self._pair(is_needed=serves)
         context = ssl.SSLContext(
             ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT
@@ -64,12 +90,41 @@ class Tls(NamedTuple):
                 context.load_default_certs()
             if self.certificate is not None and self.key is not None:
                 with _file(self.certificate) as certificate, _file(self.key) as key:
-                    context.load_cert_chain(certificate, key)
+                    # Nobody is asked for a password, who might not be there.
+                    context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
+            reason = str(error)
+            if error.reason == "KEY_VALUES_MISMATCH":
+                reason = "the key is not that of the certificate"
             raise errors.InvalidArgumentError(
-                f"no such certificates: {error} ({self._said()})"
+                f"certificates that do not work: {reason} ({self._said()})"
             ) from None
+        if reason := self.out_of_date():
+            raise errors.InvalidArgumentError(reason)
         return context
+
+    def out_of_date(self) -> str:
+        """What is wrong with this end's certificate as of now; "" if nothing is."""
+        if self.certificate is None:
+            return ""
+        pem = (_read(self.certificate) or b"").decode("ascii", "ignore")
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        if begin not in pem or end not in pem:
+            return f"{_name(self.certificate)} has no certificate in it"
+        first = pem[pem.index(begin) : pem.index(end) + len(end)]
+        found = _x509.read(ssl.PEM_cert_to_DER_cert(first))
+        now = datetime.datetime.now(datetime.UTC)
+        name = _name(self.certificate)
+        if now > found.ends:
+            return f"{name} has expired, on {found.ends:%F %T} UTC"
+        if now < found.begins:
+            return f"{name} is not valid before {found.begins:%F %T} UTC"
+        return ""
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        self.context(serves=True)
+        pair: Any = self._pair(is_needed=True)
+        return grpc.ssl_server_certificate_configuration([pair], _read(self.ca))
 
     def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
         """The key and the certificate, of which nobody has one alone."""
@@ -85,13 +140,40 @@ class Tls(NamedTuple):
 
     def _said(self) -> str:
         given = {name: pem for name, pem in self._asdict().items() if pem is not None}
-        return ", ".join(
-            f"{name} {'of bytes' if isinstance(pem, bytes) else pem}"
-            for name, pem in given.items()
-        )
+        return ", ".join(f"{name} {_name(pem)}" for name, pem in given.items())
 
     def __repr__(self) -> str:  # a key is nothing for a log
         return f"Tls({self._said()})"
+
+
+def tls(
+    ca: Pem | None = None, certificate: Pem | None = None, key: Pem | None = None
+) -> Tls:
+    """A `Tls` whose files are there, go together, and are not out of date.
+
+    Args:
+      ca: who vouches for the other end: a file of PEM, or the bytes of one.
+      certificate: this end's, with those that vouch for it.
+      key: the certificate's private key.
+
+    Returns:
+      What `serve(tls=...)` and `connect(tls=...)` take; they check it as well.
+
+    Raises:
+      InvalidArgumentError: a file cannot be read, is no PEM, or has expired; the key is
+        that of another certificate, or one of the two is missing.
+
+    Example:
+      >>> import agn_optax, agn_optax.service
+      >>> try:
+      ...     agn_optax.service.tls(ca=b"not a certificate")
+      ... except agn_optax.errors.InvalidArgumentError as error:
+      ...     print(error)
+      what was given is no PEM file: it has no BEGIN
+    """
+    made = Tls(ca, certificate, key)
+    made.context(serves=False)
+    return made
 
 
 def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
@@ -124,9 +206,8 @@ def _read(pem: Pem | None) -> bytes | None:
     """The bytes of a file of PEM."""
     if pem is None:
         return None
-    name = "what was given"
+    name = _name(pem)
     if not isinstance(pem, bytes):
-        name = str(pem)
         try:
             pem = pathlib.Path(pem).read_bytes()
         except OSError as error:
@@ -134,6 +215,10 @@ def _read(pem: Pem | None) -> bytes | None:
     if b"-----BEGIN" not in pem:
         raise errors.InvalidArgumentError(f"{name} is no PEM file: it has no BEGIN")
     return pem
+
+
+def _name(pem: Pem) -> str:
+    return "what was given" if isinstance(pem, bytes) else str(pem)
 
 
 @contextlib.contextmanager

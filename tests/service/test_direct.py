@@ -610,8 +610,7 @@ def test_without_a_way_beside_it_there_is_grpc(caplog):
             ):
                 center.join("anna")
     with made(direct=False) as (server, center):
-        request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        assert not server._servicer.describe(request, None).offers
+        assert sessions.offer(server, "socket") is None
         assert server.direct_address is None
         center.join("anna")
         assert way(center) == "grpc"
@@ -943,7 +942,7 @@ def greeted(server, key=None):
     host, _, port = server.direct_address.rpartition(":")
     end = socket.create_connection((host, int(port)))
     end.settimeout(LIMIT)
-    key = listener(server).offer.key if key is None else key
+    key = sessions.offer(server, "socket").key if key is None else key
     end.sendall(_socket.GREETING + key)
     return end
 
@@ -1009,7 +1008,7 @@ def test_hostile_packets_are_refused(name):
 @contextlib.contextmanager
 def by_hand(server):
     """A connection of shared memory, without a link."""
-    offer = listener(server, "memory").offer
+    offer = sessions.offer(server, "memory")
     with socket.socket(socket.AF_UNIX) as end:
         end.settimeout(LIMIT)
         end.connect("\0" + offer.address.removeprefix("unix:"))

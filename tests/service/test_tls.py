@@ -109,7 +109,7 @@ def test_both_ends_have_certificates(mutual, pem):
 
 def dial(server, tls):
     """The socket of a center whose offer came some other way."""
-    offer = server._listeners["socket"].offer
+    offer = sessions.offer(server, "socket")
     connection = Connection(server.address, LIMIT, tls)
     link = SOCKET.dial(Target(connection, offer, Buffers()))
     try:
@@ -141,7 +141,7 @@ def test_plain_text_is_not_answered(server_tls):
         host, _, port = server.direct_address.rpartition(":")
         listener = server._listeners["socket"]
         with socket.create_connection((host, int(port)), timeout=LIMIT) as end:
-            end.sendall(b"agn_optax direct 2\n" + listener.offer.key)
+            end.sendall(b"agn_optax direct 2\n" + sessions.offer(server, "socket").key)
             heard = b""
             with contextlib.suppress(ConnectionError):
                 while more := end.recv(100):

@@ -7,9 +7,12 @@ touches.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import os
 import queue
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._access import Caller, Door
 from agn_optax.service._connection import Connection
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _transport
@@ -106,20 +110,24 @@ class GrpcListener(_transport.Listener):
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
+            interceptors=[_Guard(servicer.door)],
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        channelz.add_channelz_servicer(self._server)
-        names = (
-            _address.SERVICE,
-            health.SERVICE_NAME,
-            channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(names, self._server)
+        if place.reflection:
+            channelz.add_channelz_servicer(self._server)
+            names = (
+                _address.SERVICE,
+                health.SERVICE_NAME,
+                channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name,
+                reflection.SERVICE_NAME,
+            )
+            reflection.enable_server_reflection(names, self._server)
         calls = _handlers(servicer, self)
         self._server.add_generic_rpc_handlers((calls,))
         self.address = _listening(self._server, place)
+        if self.address.startswith("unix:") and servicer.door.access is None:
+            os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 for this user alone
 
     def start(self) -> None:
         self._server.start()
@@ -160,9 +168,8 @@ def _check_free(address: str) -> None:
     """GRPC would take over the socket file of a running server without a word."""
     if not address.startswith("unix:"):
         return
-    path = address.removeprefix("unix:").removeprefix("//")
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-        probe.connect(path)
+        probe.connect(_address.path(address))
         raise errors.InvalidArgumentError(
             f"cannot listen at {address}: another server does"
         )
@@ -180,7 +187,7 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
-                return call(said, context)
+                return call(said, _caller(servicer.door, context))
 
         return answer
 
@@ -189,7 +196,8 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
 
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
-                for parcel in call(said, context):
+                caller = _caller(servicer.door, context)
+                for parcel in call(said, context, caller):
                     with parcel, listener.sending(context.cancel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
                             yield message
@@ -210,17 +218,61 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
             "Leave": unary(servicer.leave, pb.LeaveRequest),
             "Status": unary(servicer.status, pb.StatusRequest),
             "Initialize": grpc.stream_unary_rpc_method_handler(
-                replied(lambda said, call: servicer.initialize(reader(said), call)),
+                replied(lambda said, by: servicer.initialize(reader(said), by)),
                 response_serializer=serialized,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(
-                streamed(servicer.pull), pb.PullRequest.FromString
+                streamed(lambda said, call, by: servicer.pull(said, by)),
+                pb.PullRequest.FromString,
             ),
             "Exchange": grpc.stream_stream_rpc_method_handler(
-                streamed(lambda said, call: servicer.exchange(reader(said), call))
+                streamed(
+                    lambda said, call, by: servicer.exchange(reader(said), call, by)
+                )
             ),
         },
     )
+
+
+def _caller(door: Door, context: Any) -> Caller:
+    """Who makes a call: by its metadata, and by the certificate of its connection.
+
+    Raises:
+      NotAllowedError: nobody who may.
+    """
+    if door.access is None:
+        return door.caller()
+    said = dict(context.invocation_metadata()).get("authorization", "")
+    kind, _, token = said.partition(" ")
+    if said and kind.lower() != "bearer":
+        raise errors.NotAllowedError("authorization must be `Bearer` and a token")
+    (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
+    certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
+    return door.caller(token.strip().encode(), certificate)
+
+
+class _Guard(grpc.ServerInterceptor):
+    """Before services of gRPC's own, which are for those who may look."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = continuation(details)
+        own = details.method.startswith(f"/{_address.SERVICE}/")
+        if handler is None or own or self._door.access is None:
+            return handler
+        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        kind = next(name for name in kinds if getattr(handler, name) is not None)
+        answer = getattr(handler, kind)
+
+        @functools.wraps(answer)  # with its attributes, which gRPC looks at
+        def guarded(said: Any, context: Any, *more: Any) -> Any:
+            with _errors_to(context):
+                _caller(self._door, context).check("Health")
+            return answer(said, context, *more)
+
+        return handler._replace(**{kind: guarded})
 
 
 @contextlib.contextmanager

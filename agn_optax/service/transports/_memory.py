@@ -31,7 +31,6 @@ from agn_optax.service.wire._schema import Schema
 # What is smaller goes through the socket faster than through shared memory.
 LEAST_SHARED = 64 << 10  # bytes
 MOST_SEGMENTS = 16  # of one connection
-_PEER = struct.Struct("iII")  # process, user and group, as the kernel says
 _DESCRIPTOR = struct.Struct("i")
 
 try:
@@ -140,18 +139,10 @@ class MemoryLink(_socket.SocketLink):
 
 
 class MemoryListener(_socket.SocketListener):
-    """Takes connections of processes of the same user, or of root."""
+    """Takes connections with segments."""
 
     def accepted(self, end: socket.socket) -> _socket.Accepted:
         return MemoryAccepted(end, self._servicer.buffers, self)
-
-    def why_not(self, end: socket.socket) -> str:
-        said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        _, user, _ = _PEER.unpack(said)
-        own = os.geteuid()
-        if user in (own, 0):
-            return ""
-        return f"memory is shared with processes of user {own}, and this is of {user}"
 
 
 class MemoryAccepted(_socket.Accepted):

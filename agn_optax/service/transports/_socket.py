@@ -1,17 +1,19 @@
 """Sockets of their own: packets over TCP or a Unix socket, with TLS or without.
 
-A connection begins with a greeting and a key, which the service tells its callers over
-gRPC; the center greets back in a line.
+A connection begins with a greeting and the key of a caller, which the service has told
+it over gRPC; the center greets back in a line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import select
 import socket
 import ssl
+import struct
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from concurrent.futures import Future
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._access import KEY_SIZE, Caller
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import _transport
@@ -29,7 +32,6 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
 
 GREETING = b"agn_optax direct 2\n"
-KEY_SIZE = 16  # bytes
 _LONGEST_LINE = 256  # bytes; what the center greets back
 _DIALLING = 1.0  # seconds that a connection may take, which gRPC replaces
 _PATIENCE = 5.0  # seconds that a greeting, or whoever is refused, may take
@@ -38,6 +40,7 @@ _ENOUGH = 1 << 20  # bytes of one call
 _RECORD = 1 << 14  # bytes; what TLS encrypts at a time
 _BUFFER = 4 << 20  # bytes; more than a copy through the kernel gains from
 _SILENCE = 15  # seconds after which a host that says nothing is gone, as with gRPC
+_PEER = struct.Struct("iII")  # process, user and group, as the kernel says
 
 _log = logging.getLogger("agn_optax")
 
@@ -69,7 +72,11 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
             name = "localhost"  # as gRPC has it, of a Unix socket
             if not center.startswith("unix:"):
                 name = _address.host(center)
-            end = tls.context(serves=False).wrap_socket(end, server_hostname=name)
+            try:
+                context = tls.context(serves=False)
+            except errors.InvalidArgumentError as error:  # since it was connected
+                raise OSError(str(error)) from None
+            end = context.wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
         end.sendall(GREETING + target.offer.key)
         line = bytearray()
@@ -162,7 +169,7 @@ class SocketListener(_transport.Listener):
     Args:
       servicer: of the service.
       listening: a socket.
-      context: of TLS; None for plain connections.
+      context: makes that of TLS, for each connection; None for plain ones.
       name: of the transport.
     """
 
@@ -170,7 +177,7 @@ class SocketListener(_transport.Listener):
         self,
         servicer: Servicer,
         listening: socket.socket,
-        context: ssl.SSLContext | None = None,
+        context: Callable[[], ssl.SSLContext] | None = None,
         name: str = "socket",
     ) -> None:
         super().__init__()
@@ -187,8 +194,7 @@ class SocketListener(_transport.Listener):
             where = f":{bound[1]}"
             host = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
             self.address = f"{host}:{bound[1]}"
-        self._key = secrets.token_bytes(KEY_SIZE)
-        self.offer = pb.Offer(transport=name, address=where, key=self._key)
+        self.offer = pb.Offer(transport=name, address=where)
         self._threads.submit(self._accept)
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
@@ -211,9 +217,18 @@ class SocketListener(_transport.Listener):
         return Accepted(end, self._servicer.buffers, self)
 
     def why_not(self, end: socket.socket) -> str:
-        """Why somebody who connected is refused; "" if he is not."""
-        del end
-        return ""
+        """Why somebody who connected is refused; "" if he is not.
+
+        The name of a socket can be reached by all users of this machine.
+        """
+        if end.family != getattr(socket, "AF_UNIX", None):
+            return ""
+        said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, user, _ = _PEER.unpack(said)
+        own = os.geteuid()
+        if user in (own, 0):
+            return ""
+        return f"it is for processes of user {own}, and this is of {user}"
 
     def _accept(self) -> None:
         while not self._closed:
@@ -237,8 +252,8 @@ class SocketListener(_transport.Listener):
             end.settimeout(_PATIENCE)
             tune(end)
             if self._context is not None:
-                end = self._context.wrap_socket(end, server_side=True)
-            if not self._greets(end):
+                end = self._context().wrap_socket(end, server_side=True)
+            if (caller := self._greeted(end)) is None:
                 return
             end.settimeout(None)
             accepted, number = self.accepted(end), end.fileno()
@@ -251,33 +266,41 @@ class SocketListener(_transport.Listener):
             if self._watch is not None:
                 events = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLONESHOT
                 self._watch.register(number, events)
-            self._talk(accepted)
+            self._talk(accepted, caller)
 
     def _forget(self, number: int) -> None:
         with self._lock:
             self._accepted.pop(number, None)
 
-    def _greets(self, end: socket.socket) -> bool:
-        """Whether it is a worker's that knows the key, and may come."""
-        expected = GREETING + self._key
+    def _greeted(self, end: socket.socket) -> Caller | None:
+        """Who has greeted, by the key that came; None if nobody may come by it."""
+        length = len(GREETING) + KEY_SIZE
         heard = bytearray()
-        while len(heard) < len(expected):
-            more = end.recv(len(expected) - len(heard))
+        while len(heard) < length:
+            more = end.recv(length - len(heard))
             if not more:
-                return False
+                return None
             heard += more
-        if not secrets.compare_digest(bytes(heard), expected):
-            return False
+        if not heard.startswith(GREETING):
+            return None
+        certificate = None
+        if isinstance(end, ssl.SSLSocket):
+            certificate = end.getpeercert(binary_form=True) or b""
+        key = bytes(heard[len(GREETING) :])
+        try:
+            caller = self._servicer.door.holder(key, certificate)
+        except errors.NotAllowedError:  # it hears why over gRPC
+            return None
         if refused := self.why_not(end):
             _log.warning("a worker is refused: %s", refused)
             end.sendall(refused.encode("ascii", "replace")[: _LONGEST_LINE - 1] + b"\n")
-            return False
+            return None
         end.sendall(GREETING)
-        return True
+        return caller
 
-    def _talk(self, accepted: Accepted) -> None:
+    def _talk(self, accepted: Accepted, caller: Caller) -> None:
         try:
-            for parcel in self._servicer.exchange(accepted, accepted):
+            for parcel in self._servicer.exchange(accepted, accepted, caller):
                 accepted.send(parcel)
             return
         except (errors.AgnOptaxError, MemoryError) as error:
@@ -492,7 +515,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
             )
         _log.info("no direct connections: credentials= of gRPC cannot encrypt them")
         return None
-    context = None if place.tls is None else place.tls.context(serves=True)
+    context = None if place.tls is None else place.tls.serving_context()
     if not place.address.startswith("unix:"):
         return SocketListener(servicer, listening_at(place), context)
     if place.direct_address is not None:

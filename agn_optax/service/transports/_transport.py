@@ -39,12 +39,14 @@ class Place(NamedTuple):
       direct_address: "host:port" for sockets; None for a port that is free.
       tls: what encrypts sockets, and gRPC as well.
       credentials: of gRPC alone.
+      reflection: whether gRPC tells of its services and connections.
     """
 
     address: str
     direct_address: str | None = None
     tls: Tls | None = None
     credentials: grpc.ServerCredentials | None = None
+    reflection: bool = True
 
 
 class Target(NamedTuple):
@@ -65,7 +67,7 @@ class Listener(abc.ABC):
     """The service's end of a transport, for all workers.
 
     Attributes:
-      offer: what workers must know to dial it; None for nothing.
+      offer: what workers must know to dial it, but for the key; None for nothing.
       address: where it listens, for people; "" where that says nothing.
     """
 

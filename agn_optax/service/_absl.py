@@ -1,0 +1,15 @@
+"""Imports gRPC with its own log off: a line for each peer that it cannot talk to.
+
+What matters of it is in the exceptions. ``GRPC_VERBOSITY`` in the environment has it
+back; gRPC looks at that when it is imported, so this is before all else that does.
+"""
+
+import os
+
+if "GRPC_VERBOSITY" in os.environ:
+    import grpc
+else:
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    import grpc  # noqa: F401
+
+    del os.environ["GRPC_VERBOSITY"]

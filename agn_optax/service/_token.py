@@ -1,0 +1,124 @@
+"""By which token this end is known: given, of the environment, or of this machine.
+
+A center that made its own token leaves it in a file for whoever started it, who needs
+none on the same machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import tempfile
+import urllib.parse
+from collections.abc import Callable, Iterator
+
+from agn_optax import errors
+from agn_optax.service import _address
+from agn_optax.service._access import why_no_token
+from agn_optax.service._files import Reread
+
+Token = str | os.PathLike[str] | None
+TOKEN, TOKEN_FILE = "AGN_OPTAX_TOKEN", "AGN_OPTAX_TOKEN_FILE"
+
+_EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 not bound to
+
+
+def of(given: Token, address: str) -> Callable[[], str | None]:
+    """Says the token for a center, as it is at the time.
+
+    Args:
+      given: a token, or a file with one; None looks for it elsewhere.
+      address: of the center.
+
+    Raises:
+      InvalidArgumentError: it is no token, or the file cannot be read.
+    """
+    if given is None and (said := os.environ.get(TOKEN)):
+        return _checked(said.strip(), f"the token in {TOKEN}")
+    if given is None and (named := os.environ.get(TOKEN_FILE)):
+        given = pathlib.Path(named)
+    if isinstance(given, os.PathLike):
+        path = pathlib.Path(given)
+        return Reread([path], lambda: _in_file(path))
+    if given is not None:
+        if not isinstance(given, str):
+            raise errors.InvalidTypeError(
+                "token must be a str, or the path of a file as a pathlib.Path, got "
+                f"{type(given).__name__}"
+            )
+        return _checked(given, "the token that was given")
+    if _address.is_local(address):
+        return lambda: _of_this_machine(address)
+    return lambda: None
+
+
+def generated() -> str:
+    """A new token."""
+    return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def left_here(address: str, token: str) -> Iterator[pathlib.Path]:
+    """Meanwhile, this user's programs on this machine find a center's token.
+
+    Raises:
+      OSError: there is no place that is this user's alone.
+    """
+    path = _folder() / _name(address)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # which fails if it is another user's
+    descriptor, made = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+    pathlib.Path(made).replace(path)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            if path.read_text() == token:  # or it is that of the next center there
+                path.unlink()
+
+
+def _checked(token: str, what: str) -> Callable[[], str]:
+    if problem := why_no_token(token):
+        raise errors.InvalidArgumentError(f"{what} {problem}")
+    return lambda: token
+
+
+def _in_file(path: pathlib.Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise errors.InvalidArgumentError(
+            f"cannot read the token in {path}: {reason}"
+        ) from None
+    return _checked(token, f"the token in {path}")()
+
+
+def _of_this_machine(address: str) -> str | None:
+    """That of a center that has left one here."""
+    port = address.rpartition(":")[2]
+    others = [] if address.startswith("unix:") else [f"{h}:{port}" for h in _EVERYWHERE]
+    for each in (address, *others):
+        with contextlib.suppress(OSError):
+            return (_folder() / _name(each)).read_text()
+    return None
+
+
+def _folder() -> pathlib.Path:
+    if folder := os.environ.get("XDG_RUNTIME_DIR"):
+        return pathlib.Path(folder, "agn-optax")
+    return pathlib.Path.home() / ".local/state/agn-optax"
+
+
+def _name(address: str) -> str:
+    """Of the file of a center at an address."""
+    if address.startswith("unix:"):
+        address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"
+    host, _, port = address.rpartition(":")
+    if host == "localhost":
+        address = f"127.0.0.1:{port}"
+    return urllib.parse.quote(address, safe="")

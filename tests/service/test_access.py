@@ -1,0 +1,574 @@
+"""Who may do what: roles, names, tokens and certificates, by every way in."""
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import certificates
+import grpc
+import jax.numpy as jnp
+import pytest
+import sessions
+import shared
+
+from agn_optax import errors, service
+from agn_optax.service import Access, Tls, _files
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._address import SERVICE
+from agn_optax.service.transports import _memory, _socket
+
+RULE = shared.downpour()
+LIMIT = 20  # seconds that nothing here takes
+SIZE = 50_000  # elements: enough for shared memory
+# Written down once more: the calls of each role.
+ALLOWED = {
+    "observer": "Status Health",
+    "reader": "Status Health Pull",
+    "worker": "Status Health Pull Exchange Alive Leave",
+    "chief": "Status Health Pull Exchange Alive Leave Initialize",
+    "operator": "Status Health Pull",
+}
+WAYS = [
+    *("grpc", "socket", "unix"),
+    pytest.param(
+        "memory", marks=pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="Linux")
+    ),
+    "tls",
+]
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(_files, "_LOOK", 0.01)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return certificates.Authority(tmp_path_factory.mktemp("ca"))
+
+
+def token(role, name="*"):
+    """Of a test's own tokens: one for each role and name."""
+    return f"{role}-{'any' if name == '*' else name}-0123456789"
+
+
+def params():
+    return {"w": jnp.zeros(SIZE)}
+
+
+TOKENS = "\n".join(
+    f"{role} {name} {token(role, name)}"
+    for role, name in itertools.product(ALLOWED, ("*", "anna"))
+).encode()
+
+
+@contextlib.contextmanager
+def served(way, folder, authority, access):
+    """A center that is reached in one way, and what `connect` needs for that."""
+    settings, client = {}, {"timeout": LIMIT}
+    client["transports"] = ["grpc" if way == "grpc" else "socket"]
+    if way == "unix":
+        settings["address"] = f"unix:{folder}/center"
+    elif way == "tls":
+        settings["tls"] = authority.issue("/CN=center")._replace(ca=None)
+        client["tls"] = Tls(authority.ca)
+    elif way == "memory":
+        client["transports"] = ["memory"]
+    with service.serve(RULE, params(), access=access, **settings) as server:
+        yield server, client
+
+
+def calls(center, observer, name):
+    """All that may be asked of a center, under a name."""
+    unary = center._connection.unary
+    life = pb.Life(worker=name, incarnation="1")
+    leave = pb.LeaveRequest(worker=name, incarnation="1")
+    return {
+        "Status": center.status,
+        "Health": observer.health,
+        "Pull": center.pull,
+        "Exchange": lambda: sessions.exchange(
+            center, params(), anchor_version=0, worker=name
+        ),
+        "Alive": lambda: unary("Alive", pb.AliveRequest(lives=[life]), pb.AliveReply),
+        "Leave": lambda: unary("Leave", leave, pb.LeaveReply),
+        "Initialize": lambda: center._remote.initialize(params(), name),
+    }
+
+
+def allowed(address, client, name="anna", **shown):
+    """The calls that a caller may make; whatever else is said of them."""
+    found = []
+    settings = {key: value for key, value in client.items() if key != "transports"}
+    with (
+        service.connect(address, RULE, **client, **shown) as center,
+        service.Observer(address, **settings, **shown) as observer,
+    ):
+        for call, make in calls(center, observer, name).items():
+            try:
+                make()
+            except errors.NotAllowedError:
+                continue
+            except errors.CenterError:  # it has been asked
+                pass
+            found.append(call)
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_role_may_do_what_it_says_and_no_more(way, tmp_path, authority):
+    with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
+        for role, expected in ALLOWED.items():
+            found = allowed(server.address, client, token=token(role))
+            assert found == expected, role
+            own = allowed(server.address, client, "anna", token=token(role, "anna"))
+            assert own == expected, role
+            others = allowed(server.address, client, "bert", token=token(role, "anna"))
+            assert others == " ".join(expected.split()[:3]), role
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shown", [None, "x" * 20])
+def test_strangers_hear_what_they_lack(way, shown, tmp_path, authority):
+    with served(way, tmp_path, authority, Access(TOKENS)) as (server, client):
+        lacks = "does not know that token" if shown else "give connect"
+        with pytest.raises(errors.NotAllowedError, match=lacks):
+            service.connect(server.address, RULE, token=shown, **client)
+
+
+def test_a_refusal_says_which_role_or_name_it_takes():
+    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+        with service.connect(
+            server.address, RULE, token=token("observer", "anna")
+        ) as center:
+            with pytest.raises(errors.NotAllowedError) as refused:
+                center.pull()
+            said = "Pull needs the role reader or worker or chief or operator"
+            assert said in str(refused.value)
+            assert "observer 'anna'" in str(refused.value)
+            assert isinstance(refused.value, PermissionError)
+        with service.connect(
+            server.address, RULE, token=token("worker", "anna")
+        ) as center:
+            with pytest.raises(errors.NotAllowedError, match="worker 'anna'"):
+                center.join("bert")
+            assert not server.center.core.members()[1]
+
+
+def code_of(address, path, *metadata):
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(path)(b"", metadata=metadata, timeout=LIMIT)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_others_than_our_clients_hear_the_codes_of_grpc():
+    """And services of gRPC's own have the same door."""
+    status, health = f"/{SERVICE}/Status", "/grpc.health.v1.Health/Check"
+    channels = "/grpc.channelz.v1.Channelz/GetServers"
+    unknown = grpc.StatusCode.UNAUTHENTICATED
+    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+        for path in (status, health, channels):
+            assert code_of(server.address, path) == unknown
+            wrong = ("authorization", "Bearer " + "x" * 20)
+            assert code_of(server.address, path, wrong) == unknown
+            right = ("authorization", f"bearer {token('observer')}")
+            assert code_of(server.address, path, right) == grpc.StatusCode.OK
+        right = ("authorization", f"Bearer {token('observer')}")
+        pull = f"/{SERVICE}/Leave"
+        denied = grpc.StatusCode.PERMISSION_DENIED
+        assert code_of(server.address, pull, right) == denied
+        basic = ("authorization", "Basic " + token("observer"))
+        assert code_of(server.address, status, basic) == denied
+
+
+# Connections beside gRPC.
+
+
+def heard(server, key, worker):
+    """What a center says to whoever comes with a key."""
+    host, _, port = server.direct_address.rpartition(":")
+    with socket.create_connection((host, int(port)), LIMIT) as end:
+        end.sendall(_socket.GREETING + key)
+        return end.recv(100) == _socket.GREETING
+
+
+def test_a_key_is_that_of_its_caller_and_ends_with_its_token(tmp_path):
+    file = tmp_path / "tokens"
+    anna, bert = token("worker", "anna"), token("worker", "bert")
+    file.write_text(f"worker anna {anna}\nworker bert {bert}\n")
+    with service.serve(RULE, params(), access=Access(file)) as server:
+        door = server._servicer.door
+        keys = [door.ticket(door.caller(t.encode())) for t in (anna, bert)]
+        assert keys[0] != keys[1]
+        assert keys[0] == door.ticket(door.caller(anna.encode()))
+        assert door.holder(keys[0]).name == "anna"
+        assert heard(server, keys[0], "anna")
+        assert not heard(server, b"k" * 16, "anna")
+        file.write_text(f"worker bert {bert}\n")
+        wait_until_unknown(door, anna)
+        assert not heard(server, keys[0], "anna")
+        assert heard(server, keys[1], "bert")
+
+
+def wait_until_unknown(door, gone):
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        try:
+            door.caller(gone.encode())
+        except errors.NotAllowedError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it is still known")
+
+
+def test_keys_are_bounded_in_number():
+    lines = b"\n".join(b"reader * %020d" % i for i in range(1100))
+    with service.serve(RULE, params(), access=Access(lines)) as server:
+        door = server._servicer.door
+        keys = [door.ticket(door.caller(b"%020d" % i)) for i in range(1100)]
+        assert len(door._tickets) == len(door._holders) == 1024
+        with pytest.raises(errors.NotAllowedError):
+            door.holder(keys[0])
+        assert door.holder(keys[-1])
+
+
+# What changes while a center runs.
+
+
+@pytest.mark.parametrize("way", ["grpc", "socket"])
+def test_a_token_is_changed_without_a_restart(way, tmp_path):
+    """The worker goes on, as it has the new one by the time that the old one ends."""
+    file, own = tmp_path / "tokens", tmp_path / "anna.token"
+    old, new = token("worker", "old"), token("worker", "new")
+    file.write_text(f"worker anna {old}\n")
+    own.write_text(old + "\n")
+    with (
+        service.serve(RULE, params(), access=Access(file)) as server,
+        service.connect(
+            server.address, RULE, token=own, timeout=LIMIT, transports=[way]
+        ) as center,
+        service.connect(
+            server.address, RULE, token=old, timeout=LIMIT, transports=[way]
+        ) as late,
+    ):
+        door = server._servicer.door
+
+        def exchange(of):
+            version = server.center.version
+            sessions.exchange(of, params(), anchor_version=version, worker="anna")
+
+        exchange(center)
+        file.write_text(f"worker anna {old}\nworker anna {new}\n")
+        exchange(center)
+        own.write_text(new)
+        file.write_text(f"worker anna {new}\n")
+        wait_until_unknown(door, old)
+        exchange(center)
+        assert server.center.version == 3
+        with pytest.raises(errors.NotAllowedError, match="does not know that token"):
+            late.pull()
+        own.write_text(old)
+        file.write_text(f"worker bert {new}\n")
+        while door.caller(new.encode()).name != "bert":
+            time.sleep(0.01)
+        with pytest.raises(errors.NotAllowedError):
+            exchange(center)
+        assert server.center.version == 3
+
+
+def test_a_broken_file_changes_nothing(tmp_path, caplog):
+    file, known = tmp_path / "tokens", token("reader")
+    file.write_text(f"reader * {known}\n")
+    with service.serve(RULE, params(), access=Access(file)) as server:
+        door = server._servicer.door
+        for broken in (f"reader {known}\n", f"king * {known}\n", "", None):
+            file.unlink() if broken is None else file.write_text(broken)
+            end = time.monotonic() + LIMIT
+            caplog.clear()
+            while "is not used as it is now" not in caplog.text:
+                assert door.caller(known.encode()).name is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert known not in caplog.text
+        assert allowed(server.address, {}, token=known) == ALLOWED["reader"]
+
+
+def test_no_token_is_told(caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    secret = "secret-0123456789abc"  # noqa: S105 of nothing
+    file = tmp_path / "tokens"
+    file.write_text(f"observer anna {secret}")
+    told = []
+    access = Access(file, f"reader * other-{secret}".encode())
+    with service.serve(RULE, params(), access=access) as server:
+        told += [repr(access), repr(access.caller(secret.encode())), repr(server)]
+        with service.connect(server.address, RULE, token=secret) as center:
+            told.append(repr(center))
+            for call in (center.pull, lambda: center.join("bert")):
+                with pytest.raises(errors.NotAllowedError) as refused:
+                    call()
+                told.append(repr(refused.value))
+        with pytest.raises(errors.NotAllowedError) as refused:
+            service.connect(server.address, RULE, token=f"unknown-{secret}")
+        told.append(repr(refused.value))
+    for lines in (f"reader {secret}", f"king * {secret}", f"reader * {secret}\n" * 2):
+        with pytest.raises(errors.InvalidArgumentError) as refused:
+            Access(lines.encode())
+        told.append(repr(refused.value))
+    with pytest.raises(errors.InvalidArgumentError) as refused:
+        service.connect("127.0.0.1:1", RULE, token=f"{secret}\n{secret}")
+    told.append(repr(refused.value))
+    assert secret not in "".join(told) + caplog.text
+
+
+# Where tokens come from.
+
+
+def test_a_token_of_the_environment(monkeypatch, tmp_path):
+    own, file = token("observer"), tmp_path / "token"
+    file.write_text(f"{token('reader')}\n")
+    with service.serve(RULE, params(), access=Access(TOKENS)) as server:
+        monkeypatch.setenv("AGN_OPTAX_TOKEN_FILE", str(file))
+        assert allowed(server.address, {}) == ALLOWED["reader"]
+        monkeypatch.setenv("AGN_OPTAX_TOKEN", own)
+        assert allowed(server.address, {}) == ALLOWED["observer"]
+        given = {"token": token("worker")}
+        assert allowed(server.address, {}, **given) == ALLOWED["worker"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("short", "must have 16 characters at least, got 5"),
+        ("with a space in the middle", "without spaces"),
+        (b"0123456789abcdef", "token must be a str, or the path"),
+        (pytest.param, "token must be a str"),
+    ],
+)
+def test_what_is_no_token(given, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        service.connect("127.0.0.1:1", RULE, token=given)
+
+
+def test_a_file_that_is_none(tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(errors.InvalidArgumentError, match="cannot read the token in"):
+        service.connect("127.0.0.1:1", RULE, token=missing)
+    with pytest.raises(errors.InvalidArgumentError, match=r"cannot read .*missing"):
+        Access(missing)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "worker anna",
+            "line 1 of the tokens must have roles, a name and a token, got",
+        ),
+        ("# none\n\nworker anna 0123456789abcdef more", "line 3 .* got 4 words"),
+        ("worker anna 0123", "in line 1 .*must have 16 characters at least, got 4"),
+        ("chief,king * 0123456789abcdef", "roles in line 1 .*observer, .*'chief,king'"),
+        ("worker a 0123456789abcdef\nworker b 0123456789abcdef", "line 2 .*same token"),
+        ("worker anna 0123456789abcdéf", "characters of ASCII"),
+    ],
+)
+def test_lines_that_make_no_sense(lines, message):
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        Access(lines.encode())
+
+
+def test_comments_and_several_roles():
+    access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
+    caller = access.caller(b"0123456789abcdef")
+    assert caller.calls == {"Describe", "Status", "Health", "Pull", "Drain", "Save"}
+    assert caller.name == "anna"
+
+
+# Certificates.
+
+
+@pytest.mark.parametrize("way", ["grpc", "socket"])
+def test_a_certificate_says_who_calls(way, authority):
+    client = {"timeout": LIMIT, "transports": [way]}
+    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+        for subject, expected in (
+            ("/CN=anna", "worker"),
+            ("/CN=*", "worker"),
+            ("/OU=chief/CN=anna", "chief"),
+            ("/CN=anna/OU=observer", "observer"),
+            ("/O=Us/OU=operator/OU=observer/CN=anna", "operator"),
+        ):
+            tls = authority.issue(subject)
+            assert allowed(server.address, {**client, "tls": tls}) == ALLOWED[expected]
+        tls = authority.issue("/CN=anna")
+        others = allowed(server.address, {**client, "tls": tls}, "bert")
+        assert others == "Status Health Pull"
+        for subject, message in (
+            ("/O=nobody", "must have one CN"),
+            ("/CN=anna/CN=bert", "must have one CN"),
+            ("/CN=anna/OU=Research", "roles in its OU must be some of"),
+        ):
+            with pytest.raises(errors.NotAllowedError, match=message):
+                service.connect(server.address, RULE, tls=authority.issue(subject))
+
+
+@pytest.mark.parametrize("way", ["grpc", "socket", WAYS[3]])
+def test_a_token_and_a_certificate_agree(way, authority):
+    client = {"timeout": LIMIT, "transports": [way], "tls": authority.issue("/CN=anna")}
+    settings = {"tls": authority.issue("/CN=center"), "access": Access(TOKENS)}
+    bert = {"token": token("worker", "bert")}
+    with service.serve(RULE, params(), **settings) as server:
+        assert allowed(server.address, client) == ALLOWED["worker"]
+        for role in ("worker", "chief", "reader"):  # what both allow
+            found = allowed(server.address, client, token=token(role))
+            assert found == ALLOWED["worker" if role == "chief" else role]
+    settings["access"] = Access(f"worker bert {bert['token']}".encode())
+    with (
+        service.serve(RULE, params(), **settings) as server,
+        pytest.raises(errors.NotAllowedError, match=r"of two workers: .*bert.*anna"),
+    ):
+        service.connect(server.address, RULE, **client, **bert)
+
+
+def test_a_key_over_tls_needs_its_callers_certificate(authority):
+    with service.serve(RULE, params(), tls=authority.issue("/CN=center")) as server:
+        anna, bert = authority.issue("/CN=anna"), authority.issue("/CN=bert")
+        assert allowed(server.address, {"tls": anna}) == ALLOWED["worker"]
+        door = server._servicer.door
+        (key,) = door._tickets.values()
+        host, _, port = server.direct_address.rpartition(":")
+
+        def greets(tls):
+            context = tls.context(serves=False)
+            with (
+                socket.create_connection((host, int(port)), LIMIT) as plain,
+                context.wrap_socket(plain, server_hostname=host) as end,
+            ):
+                end.sendall(_socket.GREETING + key)
+                return end.recv(100) == _socket.GREETING
+
+        assert greets(anna)
+        assert greets(authority.issue("/CN=anna"))  # hers, renewed
+        assert not greets(bert)
+        assert not greets(authority.issue("/CN=anna/OU=observer"))
+
+
+def test_certificates_are_read_again_when_they_change(tmp_path, authority):
+    """At both ends; the other end's old one does not do any more."""
+    second = certificates.Authority(tmp_path, "second")
+    files = {}
+    for end in ("center", "anna"):
+        tls = authority.issue(f"/CN={end}")
+        files[end] = Tls(*(tmp_path / f"{end}.{part}" for part in Tls._fields))
+        replace(files[end], tls)
+    server = service.serve(RULE, params(), tls=files["center"])
+    client = {"timeout": LIMIT, "tls": files["anna"]}
+    with (
+        server,
+        service.connect(
+            server.address, RULE, **client, transports=["socket"]
+        ) as center,
+    ):
+        sessions.exchange(center, params(), anchor_version=0, worker="anna")
+        old = authority.issue("/CN=anna")
+        replace(files["center"], second.issue("/CN=center"))
+        wait_until_refused(server.address, old)
+        replace(files["anna"], second.issue("/CN=anna"))
+        center._connection._let_go()  # as after a restart of the center
+        for each in list(server._listeners["socket"]._accepted.values()):
+            each.cancel()
+        sessions.exchange(center, params(), anchor_version=1, worker="anna")
+        assert server.center.version == 2
+        assert allowed(server.address, client) == ALLOWED["worker"]
+
+
+def replace(files, tls):
+    for path, new in zip(files, tls, strict=True):
+        path.write_bytes(new.read_bytes())
+
+
+def wait_until_refused(address, tls):
+    end = time.monotonic() + LIMIT
+    with contextlib.suppress(errors.CenterUnreachableError):
+        while time.monotonic() < end:
+            service.connect(address, RULE, tls=tls, timeout=0.5).close()
+        raise AssertionError("it still has its old certificate")
+
+
+# Where nobody was said to have access.
+
+
+def test_beyond_this_machine_somebody_must_be_said(authority):
+    elsewhere = {"address": "0.0.0.0:0"}
+    tls = authority.issue("/CN=center")
+    with pytest.raises(errors.InvalidArgumentError, match="give access=Access"):
+        service.serve(RULE, tls=tls._replace(ca=None), **elsewhere)
+    with pytest.raises(errors.InvalidArgumentError, match="access must be an Access"):
+        service.serve(RULE, access="tokens")
+    for settings in (
+        {"tls": tls},
+        {"tls": tls._replace(ca=None), "access": Access(TOKENS)},
+        {"insecure": True},
+        {"insecure": True, "access": Access(TOKENS)},
+    ):
+        service.serve(RULE, **settings, **elsewhere).stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tells"),
+    [
+        ({}, True),
+        ({"reflection": False}, False),
+        ({"address": "0.0.0.0:0", "insecure": True}, False),
+        ({"address": "0.0.0.0:0", "insecure": True, "reflection": True}, True),
+    ],
+)
+def test_reflection_is_for_this_machine(settings, tells):
+    with service.serve(RULE, **settings) as server:
+        port = server.address.rpartition(":")[2]
+        for path in (
+            "/grpc.channelz.v1.Channelz/GetServers",
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        ):
+            code = code_of(f"127.0.0.1:{port}", path)
+            assert (code != grpc.StatusCode.UNIMPLEMENTED) == tells
+
+
+def test_a_unix_socket_is_for_one_user(tmp_path):
+    path = tmp_path / "center"
+    with service.serve(RULE, params(), address=f"unix:{path}"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_comes_in_by_no_unix_socket(tmp_path):
+    """Not even with a key: everybody reaches the abstract names of sockets."""
+    program = (
+        "import os, socket, sys\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "end = socket.socket(socket.AF_UNIX)\n"
+        "end.connect('\\0' + sys.argv[1])\n"
+        f"end.sendall({_socket.GREETING!r} + bytes.fromhex(sys.argv[2]))\n"
+        "print(end.recv(100).decode())\n"
+    )
+    with service.serve(RULE, params(), address=f"unix:{tmp_path}/center") as server:
+        for transport in ("socket", "memory"):
+            offer = sessions.offer(server, transport)
+            name = offer.address.removeprefix("unix:")
+            said = subprocess.run(  # noqa: S603 our own program
+                [sys.executable, "-c", program, name, offer.key.hex()],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LIMIT,
+            ).stdout
+            assert "it is for processes of user 0, and this is of 65534" in said

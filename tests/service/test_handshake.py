@@ -1,0 +1,167 @@
+"""What is wrong with TLS between two ends is said at once, and told from silence."""
+
+import concurrent.futures
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import certificates
+import grpc
+import jax.numpy as jnp
+import pytest
+import shared
+
+from agn_optax import errors, service
+from agn_optax.service import Tls
+
+RULE = shared.downpour()
+LIMIT = 20  # seconds that nothing here takes
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return certificates.Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return certificates.Authority(tmp_path_factory.mktemp("other"), "other")
+
+
+@contextlib.contextmanager
+def center(tls):
+    with service.serve(RULE, jnp.zeros(3), tls=tls) as server:
+        yield server.address
+
+
+@contextlib.contextmanager
+def out_of_date(tls):
+    """A server whose certificate has expired, as it may while a center runs."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    server = grpc.server(pool)
+    pair = tls.key.read_bytes(), tls.certificate.read_bytes()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+        pool.shutdown()
+
+
+def cases(authority, other):
+    """What a center has, what a worker has, and what is said."""
+    mutual = authority.issue("/CN=center")
+    plain = mutual._replace(ca=None)
+    mine = authority.issue("/CN=anna")
+    elsewhere = authority.issue("/CN=c", "DNS:elsewhere.example.org")._replace(ca=None)
+    old = authority.issue("/CN=c", days=-1)
+    return {
+        "wrong ca": (center(plain), Tls(other.ca), "nobody vouches for the center's"),
+        "expired": (out_of_date(old), Tls(authority.ca), "center's .* has expired"),
+        "other host": (center(elsewhere), Tls(authority.ca), "not for '127.0.0.1'"),
+        "no certificate": (center(mutual), Tls(authority.ca), "wants a certificate of"),
+        "unknown certificate": (
+            center(mutual),
+            other.issue("/CN=anna", ca=authority.ca),
+            "does not take this end's certificate",
+        ),
+        "plain text to TLS": (center(plain), None, "center speaks TLS: give --tls-ca"),
+        "plain text to mutual TLS": (center(mutual), None, "center speaks TLS"),
+        "TLS to plain text": (center(None), mine, "does not speak TLS: leave --tls-ca"),
+    }
+
+
+NAMES = [
+    *("wrong ca", "expired", "other host", "no certificate", "unknown certificate"),
+    *("plain text to TLS", "plain text to mutual TLS", "TLS to plain text"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_go_together_is_said_at_once(name, authority, other):
+    there, tls, message = cases(authority, other)[name]
+    with there as address:
+        begin = time.monotonic()
+        with pytest.raises(errors.EncryptionError, match=message):
+            service.connect(address, RULE, tls=tls, timeout=LIMIT)
+        with (
+            pytest.raises(errors.EncryptionError, match=message),
+            service.Observer(address, tls=tls, timeout=LIMIT) as observer,
+        ):
+            observer.status()
+        assert time.monotonic() - begin < LIMIT / 2
+
+
+def test_over_a_unix_socket(authority, tmp_path):
+    tls = authority.issue("/CN=center")._replace(ca=None)
+    address = f"unix:{tmp_path}/center"
+    with (
+        service.serve(RULE, address=address, tls=tls),
+        pytest.raises(errors.EncryptionError, match="speaks TLS"),
+    ):
+        service.connect(address, RULE, timeout=LIMIT)
+
+
+def test_silence_is_something_else(authority):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for tls in (None, Tls(authority.ca)):
+            with pytest.raises(errors.CenterUnreachableError) as silence:
+                service.connect(f"127.0.0.1:{port}", RULE, tls=tls, timeout=0.3)
+            assert not isinstance(silence.value, errors.EncryptionError)
+    for tls in (None, Tls(authority.ca)):  # and nobody as well
+        with pytest.raises(errors.CenterUnreachableError) as silence:
+            service.connect(f"127.0.0.1:{port}", RULE, tls=tls, timeout=0.3)
+        assert not isinstance(silence.value, errors.EncryptionError)
+
+
+def test_own_certificates_that_do_not_work(authority, tmp_path):
+    mine, hers = authority.issue("/CN=anna"), authority.issue("/CN=bert")
+    old = authority.issue("/CN=anna", days=-1)
+    mixed = mine._replace(key=hers.key)
+    for made, message in (
+        (mixed, "the key is not that of the certificate"),
+        (old, "has expired, on 20"),
+        (mine._replace(key=None), "go together"),
+        (mine._replace(ca=mine.key), "do not work"),
+        (mine._replace(certificate=mine.key), "do not work|no certificate in it"),
+    ):
+        assert not isinstance(made, errors.AgnOptaxError)
+        with pytest.raises(errors.InvalidArgumentError, match=message):
+            service.tls(**made._asdict())
+        with pytest.raises(errors.InvalidArgumentError, match=message):
+            service.serve(RULE, tls=made)
+        with pytest.raises(errors.InvalidArgumentError, match=message):
+            service.connect("127.0.0.1:1", RULE, tls=made)
+    assert service.tls(**mine._asdict()) == mine
+
+
+def test_grpc_itself_says_nothing(authority, other, tmp_path):
+    """Of peers that it cannot talk to, at either end."""
+    program = (
+        "import sys\n"
+        "from agn_optax import errors, rules, service\n"
+        "ca, certificate, key, other = sys.argv[1:]\n"
+        "tls = service.tls(None, certificate, key)\n"
+        "with service.serve(rules.downpour(), tls=tls) as server:\n"
+        "    for tls in (service.tls(other), None):\n"
+        "        try:\n"
+        "            service.connect(server.address, rules.downpour(), tls=tls)\n"
+        "        except errors.EncryptionError:\n"
+        "            print('said')\n"
+    )
+    done = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-c", program, *authority.issue("/CN=center"), other.ca],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=3 * LIMIT,
+    )
+    assert done.stdout == "said\nsaid\n"
+    assert "handshake" not in done.stderr.lower()
+    assert "SSL" not in done.stderr
