@@ -24,6 +24,10 @@ _own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ
 if _own_cache:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="agn-optax-")
 
+# Where centers leave their tokens, and programs of the same user find them.
+_runtime = tempfile.mkdtemp(prefix="agn-optax-")
+os.environ["XDG_RUNTIME_DIR"] = _runtime
+
 # JAX reads its variables when it is imported.
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -42,5 +46,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_unconfigure() -> None:
     """The process that made the cache removes it; its workers have ended."""
+    shutil.rmtree(_runtime, ignore_errors=True)
     if _own_cache:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

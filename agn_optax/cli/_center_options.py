@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any
 
@@ -23,7 +24,7 @@ from agn_optax.rules import Rule
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "dtype", "device"),
-    *("direct", "direct_address", "insecure", "parent_period"),
+    *("direct", "direct_address", "insecure", "parent_period", "reflection"),
 )
 # Options that `agn_optax.center.Refuse` has without their prefix.
 _REFUSALS = [
@@ -79,6 +80,13 @@ class CenterOptions:
       direct_address HOST:PORT [a port that is free]: Where that other port is; workers
         reach it at the host of --address.
 
+    Access:
+      tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
+        token; it is read again when it changes. Without it a token is made and printed,
+        and programs of the same user on this machine find it by themselves.
+      open: Let in whoever reaches it; beyond this machine, with --insecure only.
+      reflection [on this machine only]: Serve gRPC's reflection and channelz.
+
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
       max_versions_behind: Of bounded: a message with an older anchor is dropped.
@@ -121,6 +129,8 @@ class CenterOptions:
     Parent:
       parent HOST:PORT|unix:PATH: A center that this one is a worker of.
       parent_period: Exchanges here between two with the parent.
+      parent_name: Of this center among the parent's workers, where a token says it.
+      parent_token_file FILE: With the token by which the parent knows this center.
       parent_tls_ca FILE.pem: Who vouches for the parent.
 
     TLS:
@@ -139,6 +149,9 @@ class CenterOptions:
     device: str | None = None
     direct: bool | None = None
     direct_address: str | None = None
+    tokens: pathlib.Path | None = None
+    open: bool | None = _options.switch()
+    reflection: bool | None = None
     mode: str | None = None
     max_versions_behind: int | None = None
     max_rounds_ahead: int | None = None
@@ -163,6 +176,8 @@ class CenterOptions:
     snapshots_kept_seconds: float | None = None
     parent: str | None = None
     parent_period: int | None = None
+    parent_name: str | None = None
+    parent_token_file: pathlib.Path | None = None
     parent_tls_ca: pathlib.Path | None = None
     tls_certificate: pathlib.Path | None = None
     tls_key: pathlib.Path | None = None
@@ -178,6 +193,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     """
     return {
         **_named(options, {name: name for name in _AS_THEY_ARE}),
+        **_named(options, {"parent_name": "name"}),
         "mode": _mode_of(options),
         "refuse": Refuse(
             **_named(options, {o: o.removeprefix("refuse_") for o in _REFUSALS})
@@ -197,9 +213,8 @@ def parent(
       CenterError: the parent does not answer, or runs another rule.
     """
     if options.parent is None:
-        _options.refuse(
-            options, "needs --parent", only=("parent_period", "parent_tls_ca")
-        )
+        only = ("parent_period", "parent_name", "parent_token_file", "parent_tls_ca")
+        _options.refuse(options, "needs --parent", only=only)
         return None
     # A center that has a certificate shows it to its parent.
     ca, own = options.parent_tls_ca, (options.tls_certificate, options.tls_key)
@@ -208,7 +223,35 @@ def parent(
         rule,
         tls=None if ca is None else service.Tls(ca, *own),
         insecure=bool(options.insecure),
+        token=options.parent_token_file,
     )
+
+
+def access(options: CenterOptions, made: str = "") -> service.Access | None:
+    """Who may call: as options and the environment say, and whoever has a new token.
+
+    Args:
+      options: of the center.
+      made: a token for all that can be done; "" for none.
+
+    Raises:
+      InvalidArgumentError: options do not go together, or make no sense.
+    """
+    lines = os.environ.get(service.tokens.TOKENS, "")
+    if options.open:
+        _options.refuse(options, "and --open exclude each other", only=("tokens",))
+        return None
+    given: list[bytes | pathlib.Path] = []
+    given += [options.tokens] if options.tokens is not None else []
+    given += [lines.encode()] if lines else []
+    given += [f"chief,operator * {made}".encode()] if made else []
+    return service.Access(*given)
+
+
+def makes_token(options: CenterOptions) -> bool:
+    """Whether nobody said who may call, and so a token is to be made."""
+    lines = os.environ.get(service.tokens.TOKENS)
+    return not (options.open or options.tokens is not None or lines)
 
 
 def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from agn_optax._version import __version__
 from agn_optax.cli import _options, _rules, _status, _table
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
-from agn_optax.cli._status import ClientTls
+from agn_optax.cli._status import Reached
 from agn_optax.rules import Rule
-from agn_optax.service import Observer, address, fingerprint, wire
+from agn_optax.service import Observer, Tls, address, fingerprint, handshake, wire
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.25  # seconds: a round trip that is felt at every exchange
@@ -34,7 +33,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 def doctor(
     address: _status.Address,
-    tls: ClientTls,
+    reached: Reached,
     rule: RuleOptions,
     config: _options.Config = None,
     timeout: _status.Timeout = 5.0,
@@ -52,11 +51,11 @@ def doctor(
     rule = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
     checks = Checks(
         address,
-        lambda: _status.observer(address, tls, timeout),
+        lambda: _status.observer(address, reached, timeout),
         _rules.make(rule) if _options.given(rule) else None,
         timeout=timeout,
         client_timeout=client_timeout,
-        encrypted=tls.tls_ca is not None,
+        tls=_status.tls_of(reached),
     )
     console = _table.console()
     findings = []
@@ -102,7 +101,7 @@ class Checks:
       rule: what to compare its rule with; None for nothing.
       timeout: seconds that a call may take.
       client_timeout: seconds after which workers give up.
-      encrypted: whether TLS is spoken.
+      tls: of this end; None for plain text.
     """
 
     address: str
@@ -111,7 +110,7 @@ class Checks:
     _: dataclasses.KW_ONLY
     timeout: float
     client_timeout: float
-    encrypted: bool
+    tls: Tls | None
     _center: Any = dataclasses.field(init=False, default=None)
     _described: Any = dataclasses.field(init=False, default=None)
 
@@ -155,7 +154,9 @@ class Checks:
 
     def _check_connection(self) -> _Found:
         try:
-            seconds = _seconds(lambda: self._connect().close())
+            seconds = _seconds(
+                lambda: handshake.connected(self.address, self.timeout).close()
+            )
         except OSError as error:
             return "failed", (
                 f"nobody listens at {self.address}: {error}. Is the center there, and "
@@ -165,13 +166,10 @@ class Checks:
 
     def _check_encryption(self) -> _Found:
         self._center = self.observer()
-        speaks_tls = self._speaks_tls()
-        if self.encrypted:
-            if not speaks_tls:
-                return "failed", "the center does not speak TLS: leave --tls-ca out"
+        if why := handshake.why_not(self.address, self.tls, self.timeout):
+            return "failed", why
+        if self.tls is not None:
             return "ok", "TLS"
-        if speaks_tls:
-            return "failed", "the center speaks TLS: give --tls-ca FILE.pem"
         if address.is_local(self.address):
             return "ok", "plain text, which does not leave this machine"
         return "warning", (
@@ -289,28 +287,5 @@ class Checks:
         fingerprint.compare(self._described.rule, self.rule, self.address)
         return "ok", f"{self.rule.name} at both ends"
 
-    def _connect(self) -> socket.socket:
-        if not self.address.startswith("unix:"):
-            return socket.create_connection(self._host_and_port(), self.timeout)
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(self.timeout)
-        try:
-            made.connect(self.address.removeprefix("unix:").removeprefix("//"))
-        except BaseException:
-            made.close()
-            raise
-        return made
-
     def _host_and_port(self) -> tuple[str, int]:
         return address.host(self.address), int(self.address.rpartition(":")[2])
-
-    def _speaks_tls(self) -> bool:
-        """Whether it answers a greeting of TLS; whose it is does not matter here."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        context.set_alpn_protocols(["h2"])
-        try:
-            with self._connect() as plain, context.wrap_socket(plain):
-                return True
-        except OSError:
-            return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.launch import Ended, Program
 from agn_optax.service import address as addresses
+from agn_optax.service import tokens
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
@@ -30,6 +33,7 @@ class LaunchOptions:
     Options:
       workers: How many workers to start.
       center embedded|HOST:PORT: A center of our own, or where one is.
+      token_file FILE: Of --center HOST:PORT: with the workers' token.
       restarts: How often a worker that failed is started again.
       restart_delay: Seconds before it is.
       start_delay: Seconds between the starts of two workers.
@@ -38,6 +42,7 @@ class LaunchOptions:
 
     workers: int = _options.at_least(1)
     center: str = "embedded"
+    token_file: pathlib.Path | None = None
     restarts: int = _options.at_least(0, 0)
     restart_delay: float = _options.at_least(0.0, 1.0)
     start_delay: float = _options.at_least(0.0, 0.0)
@@ -62,14 +67,27 @@ def launch_command(
 
     Workers find AGN_OPTAX_CENTER (its address), AGN_OPTAX_RANK, AGN_OPTAX_WORKERS and
     AGN_OPTAX_WORKER (their name) in their environment, which
-    agn_optax.service.environment() reads. The exit code is that of the worker that
+    agn_optax.service.environment() reads, and AGN_OPTAX_TOKEN, by which the center
+    knows that name; worker-0 may be the chief. The exit code is that of the worker that
     failed. With --json, a summary is printed to stdout, and all lines go to stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
     """
     own = options.center == "embedded"
-    _check(rule, center, config, options.center)
+    _check(rule, center, config, options)
     names = [f"worker-{rank}" for rank in range(options.workers)]
+    values = _options.read(config, RuleOptions, CenterOptions)
+    is_closed = own and not _options.filled(center, values).open
+    # One for each worker, and one for whoever watches; never on a command line.
+    made = [tokens.generated() for _ in (*names, "here")] if is_closed else []
+    stack = contextlib.ExitStack()
+
+    def shown(rank: int) -> dict[str, str]:
+        if made:
+            return {tokens.TOKEN: made[rank]}
+        if options.token_file is not None:
+            return {tokens.TOKEN_FILE: str(options.token_file)}
+        return {}
 
     def with_center(address: str) -> list[Program]:
         return [
@@ -81,6 +99,7 @@ def launch_command(
                     "AGN_OPTAX_RANK": str(rank),
                     "AGN_OPTAX_WORKERS": str(options.workers),
                     "AGN_OPTAX_WORKER": name,
+                    **shown(rank),
                 },
                 restarts=options.restarts,
                 delay=rank * options.start_delay,
@@ -90,6 +109,9 @@ def launch_command(
 
     def when_it_serves(line: str) -> Sequence[Program]:
         address = _address_in(line)
+        if address and made:
+            with contextlib.suppress(OSError):  # then nobody else has one
+                stack.enter_context(tokens.left_here(address, made[-1]))
         return with_center(address) if address else ()
 
     programs = with_center(options.center)
@@ -97,15 +119,24 @@ def launch_command(
         serve = [sys.executable, "-m", "agn_optax.cli", "serve", "--json"]
         serve += [] if config is None else [f"--config={config}"]
         serve += _options.arguments(rule) + _options.arguments(center)
-        programs = [Program(_CENTER, serve, waited_for=False, followers=when_it_serves)]
+        programs = [
+            Program(
+                _CENTER,
+                serve,
+                {tokens.TOKENS: _lines(names, made)} if made else {},
+                waited_for=False,
+                followers=when_it_serves,
+            )
+        ]
     begin = time.monotonic()
     try:
-        ended = launch.run(
-            programs,
-            output=_Output([_CENTER, *names], json),
-            grace=options.stop_grace,
-            restart_delay=options.restart_delay,
-        )
+        with stack:
+            ended = launch.run(
+                programs,
+                output=_Output([_CENTER, *names], json),
+                grace=options.stop_grace,
+                restart_delay=options.restart_delay,
+            )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     code = _exit_code(ended)
@@ -124,8 +155,21 @@ def launch_command(
         raise typer.Exit(code)
 
 
-def _check(rule: RuleOptions, center: CenterOptions, config: Any, where: str) -> None:
-    if where != "embedded":
+def _lines(names: Sequence[str], made: Sequence[str]) -> str:
+    """Who may call the center: each worker, and this user's programs."""
+    roles = ["chief", *["worker"] * (len(names) - 1)]
+    lines = [*zip(roles, names, made, strict=False), ("chief,operator", "*", made[-1])]
+    return "\n".join(" ".join(line) for line in lines)
+
+
+def _check(
+    rule: RuleOptions, center: CenterOptions, config: Any, options: LaunchOptions
+) -> None:
+    where = options.center
+    if where == "embedded":
+        why = "is for --center HOST:PORT; of an embedded one every worker has its own"
+        _options.refuse(options, why, only=("token_file",))
+    else:
         for each in where.split(","):
             addresses.check(each.strip())
         why = f"is for an embedded center, and --center is {where}"
@@ -145,7 +189,9 @@ def _check(rule: RuleOptions, center: CenterOptions, config: Any, where: str) ->
     # What is wrong is better said before anything is started.
     if rule.rule_from is None:
         _rules.make(rule)
-    _center_options.settings(_options.filled(center, values))
+    center = _options.filled(center, values)
+    _center_options.settings(center)
+    _center_options.access(center, tokens.generated())
 
 
 def _address_in(line: str) -> str:

@@ -27,9 +27,9 @@ def serve(
 ) -> None:
     """Serve a center, until SIGTERM or SIGINT drains it.
 
-    Prints a line with its addresses as soon as workers may come. The first of them that
-    starts as chief gives it its parameters, unless --journal or --snapshots names a
-    directory with a center, which then goes on.
+    Prints its addresses and its token as soon as workers may come. The first of them
+    that starts as chief gives it its parameters, unless --journal or --snapshots names
+    a directory with a center, which then goes on.
 
     Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
     """
@@ -37,6 +37,8 @@ def serve(
     center = _options.filled(center, values)
     made = _rules.make(_options.filled(rule, values))
     settings = _center_options.settings(center)
+    token = service.tokens.generated() if _center_options.makes_token(center) else ""
+    settings["access"] = _center_options.access(center, token)
     if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
         # The workers on this machine want the accelerators' memory for themselves.
         jax.config.update("jax_platforms", "cpu")
@@ -50,6 +52,8 @@ def serve(
         if (parent := _center_options.parent(center, made)) is not None:
             settings["parent"] = stack.enter_context(parent)
         server = stack.enter_context(service.serve(made, **settings))
+        if token:
+            _leave(stack, server.address, token)
         if json:
             _options.print_json(
                 {
@@ -57,18 +61,32 @@ def serve(
                     "rule": made.name,
                     "address": server.address,
                     "direct_address": server.direct_address,
+                    "token": token or None,
                 }
             )
         else:
             typer.echo(f"serving {made.name} at {server.address}")
             if server.direct_address is not None:
                 typer.echo(f"direct connections at {server.direct_address}")
+            if token:
+                typer.echo(f"token {token}")
 
         core = server.center.core
         while not (signals or core.wait_until_closed(_LOOK)):
             pass
+        if not signals and not core.failure:
+            typer.echo("draining, as an operator has asked for", err=True)
         if signals:
             name = signal.Signals(signals[0]).name
             typer.echo(f"draining after {name}; again to end at once", err=True)
     if server.center.core.failure:
         raise errors.DurabilityError(server.center.core.failure)
+
+
+def _leave(stack: contextlib.ExitStack, address: str, token: str) -> None:
+    """Leaves a token where this user's programs find it, until the end."""
+    try:
+        stack.enter_context(service.tokens.left_here(address, token))
+    except OSError as error:
+        said = "programs on this machine need the token as well: it cannot be left"
+        typer.echo(f"agn-optax: {said} for them ({error})", err=True)

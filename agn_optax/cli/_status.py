@@ -1,4 +1,4 @@
-"""``agn-optax status`` and ``watch``: who is there, and how they are doing."""
+"""``agn-optax status``, ``watch`` and ``drain``: a center from outside."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take
 
 
 @_options.record()
-class ClientTls:
+class Reached:
     """How a center is reached.
+
+    Access:
+      token_file FILE [of the environment, or of a center of this user here]: With the
+        token by which the center knows this end.
 
     TLS:
       tls_ca FILE.pem: Who vouches for the center; plain text is spoken without it.
@@ -33,32 +37,45 @@ class ClientTls:
       insecure: Allow plain text beyond this machine, in a network that you trust.
     """
 
+    token_file: pathlib.Path | None = None
     tls_ca: pathlib.Path | None = None
     tls_certificate: pathlib.Path | None = None
     tls_key: pathlib.Path | None = None
     insecure: bool | None = _options.switch()
 
 
-def observer(address: str, tls: ClientTls, timeout: float) -> service.Observer:
+def observer(address: str, reached: Reached, timeout: float) -> service.Observer:
     """A connection that takes no part.
 
     Raises:
       InvalidArgumentError: options do not go together, or a file cannot be read.
     """
-    _center_options.check_pair(tls.tls_certificate, tls.tls_key)
-    made = None
-    if tls.tls_ca is None:
-        _options.refuse(tls, "needs --tls-ca", only=("tls_certificate",))
-    else:
-        made = service.Tls(tls.tls_ca, tls.tls_certificate, tls.tls_key)
     return service.Observer(
-        address, timeout=timeout, tls=made, insecure=bool(tls.insecure)
+        address,
+        timeout=timeout,
+        tls=tls_of(reached),
+        insecure=bool(reached.insecure),
+        token=reached.token_file,
     )
+
+
+def tls_of(reached: Reached) -> service.Tls | None:
+    """The certificates of some options.
+
+    Raises:
+      InvalidArgumentError: they do not go together.
+    """
+    own = reached.tls_certificate, reached.tls_key
+    _center_options.check_pair(*own)
+    if reached.tls_ca is None:
+        _options.refuse(reached, "needs --tls-ca", only=("tls_certificate",))
+        return None
+    return service.Tls(reached.tls_ca, *own)
 
 
 def status(
     address: Address,
-    tls: ClientTls,
+    reached: Reached,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
@@ -66,7 +83,7 @@ def status(
 
     Rates are means since the center was started.
     """
-    with observer(address, tls, timeout) as center:
+    with observer(address, reached, timeout) as center:
         said = _with_rates(address, None, center.status())
     if json:
         _options.print_json(said)
@@ -76,7 +93,7 @@ def status(
 
 def watch(
     address: Address,
-    tls: ClientTls,
+    reached: Reached,
     interval: Annotated[
         float, typer.Option(min=0.05, help="Seconds between two looks.")
     ] = 1.0,
@@ -94,7 +111,7 @@ def watch(
     before: dict[str, Any] | None = None
     failure: errors.AgnOptaxError | None = None
     with (
-        observer(address, tls, timeout) as center,
+        observer(address, reached, timeout) as center,
         _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -118,6 +135,24 @@ def watch(
                 show(_table.of(said))
     if failure is not None:
         raise failure
+
+
+def drain(
+    address: Address,
+    reached: Reached,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """End a center, as SIGTERM does: what has reached it is applied and answered.
+
+    Takes the role of an operator.
+    """
+    with observer(address, reached, timeout) as center:
+        center.drain()
+    if json:
+        _options.print_json({"event": "draining", "address": address})
+    else:
+        typer.echo(f"draining {address}")
 
 
 def _with_rates(

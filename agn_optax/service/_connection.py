@@ -200,6 +200,10 @@ class Connection:
         """Who is there, in one attempt and in terms of JSON."""
         return _as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
+    def drain(self) -> None:
+        """Ends the center's service, in one attempt."""
+        self.unary("Drain", pb.DrainRequest(), pb.DrainReply)
+
     def check_open(self) -> None:
         """Raises `CenterClosedError` once it takes no more calls."""
         if self.closed:

@@ -77,6 +77,15 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """
         return self._ask(self._connection.describe)
 
+    def drain(self) -> None:
+        """Has the center end, as SIGTERM does; takes the role of an operator.
+
+        Raises:
+          CenterUnreachableError: nobody answers.
+          NotAllowedError: this end is no operator.
+        """
+        self._ask(self._connection.drain)
+
     def health(self) -> str:
         """What gRPC's health service says of the center: ``"SERVING"`` if all is well.
 

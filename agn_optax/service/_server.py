@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import math
 import threading
 import time
 import uuid
+import weakref
 from typing import Any
 
 import grpc
@@ -51,6 +53,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.uplink: Uplink | None = None
         self._servicer = servicer
         self._listeners = listeners
+        servicer.stop = functools.partial(_stop, weakref.ref(self))
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
         atexit.register(self.stop, grace=5.0)
@@ -96,6 +99,11 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def _stop(server: weakref.ref[Server]) -> None:
+    if (known := server()) is not None:
+        known.stop()
 
 
 def serve(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,10 +26,11 @@ from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader
+from agn_optax.service.wire._packets import Parcel, Reader, nothing
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 _LEAST_COPIED = 1 << 20  # bytes
 _SILENT_BEATS = 3  # signs of life that may fail to come
 _LONGEST_BEAT = 5.0  # seconds
@@ -81,6 +83,7 @@ class Servicer:
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
+        self.stop: Callable[[], object] = nothing  # the whole service
         # What workers must know to connect without gRPC, but for the key.
         self.offers: list[pb.Offer] = []
         # Where it listens, for those who watch: for gRPC, and for sockets.
@@ -255,6 +258,13 @@ class Servicer:
                 for name, member in sorted(members.items())
             ],
         )
+
+    def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
+        """Ends the service, which may take a while."""
+        caller.check("Drain")
+        _log.warning("draining, as %s has asked for", caller.said)
+        in_background(self.stop, "agn-optax drain", lasting=True)
+        return pb.DrainReply()
 
     def _offers_to(self, caller: Caller) -> list[pb.Offer]:
         """With the key by which a connection is known as this caller's."""

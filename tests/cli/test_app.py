@@ -15,7 +15,8 @@ from agn_optax.cli._rules import RuleOptions
 def test_version_and_help():
     assert __version__ in succeeds("--version")
     said = succeeds("--help")
-    for name in ("serve", "status", "watch", "doctor", "plan", "launch"):
+    names = "serve status watch drain doctor plan keys launch"
+    for name in names.split():
         assert f" {name} " in said
 
 
@@ -23,9 +24,11 @@ def test_version_and_help():
     ("name", "options"),
     [
         ("serve", ["--rule-from", "--quorum", "--tls-client-ca", "--parent-period"]),
+        ("drain", ["ADDRESS", "--tls-ca", "--token-file"]),
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
         ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),
+        ("keys", ["DIRECTORY", "--host", "--chief", "--worker", "--operator"]),
         ("plan", ["--parameters", "--step-time", "--bandwidth", "--measure", "--rho"]),
         ("launch", ["PROGRAM.py", "--workers", "--restarts", "--center-optimizer"]),
     ],
@@ -77,11 +80,11 @@ def test_every_option_is_optional_and_has_one_meaning():
         assert _options.given(record()) == {}
         names += [field.name for field in dataclasses.fields(record)]
     assert len(set(names)) == len(names)
-    assert dataclasses.fields(_status.ClientTls)
+    assert dataclasses.fields(_status.Reached)
 
 
 def test_every_field_is_described():
-    for record in (RuleOptions, CenterOptions, _status.ClientTls):
+    for record in (RuleOptions, CenterOptions, _status.Reached):
         names = [field.name for field in dataclasses.fields(record)]
         assert list(record.__options__) == names
         assert all(option.help for option in record.__options__.values())

@@ -265,6 +265,10 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
         (["--parent-period=3"], "--parent-period needs --parent"),
+        (["--parent-name=a"], "--parent-name needs --parent"),
+        (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
+        (["--tokens=no such file"], "cannot read no such file"),
+        ([f"--tokens={__file__}"], "line 1 of "),
         (["--tls-certificate=c.pem"], "--tls-certificate and --tls-key go together"),
         (["--tls-client-ca=c.pem"], "needs --tls-certificate and --tls-key"),
         (["--tls-certificate=c.pem", "--tls-key=c.pem"], "cannot read c.pem"),
@@ -290,6 +294,7 @@ def test_serves_what_a_file_says(tmp_path, address):
         f"--config={path}",
         "--learning-rate=0.25",
         "--lease=7",
+        "--open",
         then=lambda center: said.append(center.describe()),
     )
     assert result.stdout == f"serving agn at {address}\n"
@@ -300,13 +305,15 @@ def test_serves_what_a_file_says(tmp_path, address):
 
 def test_serves_an_object(training, address):
     result = serve(
-        address, rules.easgd(0.25), "--rule-from=my_training:settings.make", "--json"
+        *(address, rules.easgd(0.25), "--rule-from=my_training:settings.make"),
+        *("--json", "--open"),
     )
     assert json.loads(result.stdout) == {
         "event": "serving",
         "rule": "easgd",
         "address": address,
         "direct_address": None,
+        "token": None,
     }
 
 
@@ -424,5 +431,5 @@ def test_mutual_tls(tmp_path):
     )
     assert [each.exit_code for each in said] == [1, 1, 0, 0]
     assert "speaks TLS: give --tls-ca" in said[0].stdout
-    assert '"health", "result": "failed"' in said[1].stdout
+    assert "wants a certificate of this end" in said[1].stdout
     assert '"said": "TLS"' in said[2].stdout

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import certificates
 import jax.numpy as jnp
 import optax
 import pytest
@@ -274,8 +275,8 @@ def test_doctor_where_something_else_listens():
 
 
 def test_doctor_of_tls_where_there_is_none(server, tmp_path):
-    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----")
-    found = checks(server.address, f"--tls-ca={tmp_path}/ca.pem", code=1)
+    ca, _ = certificates.make(tmp_path)
+    found = checks(server.address, f"--tls-ca={ca}", code=1)
     assert "leave --tls-ca out" in found["encryption"][1]
 
 
@@ -313,7 +314,7 @@ def test_doctor_of_a_strange_center(server, check, result, message, said):
         None,
         timeout=5.0,
         client_timeout=30.0,
-        encrypted=False,
+        tls=None,
     )
     for finding in checks.run():
         if finding.check == check:

@@ -217,6 +217,7 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
             "Alive": unary(servicer.alive, pb.AliveRequest),
             "Leave": unary(servicer.leave, pb.LeaveRequest),
             "Status": unary(servicer.status, pb.StatusRequest),
+            "Drain": unary(servicer.drain, pb.DrainRequest),
             "Initialize": grpc.stream_unary_rpc_method_handler(
                 replied(lambda said, by: servicer.initialize(reader(said), by)),
                 response_serializer=serialized,

@@ -1,0 +1,210 @@
+"""Tokens of the command line: made, left for this user's programs, and never shown."""
+
+import json
+import os
+import stat
+import subprocess
+
+import jax.numpy as jnp
+import pytest
+from commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
+
+from agn_optax import errors, rules, service
+
+RULE = rules.downpour()
+READS, DRAINS = "observer-0123456789", "operator-0123456789"
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """Where a center's token is left."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run" / "agn-optax"
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/center"
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"observer * {READS}\noperator * {DRAINS}\nchief a {'c' * 20}\n")
+    return path
+
+
+def token_file(folder, token):
+    path = folder / "token"
+    path.write_text(token)
+    return f"--token-file={path}"
+
+
+def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
+    seen = {}
+
+    def look(center):
+        (left,) = runtime.iterdir()
+        seen["token"] = left.read_text()
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (left, runtime)]
+        assert modes == [0o600, 0o700]
+        center.initialize(jnp.zeros(3), worker="anna")
+        center.join("anna").leave()
+        for name in ("status", "doctor"):
+            succeeds(name, address)
+        succeeds("watch", address, "--count=1")
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setenv("XDG_RUNTIME_DIR", str(runtime / "elsewhere"))
+            assert "only for those who have a token" in fails("status", address, code=1)
+            with pytest.raises(errors.NotAllowedError):
+                service.connect(address, RULE)
+            service.connect(address, RULE, token=seen["token"]).close()
+
+    result = serve(address, RULE, "--rule=downpour", then=look)
+    assert result.stdout == f"serving downpour at {address}\ntoken {seen['token']}\n"
+    assert seen["token"] not in result.stderr
+    assert not list(runtime.iterdir())
+
+
+def test_programs_say_the_token_too(runtime, address):
+    said = serve(address, RULE, "--rule=downpour", "--json").stdout
+    assert len(json.loads(said)["token"]) == 64
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_center_that_listens_everywhere_is_found_here(runtime, host):
+    with service.tokens.left_here("0.0.0.0:5000", "everywhere"):
+        assert service.tokens.of(None, f"{host}:5000")() == "everywhere"
+        with service.tokens.left_here("127.0.0.1:5000", "here"):
+            assert service.tokens.of(None, f"{host}:5000")() == "here"
+        assert service.tokens.of(None, f"{host}:5001")() is None
+        assert service.tokens.of(None, "192.0.2.1:5000")() is None
+
+
+def test_the_next_center_at_an_address_keeps_its_token(runtime):
+    with service.tokens.left_here("127.0.0.1:1", "second"):
+        with service.tokens.left_here("127.0.0.1:1", "first"):
+            (path,) = runtime.iterdir()
+            path.write_text("second")
+        assert service.tokens.of(None, "127.0.0.1:1")() == "second"
+
+
+def test_tokens_of_a_file(runtime, address, tokens, tmp_path):
+    def look(center):
+        assert not runtime.exists()
+        for name in ("status", "doctor"):
+            succeeds(name, address, token_file(tmp_path, READS))
+        said = fails("drain", address, token_file(tmp_path, READS), code=1)
+        assert "Drain needs the role operator" in said
+        assert READS not in said
+
+    result = serve(
+        address, RULE, "--rule=downpour", f"--tokens={tokens}", then=look, token=READS
+    )
+    assert result.stdout == f"serving downpour at {address}\n"
+
+
+def test_an_open_center_lets_everybody_in(runtime, address):
+    def look(center):
+        assert not runtime.exists()
+        center.initialize(jnp.zeros(3), worker="anna")
+
+    serve(address, RULE, "--rule=downpour", "--open", then=look)
+
+
+def test_beyond_this_machine_no_center_is_open():
+    said = fails("serve", "--rule=downpour", "--open", "--address=0.0.0.0:0", code=2)
+    assert "insecure=True" in said
+
+
+def test_an_operator_drains_a_center(runtime, tokens, tmp_path):
+    arguments, environment = python(
+        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0"),
+        *("--json", f"--tokens={tokens}"),
+    )
+    with subprocess.Popen(  # noqa: S603 our own program
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            address = json.loads(process.stdout.readline())["address"]
+            succeeds("drain", address, token_file(tmp_path, DRAINS))
+            assert process.wait(PATIENCE) == 0
+            said = process.stderr.read()
+            assert "draining, as an operator has asked for" in said
+            assert DRAINS not in said
+        finally:
+            process.kill()
+
+
+WORKER = """
+import os, pathlib, sys, jax.numpy as jnp
+from agn_optax import errors, rules, service
+
+me = service.environment()
+lines = [p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+if os.path.exists("/proc"):
+    assert any(b"agn_optax.cli" in line for line in lines)
+assert not any(os.environ["AGN_OPTAX_TOKEN"].encode() in line for line in lines)
+with service.connect(me.address, rules.downpour()) as center:
+    if me.rank == 0:
+        center.initialize({"w": jnp.ones(3)}, worker=me.worker)
+    center.join(me.worker).leave()
+    for refused in (
+        lambda: center.join("worker-7"),
+        lambda: me.rank and center.initialize({"w": jnp.ones(3)}, worker=me.worker),
+    ):
+        try:
+            print("let in" if refused() else "")
+        except errors.NotAllowedError as error:
+            print("refused:", error)
+here = {k: v for k, v in os.environ.items() if not k.startswith("AGN_OPTAX_T")}
+os.environ.clear()
+os.environ.update(here)
+with service.Observer(me.address) as observer:  # as any program of this user
+    print("watched", observer.status()["rule"])
+pathlib.Path(f"{me.worker}.token").write_text(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Programs in the current directory, which find this checkout."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return tmp_path
+
+
+def test_launched_workers_have_tokens_of_their_own(runtime, here):
+    (here / "train.py").write_text(WORKER)
+    result = command("launch", "--workers=2", "--rule=downpour", "train.py")
+    assert result.exit_code == 0, result.output
+    said = result.output
+    for rank in range(2):
+        refused = f"worker-{rank} | refused: nobody may speak for worker 'worker-7'"
+        assert refused in said
+        assert f"worker-{rank} | watched downpour" in said
+    assert "worker-1 | refused: Initialize needs the role chief" in said
+    assert "worker-0 | refused: Initialize" not in said
+    assert "let in" not in said
+    assert '"token": null' in said
+    assert not list(runtime.iterdir())
+
+
+def test_a_launched_center_may_be_open(runtime, here):
+    (here / "train.py").write_text(
+        "import os\nprint([name for name in os.environ if 'OPTAX_TOKEN' in name])"
+    )
+    result = command("launch", "--workers=1", "--rule=downpour", "--open", "train.py")
+    assert "worker-0 | []" in result.output
+    result = command(
+        *("launch", "--workers=1", "--center=127.0.0.1:9", "--token-file=abc"),
+        "train.py",
+    )
+    assert "worker-0 | ['AGN_OPTAX_TOKEN_FILE']" in result.output
+    said = fails("launch", "--workers=1", "--token-file=a", "train.py", code=2)
+    assert "--token-file is for --center" in said

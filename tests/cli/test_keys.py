@@ -1,0 +1,106 @@
+"""``agn-optax keys``: what it makes works, and is for its owner alone."""
+
+import json
+import stat
+
+import jax.numpy as jnp
+import pytest
+import sessions
+import shared
+from commands import fails, succeeds
+
+from agn_optax import errors, service
+from agn_optax.service import Access
+
+RULE = shared.downpour()
+HOSTS = ("--host=localhost", "--host=127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys") / "here"
+    names = ("--chief=anna", "--worker=bert", "--operator=olga")
+    said = json.loads(succeeds("keys", folder, *HOSTS, *names, "--json"))
+    assert sorted(said["made"]) == sorted(map(str, folder.iterdir()))
+    return folder
+
+
+def tls(folder, name):
+    return service.tls(*(folder / f for f in ("ca.pem", f"{name}.pem", f"{name}.key")))
+
+
+@pytest.mark.parametrize("way", ["grpc", "socket"])
+@pytest.mark.parametrize("by", ["certificate", "token", "both"])
+def test_a_center_and_its_workers(made, way, by):
+    mutual = tls(made, "center")
+    access = Access(*[made / "tokens"] * (by != "certificate"))
+    mine = mutual if by != "token" else mutual._replace(ca=None)
+    with service.serve(RULE, tls=mine, access=access) as server:
+
+        def connect(name):
+            shown = tls(made, name)
+            settings = {"transports": [way], "timeout": 20}
+            if by != "certificate":
+                settings["token"] = made / f"{name}.token"
+            if by == "token":
+                shown = shown._replace(certificate=None, key=None)
+            return service.connect(server.address, RULE, tls=shown, **settings)
+
+        with connect("anna") as anna, connect("bert") as bert, connect("olga") as olga:
+            with pytest.raises(errors.NotAllowedError, match="role chief"):
+                bert.initialize(jnp.zeros(3), worker="bert")
+            anna.initialize(jnp.zeros(3), worker="anna")
+            sessions.exchange(bert, jnp.ones(3), anchor_version=0, worker="bert")
+            with pytest.raises(errors.NotAllowedError, match="worker 'bert'"):
+                bert.join("anna")
+            with pytest.raises(errors.NotAllowedError, match="worker or chief"):
+                olga.join("olga")
+            assert olga.pull().version == 1
+        with (
+            pytest.raises(errors.CenterUnreachableError),
+            service.connect(server.address, RULE, timeout=1),
+        ):
+            pass
+
+
+def test_keys_and_tokens_are_for_their_owner(made):
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    for path in made.iterdir():
+        public = path.suffix == ".pem"
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == (0o044 if public else 0)
+
+
+def test_more_may_be_made_later(made):
+    before = {path: path.read_bytes() for path in made.iterdir()}
+    succeeds("keys", made, "--worker=carl")
+    for path, content in before.items():
+        assert path.read_bytes().startswith(content)
+    assert stat.S_IMODE((made / "tokens").stat().st_mode) == 0o600
+    names = [line.split()[:2] for line in (made / "tokens").read_text().splitlines()]
+    assert ["worker", "carl"] in names
+    assert ["chief", "anna"] in names
+    with service.serve(RULE, jnp.zeros(3), tls=tls(made, "center")) as server:
+        service.connect(server.address, RULE, tls=tls(made, "carl")).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to make"),
+        (["--worker=a/b"], "a name must have 1 to 64 characters"),
+        (["--worker=*"], "a name must have"),
+        (["--worker=" + "x" * 65], "a name must have"),
+        (["--worker=anna", "--chief=anna"], "names must differ"),
+        (["--worker=center"], "names must differ, also from ca and center"),
+    ],
+)
+def test_names_that_are_none(tmp_path, arguments, message):
+    assert message in fails("keys", tmp_path / "new", *arguments, code=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_overwritten(made):
+    before = (made / "bert.key").read_bytes()
+    said = fails("keys", made, "--worker=bert", code=2)
+    assert "bert.pem is there already" in said
+    assert (made / "bert.key").read_bytes() == before
