@@ -318,6 +318,7 @@ class Ledger:
         replace: bool = False,
         back: bool = False,
         silence: float | None = None,
+        room: int | None = None,
     ) -> int:
         """A worker is there: new, or back. Returns the number of its connection.
 
@@ -329,10 +330,12 @@ class Ledger:
           back: this life has been there before; if it is not known, it is refused.
           silence: seconds without a sign of life after which it is given up; None for a
             worker that gives none.
+          room: workers for whom there is memory; None for any number.
 
         Raises:
           NameTakenError: a connected worker has that name.
-          CenterFullError: there are ``max_workers`` already.
+          CenterFullError: there are ``max_workers`` already, or as many as there is
+            room for.
           WorkerStateError: this life was replaced by another one, or is forgotten.
         """
         self.expire(now)
@@ -341,11 +344,15 @@ class Ledger:
         if back and not is_same:
             raise _was_replaced(worker)
         if old is None or old.gone:
-            if self.max_workers is not None and there >= self.max_workers:
-                raise errors.CenterFullError(
-                    f"no room for worker {worker!r}: this center takes "
-                    f"{self.max_workers} workers, and {there} are there"
-                )
+            for most, why in (
+                (self.max_workers, "this center takes"),
+                (room, "the memory that this center may use is for"),
+            ):
+                if most is not None and there >= most:
+                    raise errors.CenterFullError(
+                        f"no room for worker {worker!r}: {why} {most} workers, and "
+                        f"{there} are there"
+                    )
         elif old.connected and not (is_same or replace):
             raise errors.NameTakenError(
                 f"there is a worker {worker!r} already, which joined "

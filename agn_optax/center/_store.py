@@ -136,6 +136,11 @@ class Store:
                 f"{most:g}; the first parameters have {largest:g}"
             )
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the center optimizer's state."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._center_state))
+
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
         center_state = self._center_state

@@ -23,7 +23,7 @@ from agn_optax.rules import Rule
 
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
-    *("address", "barrier", "max_workers", "lease", "dtype", "device"),
+    *("address", "barrier", "max_workers", "lease", "memory", "dtype", "device"),
     *("direct", "direct_address", "insecure", "parent_period", "reflection"),
 )
 # Options that `agn_optax.center.Refuse` has without their prefix.
@@ -74,6 +74,8 @@ class CenterOptions:
       barrier: Workers that must have joined before any of them starts.
       max_workers [64]: Workers that may be there at a time.
       lease [10]: Seconds after which a worker that lost its connection is given up.
+      memory [no bound]: Bytes that the center, its optimizer's state and all messages
+        may take together; workers for whom there is no room are refused.
       dtype: Floating dtype of the center, whatever its workers have.
       device [cpu]: Platform the center lives on.
       direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
@@ -145,6 +147,7 @@ class CenterOptions:
     barrier: int | None = None
     max_workers: int | None = None
     lease: float | None = None
+    memory: int | None = None
     dtype: str | None = None
     device: str | None = None
     direct: bool | None = None

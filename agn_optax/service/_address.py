@@ -16,7 +16,6 @@ _MAX_MESSAGE = 64 << 20  # bytes; of gRPC, for descriptions of very many leaves
 # Both sides ping a silent connection, so that a host that vanished is noticed.
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", _MAX_MESSAGE),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
@@ -28,6 +27,7 @@ def client_options(address: str) -> list[tuple[str, Any]]:
     """Of a channel."""
     return [
         *OPTIONS,
+        ("grpc.max_receive_message_length", _MAX_MESSAGE),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # What an attempt may take, greetings of TCP, TLS and HTTP included; gRPC calls
         # it a backoff, but one that is refused is over at once.

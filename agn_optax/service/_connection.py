@@ -1,7 +1,7 @@
 """A connection to a center: calls that are tried again, as long as there is hope.
 
-Calls are made on the thread of whoever makes them. One more thread, which all
-connections of the process share, ends those that nothing is heard of for too long.
+Calls are made on the thread of whoever makes them. The watchdog ends those that nothing
+is heard of for too long.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from agn_optax import errors
-from agn_optax._internal import in_background
 from agn_optax.service import _address, _handshake, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._files import Reread
 from agn_optax.service._tls import Tls
+from agn_optax.service._watchdog import LEAST_RATE, watchdog
 from agn_optax.service.wire._packets import nothing
 
 if TYPE_CHECKING:
@@ -251,18 +251,28 @@ class Connection:
           CenterUnreachableError: nothing came, or could be sent, for too long.
           AgnOptaxError: the center ended the call, with this.
         """
+        over_by = math.inf  # of the packet that moves
 
         def sent() -> None:
-            link.deadline = min(until, time.monotonic() + self.timeout)
+            link.deadline = min(until, over_by, time.monotonic() + self.timeout)
 
         def heard() -> None:
             self._heard = time.monotonic()
             sent()
 
+        @contextlib.contextmanager
+        def pace(size: int) -> Iterator[None]:
+            nonlocal over_by
+            over_by = time.monotonic() + self.timeout + size / LEAST_RATE
+            try:
+                yield
+            finally:
+                over_by = math.inf
+
         sent()
-        link.sent, link.heard = sent, heard
+        link.sent, link.heard, link.pace = sent, heard, pace
         try:
-            with _watchdog.watching(link):
+            with watchdog.watching(link):
                 yield
         except BaseException as error:  # Ctrl-C, too: nothing goes on by itself
             link.cancel()
@@ -273,13 +283,14 @@ class Connection:
                 if time.monotonic() >= until:
                     raise TimeoutError from None
                 self._renew()
-                silence = f"nothing came for {self.timeout:.0f} s"
+                silence = f"nothing came for {self.timeout:.0f} s, or far too slowly"
                 raise errors.CenterUnreachableError(silence) from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:
             # They know the link: in a circle, its memory would outlive it for long.
             link.sent = link.heard = nothing
+            link.pace = contextlib.nullcontext
 
     def stop(self) -> None:
         """Takes no more calls, and does not try any again."""
@@ -327,54 +338,3 @@ def _as_dict(message: Any) -> dict[str, Any]:
             value = None
         said[field.name] = value
     return said
-
-
-class _Watchdog:
-    """Cancels links whose time is over.
-
-    Its thread looks when the earliest deadline that it knows of is over, and not at
-    every exchange: deadlines are mostly later by then.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._watched: set[Link] = set()
-        self._looks = math.inf  # when
-        self._runs = False
-
-    @contextlib.contextmanager
-    def watching(self, link: Link) -> Iterator[None]:
-        """Cancels ``link`` if it is late."""
-        with self._changed:
-            if not self._runs:
-                in_background(self._run, "agn-optax watchdog", lasting=True)
-                self._runs = True  # if there could be one more thread
-            self._watched.add(link)
-            if link.deadline < self._looks:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._watched.discard(link)
-
-    def _run(self) -> None:
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                self._cancel_late(now)
-                deadlines = [each.deadline for each in self._watched]
-                self._looks = min(deadlines, default=math.inf)
-                left = self._looks - now
-                self._changed.wait(None if left == math.inf else left)
-
-    def _cancel_late(self, now: float) -> None:
-        """A call of its own, for no link may stay here while the thread waits."""
-        late = [each for each in self._watched if each.deadline <= now]
-        for each in late:
-            each.is_late = True
-            each.cancel()
-        self._watched.difference_update(late)
-
-
-_watchdog = _Watchdog()

@@ -88,8 +88,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
             self.center.close(f"the center at {self.address} is going down")
             end = time.monotonic() + grace
             while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
-                for listener in self._listeners.values():
-                    listener.cut(_UNREAD)
+                self._servicer.transfers.cut(_UNREAD)
             if self.uplink is not None:
                 self.uplink.stop(grace)
             for listener in self._listeners.values():
@@ -117,6 +116,7 @@ def serve(
     barrier: int = 0,
     max_workers: int = 64,
     lease: float = 10.0,
+    memory: int | None = None,
     tls: Tls | None = None,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
@@ -144,6 +144,9 @@ def serve(
       barrier: workers that must have joined before any of them starts.
       max_workers: workers that may be there at a time.
       lease: seconds after which a worker that lost its connection is given up.
+      memory: bytes that the center, its optimizer's state and all messages may take
+        together: a worker for whose message there is no room is refused, and those that
+        are there go on. None for any number.
       tls: this center's certificate and key, and who vouches for workers if they must
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
@@ -191,6 +194,7 @@ def serve(
     """
     check_rule(rule)
     _tls.check(tls, credentials, insecure, _address.check(address))
+    check.whole_number(memory, "memory", least=1)
     addresses = [address]
     if direct_address is not None:
         if not direct:
@@ -226,7 +230,7 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center.core, door, kept, upwards)
+    servicer = Servicer(center.core, door, kept, upwards, memory)
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
         tells = is_local if reflection is None else reflection

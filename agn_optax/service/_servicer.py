@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -24,9 +24,16 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller, Door
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
+from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader, nothing
+from agn_optax.service.wire._packets import (
+    MOST_CONTROL,
+    MOST_SCHEMA,
+    Parcel,
+    Reader,
+    nothing,
+)
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
@@ -35,6 +42,14 @@ _LEAST_COPIED = 1 << 20  # bytes
 _SILENT_BEATS = 3  # signs of life that may fail to come
 _LONGEST_BEAT = 5.0  # seconds
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
+# What a peer may do to a center.
+_STALLED = 30.0  # seconds in which some of a packet must move
+_UNKNOWN = 5.0  # seconds in which a worker must say who it is
+_MOST_NAME = 256  # bytes of a worker's name
+_MOST_LIVES = 4096  # of which one call says that they are there
+_MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
+_MOST_INITIALIZATIONS = 1
+_OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
 
 
 @dataclasses.dataclass
@@ -57,13 +72,27 @@ class Servicer:
       door: through which callers come.
       dtype: the floating dtype that the center keeps by choice; "" if it has none.
       parent: address of the center that this one is a worker of; "" if none.
+      memory: bytes that the center and all messages may take together; None for any
+        number.
+
+    Attributes:
+      transfers: packets that are on their way.
     """
 
     def __init__(
-        self, core: Core, door: Door, dtype: str = "", parent: str = ""
+        self,
+        core: Core,
+        door: Door,
+        dtype: str = "",
+        parent: str = "",
+        memory: int | None = None,
     ) -> None:
         self.core = core
         self.door = door
+        self.transfers = Transfers()
+        self._memory = memory
+        self._pulls = threading.BoundedSemaphore(_MOST_PULLS)
+        self._initializations = threading.BoundedSemaphore(_MOST_INITIALIZATIONS)
         self._dtype = dtype
         self._parent = parent
         # Once, and before anybody asks: calls that come together would each compute it,
@@ -94,6 +123,19 @@ class Servicer:
         with self._idle:
             return self._idle.wait_for(lambda: not self._busy, timeout)
 
+    @contextmanager
+    def sending(
+        self, cancel: Callable[[], None], parcel: Parcel
+    ) -> Iterator[Callable[[], None]]:
+        """Around a parcel's way to a worker; to be called whenever some of it went.
+
+        Args:
+          cancel: ends the connection to that worker, from any thread.
+          parcel: to be sent.
+        """
+        with self.transfers.under_way(cancel, parcel.nbytes, _STALLED) as transfer:
+            yield transfer.went
+
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """What this center is."""
         caller.check("Describe")
@@ -116,10 +158,23 @@ class Servicer:
             offers=self._offers_to(caller),
         )
 
-    def initialize(self, reader: Reader, caller: Caller) -> pb.Initialized:
+    def initialize(
+        self, reader: Reader, context: Any, caller: Caller
+    ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        start = _first(reader, "start")
+        with (
+            _one_of(self._initializations, "another worker initializes this center"),
+            self._receiving(reader, context.cancel),
+        ):
+            return self._initialize(reader, context, caller)
+
+    def _initialize(
+        self, reader: Reader, context: Any, caller: Caller
+    ) -> pb.Initialized:
+        with self.transfers.under_way(context.cancel, 0, _STALLED):
+            start = _first(reader, "start", MOST_SCHEMA)
+        _check_name(start.worker, least=0)
         caller.check("Initialize", start.worker)
         schema = _trees.from_proto(start.schema)
         own = self.schema()
@@ -131,6 +186,11 @@ class Servicer:
                         f"{leaf.path} is {leaf.dtype}, which this center can keep only "
                         "with JAX_ENABLE_X64=1 in its environment"
                     )
+            if self._memory is not None and schema.size > self._memory:
+                raise errors.CenterFullError(
+                    f"the parameters have {schema.size} bytes, and this center may use "
+                    f"{self._memory}: serve it with more memory="
+                )
             buffer = reader.buffer(schema, "the parameters")
             params = _trees.build(schema, schema.views(buffer))
         version = self.core.initialize(params, worker=start.worker)
@@ -151,9 +211,14 @@ class Servicer:
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        with self.core.reading(kept=True) as version:
-            parcel = self._parcel(version, self._travels.center, applied=True)
-        yield parcel
+        while not self._pulls.acquire(timeout=WAITING_INTERVAL):
+            yield _WAITING
+        try:
+            with self.core.reading(kept=True) as version:
+                parcel = self._parcel(version, self._travels.center, applied=True)
+            yield parcel
+        finally:
+            self._pulls.release()
 
     def exchange(
         self, reader: Reader, context: Any, caller: Caller
@@ -163,13 +228,19 @@ class Servicer:
         Args:
           reader: of what the worker says, over gRPC or a direct connection.
           context: knows whether the worker is there: ``is_active()``, and
-            ``add_callback(gone)``, which returns whether it will be called.
+            ``add_callback(gone)``, which returns whether it will be called; and
+            ``cancel()`` ends the connection.
           caller: the worker, which says no other name than its own.
         """
         caller.check("Exchange")
-        join = _first(reader, "join")
-        if not join.worker or not join.incarnation:
-            raise errors.ProtocolError("a worker must say its name and incarnation")
+        with self._receiving(reader, context.cancel):
+            yield from self._live(reader, context, caller)
+
+    def _live(self, reader: Reader, context: Any, caller: Caller) -> Iterator[Parcel]:
+        with self.transfers.under_way(context.cancel, 0, _UNKNOWN):
+            join = _first(reader, "join")
+        _check_name(join.worker)
+        _check_name(join.incarnation)
         caller.check("Exchange", join.worker)
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
@@ -185,6 +256,7 @@ class Servicer:
             back=bool(join.center),
             silence=self._silence,
             cut=context.cancel,
+            room=self._room(),
         )
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
@@ -208,6 +280,10 @@ class Servicer:
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Signs of life of workers that have nothing else to say."""
         caller.check("Alive")
+        if len(request.lives) > _MOST_LIVES:
+            raise errors.ProtocolError(
+                f"a call is for {_MOST_LIVES} lives at most, got {len(request.lives)}"
+            )
         for life in request.lives:
             caller.check("Alive", life.worker)
         for life in request.lives:
@@ -292,6 +368,36 @@ class Servicer:
     def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""
         return self._travels.center if self.core.is_initialized else None
+
+    def _room(self) -> int | None:
+        """Workers for whom there is memory; None if that is not bounded.
+
+        The center is there, its optimizer's state, the version that is made next, and
+        one for each pull; and of every worker a message, over which its answer is
+        written.
+        """
+        if self._memory is None or not self.core.is_initialized:
+            return None
+        versions = (2 + _MOST_PULLS) * self._travels.center.size
+        taken = versions + self.core.store.state_bytes
+        each = self._travels.message.size + _OVERHEAD
+        return max(0, (self._memory - taken) // each)
+
+    @contextmanager
+    def _receiving(self, reader: Reader, cancel: Callable[[], None]) -> Iterator[None]:
+        """Packets come, of which none may stop in the middle."""
+
+        @contextmanager
+        def pace(size: int) -> Iterator[None]:
+            with self.transfers.under_way(cancel, size, _STALLED) as transfer:
+                reader.heard = transfer.went
+                yield
+
+        reader.pace = pace
+        try:
+            yield
+        finally:  # it knows the reader: in a circle, its memory would outlive it
+            reader.pace, reader.heard = nullcontext, nothing
 
     @functools.cached_property
     def _travels(self) -> _trees.Travelling:
@@ -436,9 +542,33 @@ class Servicer:
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
 
 
-def _first(reader: Reader, kind: str) -> Any:
+@contextmanager
+def _one_of(places: threading.Semaphore, otherwise: str) -> Iterator[None]:
+    """In one of few places.
+
+    Raises:
+      CenterFullError: none is free for a while.
+    """
+    if not places.acquire(timeout=_STALLED / 2):
+        raise errors.CenterFullError(f"{otherwise}; try again")
+    try:
+        yield
+    finally:
+        places.release()
+
+
+def _check_name(name: str, least: int = 1) -> None:
+    """Of a worker, or of one of its lives."""
+    if not least <= len(name.encode()) <= _MOST_NAME:
+        raise errors.ProtocolError(
+            f"the names of a worker and of its incarnation have {least} to "
+            f"{_MOST_NAME} bytes, got {len(name.encode())}: {name[:40]!r}"
+        )
+
+
+def _first(reader: Reader, kind: str, most: int = MOST_CONTROL) -> Any:
     """What the first packet of a call says, which must be of our protocol."""
-    control = reader.control()
+    control = reader.control(most)
     if control is None:
         raise errors.ProtocolError("a call ended before its first packet")
     said = getattr(control, kind)

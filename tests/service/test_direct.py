@@ -30,12 +30,12 @@ import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
-from agn_optax.service import _address, _connection
+from agn_optax.service import _address, _connection, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _memory, _socket
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import HEAD, MAX_CONTROL, Reader
+from agn_optax.service.wire._packets import HEAD, MOST_CONTROL, Reader
 
 RULE = shared.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes
@@ -359,7 +359,7 @@ def wait_until_late(link, connection):
 
 
 def test_a_link_that_was_late_is_free_at_once(monkeypatch):
-    monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
+    monkeypatch.setattr(_connection, "watchdog", _watchdog.Watchdog())
     connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
     with silent_link() as link:
         wait_until_late(link, connection)
@@ -488,7 +488,7 @@ def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
 
 def test_a_watchdog_that_could_not_start_starts_later(monkeypatch):
     """There may be no room for a thread, for a while."""
-    monkeypatch.setattr(_connection, "_watchdog", _connection._Watchdog())
+    monkeypatch.setattr(_connection, "watchdog", _watchdog.Watchdog())
     connection = _connection.Connection("127.0.0.1:1", timeout=0.2)
 
     def no_room(_):
@@ -983,7 +983,7 @@ def hostile():
         "a buffer for nothing": packet(pb.Frame(acknowledge=1), 8, bytes(8)) * 2,
         "no control part": packet(b"\xff" * 20),
         "empty control part": packet(b""),
-        "huge control part": HEAD.pack(MAX_CONTROL + 1, 0),
+        "huge control part": HEAD.pack(MOST_CONTROL + 1, 0),
         "ends in a head": b"\x01\x02",
         "ends in a buffer": packet(pb.Frame(message=message), schema.size, bytes(9)),
     }

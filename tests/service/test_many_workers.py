@@ -338,11 +338,16 @@ def joining(worker="anna"):
     return Reader(io.BytesIO(b"".join(packet)).readinto, Buffers())
 
 
+def life(server, call):
+    servicer = server._servicer
+    return servicer.exchange(joining(), call, servicer.door.caller())
+
+
 def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
     """The server learns of the end while the worker is coming back."""
     with served() as (server, _):
         old, new = Call(), Call()
-        first = server._servicer.exchange(joining(), old)
+        first = life(server, old)
         next(first)
         ending = threading.Thread(target=old.end)
         join = server.center.core.join
@@ -354,7 +359,7 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
             return session
 
         server.center.core.join = join_meanwhile
-        second = server._servicer.exchange(joining(), new)
+        second = life(server, new)
         next(second)
         ending.join(LIMIT)
         assert members(server)["anna"].connected
@@ -367,8 +372,8 @@ def test_a_call_that_ended_before_it_began_disconnects_nobody():
     with served() as (server, _):
         late, live = Call(), Call()
         late.end()
-        next(server._servicer.exchange(joining(), live))
-        assert list(server._servicer.exchange(joining(), late)) == []
+        next(life(server, live))
+        assert list(life(server, late)) == []
         assert members(server)["anna"].connected
 
 

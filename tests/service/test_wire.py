@@ -279,8 +279,14 @@ def test_packets_that_were_cut(control):
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
-        (HEAD.pack(_packets.MAX_CONTROL + 1, 0), "no control part has 67108865 bytes"),
-        (HEAD.pack(2**32 - 1, 0) + bytes(9), "no control part has 4294967295 bytes"),
+        (
+            HEAD.pack(_packets.MOST_CONTROL + 1, 0),
+            "at most 65536 bytes here, got 65537",
+        ),
+        (
+            HEAD.pack(2**32 - 1, 0) + bytes(9),
+            "at most 65536 bytes here, got 4294967295",
+        ),
         (HEAD.pack(9, 0) + b"\xff" * 9, "not a control part"),
         (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),
         (HEAD.pack(0, 2**64 - 1), "of 9 bytes was expected, got 18446744073709551615"),

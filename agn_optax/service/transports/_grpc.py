@@ -84,7 +84,7 @@ class GrpcLink(_transport.Link):
     def _outgoing(self) -> Iterator[bytes]:
         """On a thread of gRPC's."""
         while (parcel := self._parcels.get()) is not None:
-            with parcel:
+            with parcel, self.pace(parcel.nbytes):
                 for message in joined(parcel.pieces(), MESSAGE_SIZE):
                     yield message
                     self.sent()
@@ -107,6 +107,7 @@ class GrpcListener(_transport.Listener):
             self._threads,
             options=[
                 *_address.OPTIONS,
+                ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
@@ -123,7 +124,7 @@ class GrpcListener(_transport.Listener):
                 reflection.SERVICE_NAME,
             )
             reflection.enable_server_reflection(names, self._server)
-        calls = _handlers(servicer, self)
+        calls = _handlers(servicer)
         self._server.add_generic_rpc_handlers((calls,))
         self.address = _listening(self._server, place)
         if self.address.startswith("unix:") and servicer.door.access is None:
@@ -175,7 +176,7 @@ def _check_free(address: str) -> None:
         )
 
 
-def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
+def _handlers(servicer: Servicer) -> Any:
     """The calls of center.proto."""
     serialized = operator.methodcaller("SerializeToString")
 
@@ -187,7 +188,7 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
-                return call(said, _caller(servicer.door, context))
+                return call(said, context, _caller(servicer.door, context))
 
         return answer
 
@@ -198,7 +199,7 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
             with _errors_to(context):
                 caller = _caller(servicer.door, context)
                 for parcel in call(said, context, caller):
-                    with parcel, listener.sending(context.cancel) as moved:
+                    with parcel, servicer.sending(context.cancel, parcel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
                             yield message
                             moved()
@@ -207,7 +208,7 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
 
     def unary(call: Callable[..., Any], request: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            replied(call), request.FromString, serialized
+            replied(lambda said, _, by: call(said, by)), request.FromString, serialized
         )
 
     return grpc.method_handlers_generic_handler(
@@ -219,7 +220,9 @@ def _handlers(servicer: Servicer, listener: GrpcListener) -> Any:
             "Status": unary(servicer.status, pb.StatusRequest),
             "Drain": unary(servicer.drain, pb.DrainRequest),
             "Initialize": grpc.stream_unary_rpc_method_handler(
-                replied(lambda said, by: servicer.initialize(reader(said), by)),
+                replied(
+                    lambda said, call, by: servicer.initialize(reader(said), call, by)
+                ),
                 response_serializer=serialized,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(

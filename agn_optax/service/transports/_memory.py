@@ -25,7 +25,7 @@ from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _socket, _transport
 from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._packets import MOST_CONTROL, Parcel
 from agn_optax.service.wire._schema import Schema
 
 # What is smaller goes through the socket faster than through shared memory.
@@ -67,8 +67,8 @@ class MemoryLink(_socket.SocketLink):
         if parcel.nbytes < LEAST_SHARED or not self._share(parcel):
             super().send(parcel)
 
-    def control(self) -> pb.Frame:
-        frame = super().control()
+    def control(self, most: int = MOST_CONTROL) -> pb.Frame:
+        frame = super().control(most)
         self._lies_there = bool(frame.segment)
         return frame
 
@@ -94,7 +94,8 @@ class MemoryLink(_socket.SocketLink):
         with parcel:
             _buffers.write(parcel.schema, parcel.arrays, buffer)
             self.sent()
-            _socket.send(self._end, parcel.pieces(in_memory=True), self.sent)
+            with self.pace(0):
+                _socket.send(self._end, parcel.pieces(in_memory=True), self.sent)
         return True
 
     def _take(self, size: int) -> tuple[int, np.ndarray] | None:
@@ -142,7 +143,7 @@ class MemoryListener(_socket.SocketListener):
     """Takes connections with segments."""
 
     def accepted(self, end: socket.socket) -> _socket.Accepted:
-        return MemoryAccepted(end, self._servicer.buffers, self)
+        return MemoryAccepted(end, self._servicer)
 
 
 class MemoryAccepted(_socket.Accepted):
@@ -150,24 +151,21 @@ class MemoryAccepted(_socket.Accepted):
 
     Args:
       end: the socket.
-      buffers: that messages are received in.
-      listener: that has it.
+      servicer: whose buffers messages are received in.
     """
 
-    def __init__(
-        self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
-    ) -> None:
-        super().__init__(end, buffers, listener)
+    def __init__(self, end: socket.socket, servicer: Servicer) -> None:
+        super().__init__(end, servicer)
         self._came: list[int] = []  # file descriptors
         self._segments: dict[int, np.ndarray] = {}
         self._segment = 0  # where the buffer of the last packet lies
         self._answer_segment = 0  # where the worker wants its next answer
 
-    def control(self) -> pb.Frame | None:
+    def control(self, most: int = MOST_CONTROL) -> pb.Frame | None:
         """The control part of the next packet; None when the worker is gone."""
         while True:
             with self._descriptors() as descriptors:
-                frame = super().control()
+                frame = super().control(most)
                 if frame is None or not frame.HasField("attach"):
                     break
                 refused = self._attach(frame.attach, descriptors)

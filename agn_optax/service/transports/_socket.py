@@ -112,7 +112,7 @@ class SocketLink(_transport.Link):
         weakref.finalize(self, end.close)
 
     def send(self, parcel: Parcel) -> None:
-        with parcel:
+        with parcel, self.pace(parcel.nbytes):
             send(self._end, parcel.pieces(), self.sent)
 
     def why_it_ended(self) -> errors.AgnOptaxError:
@@ -214,7 +214,7 @@ class SocketListener(_transport.Listener):
 
     def accepted(self, end: socket.socket) -> Accepted:
         """The service's end of a connection that has greeted."""
-        return Accepted(end, self._servicer.buffers, self)
+        return Accepted(end, self._servicer)
 
     def why_not(self, end: socket.socket) -> str:
         """Why somebody who connected is refused; "" if he is not.
@@ -334,16 +334,13 @@ class Accepted(Reader):
 
     Args:
       end: the socket.
-      buffers: to receive in.
-      listener: that has it, and knows what is on its way to the worker.
+      servicer: whose buffers it receives in, and who knows what is on its way.
     """
 
-    def __init__(
-        self, end: socket.socket, buffers: Buffers, listener: _transport.Listener
-    ) -> None:
-        super().__init__(end.recv_into, buffers)
+    def __init__(self, end: socket.socket, servicer: Servicer) -> None:
+        super().__init__(end.recv_into, servicer.buffers)
         self._end = end
-        self._listener = listener
+        self._sending = servicer.sending
         self._gone: Future[None] = Future()  # is cancelled when the worker is
 
     # As the context of a gRPC call.
@@ -367,7 +364,7 @@ class Accepted(Reader):
 
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel."""
-        with parcel, self._listener.sending(self.cancel) as moved:
+        with parcel, self._sending(self.cancel, parcel) as moved:
             pieces = self.pieces(parcel)
             try:
                 send(self._end, pieces, moved)

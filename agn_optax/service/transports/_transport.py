@@ -10,11 +10,9 @@ A transport is a file with a `Transport` in it. `listen` makes the service's end
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from agn_optax.service._connection import Connection
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel, Reader, nothing
+from agn_optax.service.wire._packets import MOST_CONTROL, Parcel, Reader, nothing
 
 
 class Place(NamedTuple):
@@ -76,42 +74,12 @@ class Listener(abc.ABC):
 
     def __init__(self) -> None:
         self._threads = Threads()
-        # What is on its way to workers: when some of it went last, and how to end it.
-        self._moved: dict[object, tuple[float, Callable[[], None]]] = {}
 
     def start(self) -> None:  # noqa: B027 most have nothing to wait for
         """Answers, now that every transport listens and the servicer knows of them."""
 
     def drain(self) -> None:  # noqa: B027 most have nobody to tell
         """Tells those who ask that the service is about to end."""
-
-    @contextlib.contextmanager
-    def sending(self, cancel: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Around one parcel's way to a worker; to be called whenever some of it went.
-
-        Args:
-          cancel: ends the connection to that worker, from any thread.
-        """
-        key = object()
-
-        def moved() -> None:
-            self._moved[key] = time.monotonic(), cancel
-
-        moved()
-        try:
-            yield moved
-        finally:
-            del self._moved[key]
-
-    def cut(self, seconds: float) -> None:
-        """Ends connections to workers that have taken nothing for so many seconds.
-
-        One that reads nothing must not be waited for.
-        """
-        now = time.monotonic()
-        for moved, cancel in list(self._moved.values()):
-            if now - moved > seconds:
-                cancel()
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
@@ -166,9 +134,9 @@ class Link(Reader, abc.ABC):
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel; its arrays are read until the answer is there."""
 
-    def control(self) -> pb.Frame:
+    def control(self, most: int = MOST_CONTROL) -> pb.Frame:
         """The control part of the next packet."""
-        frame = super().control()
+        frame = super().control(most)
         if frame is None:
             raise EOFError("the call has ended")
         if frame.HasField("refused"):

@@ -6,9 +6,11 @@ and the buffer holds the leaves of a tree. See center.proto.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -20,7 +22,10 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._schema import Schema
 
 HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
-MAX_CONTROL = 64 << 20  # bytes; most have a hundred, a schema of very many leaves more
+MOST_CONTROL = 64 << 10  # bytes; most have a hundred
+MOST_SCHEMA = (
+    64 << 20
+)  # bytes of a control part with a schema; very many leaves have them
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,19 +107,26 @@ class Reader:
 
     Attributes:
       heard: called when something came.
+      pace: ``pace(size)`` is around bytes that are to come without a pause; of a
+        link, also around those that go.
     """
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
         self.heard = nothing
+        self.pace: Callable[[int], contextlib.AbstractContextManager[Any]]
+        self.pace = contextlib.nullcontext
         self._receive = receive
         self._buffers = buffers
         self._follows = 0  # bytes of the buffer that has been announced, and not read
 
-    def control(self) -> pb.Frame | None:
+    def control(self, most: int = MOST_CONTROL) -> pb.Frame | None:
         """The control part of the next packet; None where there is no further one.
 
+        Args:
+          most: bytes that it may have. Memory is taken for it before it is looked at.
+
         Raises:
-          ProtocolError: what came is none.
+          ProtocolError: what came is none, or longer.
           EOFError: it ends within a packet.
         """
         if self._follows:
@@ -125,12 +137,15 @@ class Reader:
         first = self._some(memoryview(head))
         if not first:
             return None
-        self._fill(memoryview(head)[first:])
-        length, follows = HEAD.unpack(head)
-        if length > MAX_CONTROL:
-            raise errors.ProtocolError(f"no control part has {length} bytes")
-        control = bytearray(length)
-        self._fill(memoryview(control))
+        with self.pace(most):
+            self._fill(memoryview(head)[first:])
+            length, follows = HEAD.unpack(head)
+            if length > most:
+                raise errors.ProtocolError(
+                    f"a control part has at most {most} bytes here, got {length}"
+                )
+            control = bytearray(length)
+            self._fill(memoryview(control))
         try:
             frame = pb.Frame.FromString(bytes(control))
         except DecodeError as error:
@@ -152,7 +167,8 @@ class Reader:
                 f"{what} of {schema.size} bytes was expected, got {self._follows} bytes"
             )
         buffer = self._buffers.take(schema.size)
-        self._fill(buffer.data)
+        with self.pace(schema.size):
+            self._fill(buffer.data)
         self._follows = 0
         return buffer
 

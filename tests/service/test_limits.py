@@ -1,0 +1,311 @@
+"""What a peer can do to a center: hold little, not for long, and keep nobody out."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import sessions
+import shared
+
+from agn_optax import errors, service
+from agn_optax.service import _address, _connection, _servicer, _watchdog
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import GrpcLink, Target, _socket
+from agn_optax.service.wire import _packets, _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import HEAD
+
+RULE = shared.downpour()
+LIMIT = 60  # seconds that nothing here takes
+SIZE = 1 << 20  # elements
+START = np.zeros(SIZE, np.float32)
+transports = pytest.mark.parametrize("transport", ["grpc", "socket"])
+
+
+@pytest.fixture
+def server():
+    with service.serve(RULE, START, max_workers=4) as made:
+        yield made
+
+
+@pytest.fixture
+def center(server):
+    with service.connect(server.address, RULE, timeout=LIMIT) as made:
+        yield made
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.01)
+
+
+class Peer:
+    """Says what bytes it likes, as a call to the center."""
+
+    def __init__(self, center, transport, call="Exchange"):
+        remote = center._remote
+        if transport == "grpc":
+            self._said = queue.SimpleQueue()
+            messages = iter(self._said.get, None)
+            self.link = GrpcLink(remote.connection, call, Buffers(), messages)
+        else:
+            offer = remote._offers["socket"]
+            self.link = _socket.SOCKET.dial(Target(remote.connection, offer, Buffers()))
+        self._transport = transport
+
+    def say(self, data):
+        if self._transport == "grpc":
+            self._said.put(data)
+        else:
+            self.link._end.sendall(data)
+
+    def join(self, name="anna"):
+        join = pb.Join(protocol=_address.PROTOCOL, worker=name, incarnation=name)
+        self.say(packet(pb.Frame(join=join)))
+        assert self.link.control().HasField("joined")
+
+    def has_ended(self):
+        """Waits until the center has ended it; returns why, if it said so."""
+        try:
+            with contextlib.suppress(*self.link.ended):
+                while self.link.control():
+                    pass
+        except errors.AgnOptaxError as error:
+            return error
+        return self.link.why_it_ended()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._transport == "grpc":
+            self._said.put(None)
+        self.link.cancel()
+
+
+def packet(frame, follows=0):
+    control = frame.SerializeToString()
+    return HEAD.pack(len(control), follows) + control
+
+
+def message(server, sequence=1):
+    schema = server._servicer._travels.message
+    said = pb.Message(sequence=sequence, schema_hash=schema.hash)
+    return packet(pb.Frame(message=said), schema.size)
+
+
+def others_go_on(center, versions=3):
+    before = center.pull().version
+    for version in range(before, before + versions):
+        ones = np.ones(SIZE, np.float32)
+        sessions.exchange(center, ones, anchor_version=version, worker="bert")
+    assert center.pull().version == before + versions
+
+
+@transports
+def test_who_stops_in_the_middle_of_a_message_is_cut_off(
+    server, center, transport, monkeypatch
+):
+    monkeypatch.setattr(_servicer, "_STALLED", 0.3)
+    with Peer(center, transport) as peer:
+        peer.join()
+        peer.say(message(server) + bytes(100))
+        others_go_on(center)
+        peer.has_ended()
+        wait_until(lambda: not server._servicer._talking)
+    assert not server._servicer.transfers._all
+
+
+@transports
+def test_a_byte_now_and_then_is_too_slow(server, center, transport, monkeypatch):
+    """Something always moves, and yet it must be over some time."""
+    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
+    monkeypatch.setattr(_watchdog, "LEAST_RATE", 1 << 40)
+    with Peer(center, transport) as peer:
+        peer.join()
+        peer.say(message(server))
+        ended = threading.Event()
+
+        def drip():
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.05):
+                    peer.say(b"\0")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            peer.has_ended()
+        finally:
+            ended.set()
+            dripping.join()
+    wait_until(lambda: not server._servicer._talking)
+
+
+@transports
+def test_who_never_says_who_it_is_is_cut_off(server, center, transport, monkeypatch):
+    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(center, transport)) for _ in range(50)]
+        for peer in peers[:25]:
+            peer.say(b"\x01\0")  # the beginning of a head
+        assert center.status()["version"] == 0
+        for peer in peers:
+            peer.has_ended()
+        others_go_on(center)
+    wait_until(lambda: threading.active_count() < before + 25)
+
+
+@transports
+def test_who_does_not_read_its_answer_is_cut_off(
+    server, center, transport, monkeypatch
+):
+    large = np.zeros(8 * SIZE, np.float32)  # more than sockets hold
+    monkeypatch.setattr(_servicer, "_STALLED", 0.5)
+    with (
+        service.serve(RULE, large) as large_server,
+        service.connect(large_server.address, RULE, transports=[transport]) as other,
+    ):
+        anna = other.join("anna")
+        anna.submit(1, large, anchor_version=0)
+        wait_until(lambda: large_server.center.version == 1)
+        wait_until(lambda: not large_server._servicer._talking)
+        # Nothing is lost: it asks again.
+        assert anna.collect(1, timeout=LIMIT).version == 1
+
+
+@transports
+@pytest.mark.parametrize("size", [0, 257, 60_000])
+def test_names_are_short(server, center, transport, size):
+    with Peer(center, transport) as peer:
+        join = pb.Join(
+            protocol=_address.PROTOCOL, worker="a" * size, incarnation="life"
+        )
+        peer.say(packet(pb.Frame(join=join)))
+        why = peer.has_ended()
+    assert isinstance(why, errors.ProtocolError)
+    assert f"1 to 256 bytes, got {size}" in str(why)
+    assert server.center.workers == set()
+
+
+def test_a_leave_of_a_name_that_nobody_has_is_not_remembered(server, center):
+    ledger = server.center.core.ledger
+    for i in range(20):
+        request = pb.LeaveRequest(worker=f"{i}" + "a" * 100_000, incarnation="life")
+        center._connection.unary("Leave", request, pb.LeaveReply)
+    assert not ledger._gone
+    assert not server._servicer._traffic
+    assert not center.status()["workers"]
+
+
+@transports
+def test_a_control_part_is_small(server, center, transport):
+    with Peer(center, transport) as peer:
+        peer.say(HEAD.pack(_packets.MOST_CONTROL + 1, 0))
+        why = peer.has_ended()
+    assert isinstance(why, errors.ProtocolError)
+    assert "at most 65536 bytes" in str(why)
+
+
+def test_one_call_is_for_few_lives(center):
+    lives = [pb.Life(worker="anna", incarnation="life")] * 5000
+    with pytest.raises(errors.ProtocolError, match="4096 lives at most, got 5000"):
+        center._connection.unary("Alive", pb.AliveRequest(lives=lives), pb.AliveReply)
+
+
+def test_newcomers_are_refused_where_there_is_no_memory_for_them():
+    """Room for the center and two messages: the two that are there go on."""
+    size = START.nbytes
+    memory = (2 + 4 + 2) * size + 3 * _servicer._OVERHEAD
+    with (
+        service.serve(RULE, START, memory=memory) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        ones = np.ones(SIZE, np.float32)
+        joined = [center.join(name) for name in ("anna", "bert")]
+        with pytest.raises(errors.CenterFullError, match="is for 2 workers, and 2 are"):
+            center.join("carl")
+        for session in joined:
+            assert session.exchange(1, ones, anchor_version=0).applied
+        joined[0].leave()
+        assert center.join("carl").exchange(1, ones, anchor_version=2).applied
+
+
+def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
+    with (
+        service.serve(RULE, memory=SIZE) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        with pytest.raises(errors.CenterFullError, match=f"{4 * SIZE} bytes"):
+            center.initialize(START, worker="chief")
+        small = np.zeros(10, np.float32)
+        assert center.initialize(small, worker="chief").version == 0
+
+
+def test_one_initializes_at_a_time(monkeypatch):
+    """Others wait for it a while: what each has sent would be in memory."""
+    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
+    with (
+        service.serve(RULE) as server,
+        service.connect(server.address, RULE, timeout=LIMIT) as center,
+        Peer(center, "grpc", "Initialize") as peer,
+    ):
+        schema = _trees.to_proto(_trees.schema_of(START))
+        start = pb.Start(protocol=_address.PROTOCOL, worker="a", schema=schema)
+        peer.say(packet(pb.Frame(start=start), START.nbytes) + bytes(1000))
+        wait_until(lambda: server._servicer._initializations._value == 0)
+        other = service.connect(server.address, RULE, timeout=LIMIT)
+        with other, pytest.raises(errors.CenterFullError, match="another worker init"):
+            other._remote.initialize(START, "b")
+        peer.has_ended()  # for it says nothing any more
+        assert center.initialize(START, worker="c").version == 0
+
+
+def test_few_pulls_at_a_time(server, center):
+    """Each may keep a version in memory; the others wait for their turn."""
+    places = _servicer._MOST_PULLS
+    for _ in range(places):
+        assert server._servicer._pulls.acquire(timeout=LIMIT)
+    pulled = []
+    pulling = threading.Thread(target=lambda: pulled.append(center.pull()))
+    pulling.start()
+    ones = np.ones(SIZE, np.float32)
+    sessions.exchange(center, ones, anchor_version=0, worker="bert")
+    assert not pulled
+    for _ in range(places):
+        server._servicer._pulls.release()
+    pulling.join(LIMIT)
+    assert pulled[0].version == 1
+
+
+def test_a_center_that_sends_a_byte_now_and_then_is_as_good_as_gone(monkeypatch):
+    monkeypatch.setattr(_connection, "LEAST_RATE", 1 << 40)
+    connection = _connection.Connection("127.0.0.1:1", timeout=0.5)
+    end, other = socket.socketpair()
+    over = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            other.sendall(HEAD.pack(60_000, 0))
+            while not over.wait(0.05):
+                other.sendall(b"\0")
+
+    with other:
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        link = _socket.SocketLink(end, Buffers())
+        try:
+            with (
+                pytest.raises(errors.CenterUnreachableError, match="far too slowly"),
+                connection.watching(link),
+            ):
+                link.control()
+        finally:
+            over.set()
+            dripping.join()
