@@ -127,8 +127,9 @@ class Journal:
         self._written = threading.Semaphore(0)
         self._error: Exception | None = None
         self._directory = Directory(directory)
+        self._directory.make_promise("journal", 0)
         self._writer = _writer.Writer(
-            self._directory, 0, lambda _: self._written.release(), self._fail
+            self._directory, 0, None, lambda _: self._written.release(), self._fail
         )
 
     def run(self) -> None:

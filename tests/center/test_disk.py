@@ -128,7 +128,7 @@ def test_killed_in_the_middle_of_a_compaction(interval, child):
     print(seen)  # noqa: T201
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(60 + 60 * KILLS)
 def test_copies_and_backups_at_random_moments(child, tmp_path):
     """A copy may be of files that do not go together, and then says so."""
     dice, seen = np.random.default_rng(0), collections.Counter()
