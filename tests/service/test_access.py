@@ -483,12 +483,16 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         replace(files["center"], second.issue("/CN=center"))
         wait_until_refused(server.address, old)
         replace(files["anna"], second.issue("/CN=anna"))
-        center._connection._let_go()  # as after a restart of the center
         for each in list(server._listeners["socket"]._accepted.values()):
             each.cancel()
         sessions.exchange(center, params(), anchor_version=1, worker="anna")
         assert server.center.version == 2
         assert allowed(server.address, client) == ALLOWED["worker"]
+        server.stop()
+        with service.serve(
+            RULE, params(), tls=files["center"], address=server.address
+        ):  # to which a connection made with the old one comes back
+            assert center.pull().version == 0
 
 
 def replace(files, tls):
