@@ -268,8 +268,7 @@ def test_what_a_codec_keeps_of_a_refused_message_is_not_sent(overlap):
     assert_identical(jax.tree.map(np.asarray, state.codec_state), expected)
 
 
-def test_a_residual_of_a_dropped_message_is_lost_with_it():
-    """As before: what a mode drops is no refusal."""
+def test_what_a_mode_drops_is_no_refusal():
     mode = BoundedStaleness(versions=0)
     center = LocalCenter(shared.downpour(), jnp.zeros(2), mode=mode)
     for worker in ("anna", "bert"):
@@ -301,6 +300,19 @@ def test_a_round_goes_on_without_what_it_refuses():
         answer = session.collect(2, 10)
         assert answer.refused
         assert answer.version == 1
+
+
+def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before():
+    center = LocalCenter(
+        shared.easgd(0.5), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
+    )
+    anna, bert = center.join("anna"), center.join("bert")
+    anna.submit(1, jnp.full(2, 2.0), anchor_version=0)
+    bert.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    assert anna.collect(1, 10).version == 0
+    answer = bert.collect(1, 10)
+    assert answer.version == 1
+    np.testing.assert_array_equal(answer.params, 1.0)
 
 
 def test_nobody_waits_longer_for_a_worker_that_was_refused():
