@@ -389,7 +389,7 @@ def test_lines_that_make_no_sense(lines, message):
 def test_comments_and_several_roles():
     access = Access(b"# all\n\nobserver,operator anna 0123456789abcdef # hers\n")
     caller = access.caller(b"0123456789abcdef")
-    assert caller.calls == {"Describe", "Status", "Health", "Pull", "Drain", "Save"}
+    assert caller.calls == {"Describe", "Status", "Health", "Pull", "Drain"}
     assert caller.name == "anna"
 
 
