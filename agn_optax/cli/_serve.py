@@ -37,7 +37,12 @@ def serve(
     center = _options.filled(center, values)
     made = _rules.make(_options.filled(rule, values))
     settings = _center_options.settings(center)
-    token = service.tokens.generated() if _center_options.makes_token(center) else ""
+    address = str(settings.get("address", ""))
+    # One that workers know must be known before anybody listens there.
+    is_fixed = bool(address) and not address.endswith(":0")
+    token = ""
+    if _center_options.makes_token(center):
+        token = service.tokens.for_center_at(address or ":0")
     settings["access"] = _center_options.access(center, token)
     if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
         # The workers on this machine want the accelerators' memory for themselves.
@@ -51,8 +56,10 @@ def serve(
     with launch.handled(_ENDS, hear), contextlib.ExitStack() as stack:
         if (parent := _center_options.parent(center, made)) is not None:
             settings["parent"] = stack.enter_context(parent)
+        if token and is_fixed:
+            _leave(stack, address, token, stays=True)
         server = stack.enter_context(service.serve(made, **settings))
-        if token:
+        if token and not is_fixed:
             _leave(stack, server.address, token)
         if json:
             _options.print_json(
@@ -83,10 +90,12 @@ def serve(
         raise errors.DurabilityError(server.center.core.failure)
 
 
-def _leave(stack: contextlib.ExitStack, address: str, token: str) -> None:
-    """Leaves a token where this user's programs find it, until the end."""
+def _leave(
+    stack: contextlib.ExitStack, address: str, token: str, *, stays: bool = False
+) -> None:
+    """Leaves a token where this user's programs find it, until the end or for good."""
     try:
-        stack.enter_context(service.tokens.left_here(address, token))
+        stack.enter_context(service.tokens.left_here(address, token, stays=stays))
     except OSError as error:
         said = "programs on this machine need the token as well: it cannot be left"
         typer.echo(f"agn-optax: {said} for them ({error})", err=True)

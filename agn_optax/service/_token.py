@@ -61,9 +61,29 @@ def generated() -> str:
     return secrets.token_hex(32)
 
 
+def for_center_at(address: str) -> str:
+    """A token for a center that is about to listen: that of its last process there.
+
+    Its workers come back with that, maybe before anything else could be left for them.
+    """
+    if not address.endswith(":0"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            left = (_folder() / _name(address)).read_text()
+            if not why_no_token(left):
+                return left
+    return generated()
+
+
 @contextlib.contextmanager
-def left_here(address: str, token: str) -> Iterator[pathlib.Path]:
+def left_here(
+    address: str, token: str, *, stays: bool = False
+) -> Iterator[pathlib.Path]:
     """Meanwhile, this user's programs on this machine find a center's token.
+
+    Args:
+      address: of the center.
+      token: of it.
+      stays: whether it stays there, for the next process at that address.
 
     Raises:
       OSError: there is no place that is this user's alone.
@@ -79,7 +99,9 @@ def left_here(address: str, token: str) -> Iterator[pathlib.Path]:
         yield path
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text() == token:  # or it is that of the next center there
+            if (
+                not stays and path.read_text() == token
+            ):  # or it is that of the next center there
                 path.unlink()
 
 

@@ -71,6 +71,7 @@ class Served:
         self.ports = _free_ports()
         self._options = [
             *options,
+            "--open",  # for workers reach it at other addresses
             f"--address={HOST}:{self.ports[0]}",
             f"--direct-address={HOST}:{self.ports[1]}",
         ]

@@ -63,6 +63,18 @@ def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
     result = serve(address, RULE, "--rule=downpour", then=look)
     assert result.stdout == f"serving downpour at {address}\ntoken {seen['token']}\n"
     assert seen["token"] not in result.stderr
+    # A center that is started again at this address is to know its workers.
+    (left,) = runtime.iterdir()
+    assert left.read_text() == seen["token"]
+    again = serve(address, RULE, "--rule=downpour").stdout
+    assert again == f"serving downpour at {address}\ntoken {seen['token']}\n"
+    assert stat.S_IMODE(left.stat().st_mode) == 0o600
+
+
+def test_the_token_of_a_port_that_was_free_goes_with_its_center(runtime):
+    made = service.tokens.for_center_at("127.0.0.1:0")
+    with service.tokens.left_here("127.0.0.1:5000", made):
+        assert len(list(runtime.iterdir())) == 1
     assert not list(runtime.iterdir())
 
 

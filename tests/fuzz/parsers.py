@@ -14,7 +14,7 @@ from fuzz import mutate
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors, service
-from agn_optax.center.durability import _directory, _records
+from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.cli import _center_options, _options, _rules, _units
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -242,13 +242,14 @@ def _read_journal(data):
 
 
 def _read_lock(data):
-    with _open(data) as file:
-        promise, number = _directory._read_promise(file)
-        assert (promise, number) in [(None, 0), ("journal", _COUNT), ("whole", 12)]
+    (_FOLDER / "lock").write_bytes(data)
+    promise = _found.Found(_FOLDER).promise
+    known = [("journal", _COUNT), ("whole", 12)]
+    assert promise is None or (promise.kind, promise.kept) in known
 
 
-def _line(text):
-    return f"{text} {_directory._checksum(text):<54}"[:63].ljust(63).encode() + b"\n"
+def _line(kind, number):
+    return _found.Promise(kind, number, _found.this_boot()).line()
 
 
 def _read_folder(data):
@@ -258,7 +259,7 @@ def _read_folder(data):
     for name, kept in (
         ("journal-000000000000", _JOURNAL.ljust(1 << 14, b"\0")),
         ("snapshot-000000000000", _SNAPSHOT),
-        ("lock", _line(f"journal {_COUNT}")),
+        ("lock", _line("journal", _COUNT)),
     ):
         (_FOLDER / name).write_bytes(data if files.get(which) == name else kept)
     directory = _directory.Directory(_FOLDER)
@@ -351,12 +352,16 @@ PARSERS = {
     "rate": Parser([b"1Gbit", b"1.5 GB/s", b"1KiB"], _read_rate, _USER),
     "record": Parser([_SNAPSHOT, _JOURNAL], _read_record, _DISK),
     "journal": Parser([_JOURNAL, _JOURNAL.ljust(1 << 14, b"\0")], _read_journal, _DISK),
-    "lock": Parser([_line(f"journal {_COUNT}"), _line("whole 12")], _read_lock, ()),
+    "lock": Parser(
+        [_line("journal", _COUNT), _line("whole", 12)],
+        _read_lock,
+        (errors.DurabilityError,),
+    ),
     "folder": Parser(
         [
             b"j" + _JOURNAL.ljust(1 << 14, b"\0"),
             b"s" + _SNAPSHOT,
-            b"l" + _line(f"journal {_COUNT}"),
+            b"l" + _line("journal", _COUNT),
         ],
         _read_folder,
         _DISK,

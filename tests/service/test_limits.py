@@ -119,7 +119,7 @@ def test_who_stops_in_the_middle_of_a_message_is_cut_off(
         others_go_on(center)
         peer.has_ended()
         wait_until(lambda: not server._servicer._talking)
-    assert not server._servicer.transfers._all
+    wait_until(lambda: not server._servicer.transfers._all)
 
 
 @transports

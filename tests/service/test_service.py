@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import pathlib
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 import shared
+from grpc._server import _RPCState
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -715,3 +717,23 @@ def test_what_reached_one_shard_only_is_completed_when_repeated(
         assert [s.center.version for s in servers] == [1, 1]
         for leaf in jax.tree.leaves((params, center.pull().params)):
             np.testing.assert_array_equal(leaf, 0.0)
+
+
+def calls_that_are_kept():
+    gc.collect()
+    return sum(isinstance(each, _RPCState) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["Describe", "Alive", "Leave", "Status", "Pull"])
+def test_a_request_that_is_none_is_refused_and_forgotten(serve, name):
+    server, before = serve(), calls_that_are_kept()
+    with grpc.insecure_channel(server.address) as channel:
+        path = f"/{_address.SERVICE}/{name}"
+        call = channel.unary_stream(path)  # as all of them look to a caller
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError, match="not a request") as raised:
+                list(call(b"\xff\xff", timeout=20))
+            assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        del raised
+    server.stop()
+    assert calls_that_are_kept() <= before

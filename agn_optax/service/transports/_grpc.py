@@ -14,9 +14,10 @@ import queue
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -30,6 +31,8 @@ from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, joined
+
+T = TypeVar("T")
 
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
 
@@ -206,9 +209,22 @@ def _handlers(servicer: Servicer) -> Any:
 
         return answer
 
+    def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
+        """Whose caller says one message. gRPC keeps calls that it cannot parse."""
+
+        def answer(said: bytes, context: Any, caller: Caller) -> T:
+            del context
+            try:
+                message = request.FromString(said)
+            except DecodeError as error:
+                raise errors.ProtocolError(f"not a request: {error}") from None
+            return call(message, caller)
+
+        return answer
+
     def unary(call: Callable[..., Any], request: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            replied(lambda said, _, by: call(said, by)), request.FromString, serialized
+            replied(parsed(call, request)), response_serializer=serialized
         )
 
     return grpc.method_handlers_generic_handler(
@@ -226,8 +242,7 @@ def _handlers(servicer: Servicer) -> Any:
                 response_serializer=serialized,
             ),
             "Pull": grpc.unary_stream_rpc_method_handler(
-                streamed(lambda said, call, by: servicer.pull(said, by)),
-                pb.PullRequest.FromString,
+                streamed(parsed(servicer.pull, pb.PullRequest))
             ),
             "Exchange": grpc.stream_stream_rpc_method_handler(
                 streamed(
