@@ -36,7 +36,7 @@ class Held(NamedTuple):
     def is_more_than(self, other):
         """But for what allocators keep, and threads that wait for a next call."""
         return (
-            self.memory > other.memory + (32 << 20)
+            self.memory > other.memory + (24 << 20)
             or self.threads > other.threads + 4
             or self.files > other.files + 4
         )
@@ -81,7 +81,12 @@ class Center:
     def __init__(self, clock):
         self.clock = clock
         self._said = []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        # Memory that is held is seen where malloc keeps little for threads to come.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "MALLOC_ARENA_MAX": "2",
+        }
         self._popen = subprocess.Popen(  # noqa: S603 our own program
             [sys.executable, "-B", str(_HERE / "center_process.py")],
             stdin=subprocess.PIPE,

@@ -216,9 +216,8 @@ class Run(contextlib.ExitStack):
     def through(self, outcome):
         chosen = self._scenario
         for worker in self._own.values():
-            joined = worker.process.ask(do="joined", timeout=LIMIT)["joined"]
-            if not joined:  # why, it says
-                raise AssertionError(worker.process.ask(do="stop"))
+            if not worker.process.ask(do="joined", timeout=LIMIT)["joined"]:
+                raise AssertionError(worker.process.ask(do="stop")["failure"])
         for worker in self._own.values():
             worker.process.ask(do="go")
         self.faults(outcome)

@@ -38,7 +38,7 @@ class Training:
         self._thread.start()
 
     def wait_until_joined(self, timeout):
-        return self._joined.wait(timeout)
+        return self._joined.wait(timeout) and not self.failure
 
     def go(self):
         self._go.set()
@@ -79,6 +79,7 @@ class Training:
                 worker.leave()
         except Exception as error:
             self.failure = f"{self._told['worker']}: {error!r}"
+            self._joined.set()  # it never will
 
     def _connected(self, rule):
         return self._insist(
@@ -110,7 +111,8 @@ class Training:
             except errors.NotInitializedError:
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     return worker.start(params, chief=True)
-                return worker.start(params)
+                # Another one is the chief, of the first shard so far perhaps.
+                return worker.start(params, chief=False, timeout=self._told["limit"])
 
         # The center may not know yet that this worker's last life has ended.
         loop = self._insist(start, errors.NameTakenError)
