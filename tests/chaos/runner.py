@@ -269,15 +269,20 @@ class Run(contextlib.ExitStack):
         begin = time.monotonic()
         while any(self.tallies[n]["landed"] == had for n, had in before.items()):
             if time.monotonic() - begin > 2 * LEASE:
-                stuck = [
-                    n for n, had in before.items() if self.tallies[n]["landed"] == had
-                ]
-                outcome.broken.append(
-                    f"workers {stuck} do not go on after {2 * LEASE} s"
-                )
+                for number, had in before.items():
+                    if self.tallies[number]["landed"] == had:
+                        outcome.broken.append(self._stuck(number))
                 break
             time.sleep(_LOOK)
         return time.monotonic() - begin
+
+    def _stuck(self, number):
+        worker = self._own[number]
+        while worker.owes:
+            worker.process.answer()
+            worker.owes -= 1
+        where = worker.process.ask(do="where")["where"]
+        return f"worker {number} does not go on after {2 * LEASE} s: {where}"
 
     # Faults of the way between a worker and its center, or of a site's to its parent.
 

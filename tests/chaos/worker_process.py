@@ -54,9 +54,7 @@ class Training:
         self._go.set()
         self._thread.join(self._told["limit"])
         if self._thread.is_alive():
-            frame = sys._current_frames()[self._thread.ident]
-            where = " ".join(traceback.format_stack(frame)[-8:])
-            self.failure = f"{self._told['worker']} does not end: {where}"
+            self.failure = f"{self._told['worker']} does not end: {where()}"
         return {"failure": self.failure}
 
     def _run(self):
@@ -171,6 +169,20 @@ class Training:
             self._seen = worker.version
 
 
+def where():
+    """What the threads are in that exchange, for whoever looks into it."""
+    said = []
+    for frame in sys._current_frames().values():
+        places = [
+            f"{pathlib.Path(each.filename).stem}:{each.lineno} {each.name}"
+            for each in traceback.extract_stack(frame)
+            if "agn_optax/" in each.filename or "worker_process" in each.filename
+        ]
+        if len(places) > 2:
+            said.append(" > ".join(places[-8:]))
+    return "; ".join(said)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _moved(tx, params, state, row, slot):
     zeros = jax.tree.map(jax.numpy.zeros_like, params)
@@ -195,11 +207,14 @@ class Commands:
     def rejoin(self):
         self._training.rejoin()
 
+    def where(self):
+        return {"where": where()}
+
     def stop(self):
         return self._training.stop()
 
 
 if __name__ == "__main__":
     me = Commands()
-    names = ["start", "joined", "go", "rejoin", "stop"]
+    names = ["start", "joined", "go", "rejoin", "where", "stop"]
     talking.obey({name: getattr(me, name) for name in names})
