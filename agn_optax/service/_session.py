@@ -82,6 +82,11 @@ class RemoteSession(Session):
                 f"got {anchor_version!r}"
             )
         with self._using:
+            old = self._exchange
+            if old is None or old.message.sequence != sequence:
+                self._sent_over = None
+            # A repeated one whose answer is still to come over the same link is not
+            # sent again there: it would be answered twice.
             self._exchange = self._remote.as_message(
                 contribution,
                 self.worker,
@@ -89,7 +94,6 @@ class RemoteSession(Session):
                 anchor_version=int(anchor_version),
                 steps=steps,
             )
-            self._sent_over = None
             self._remote.connection.retry(self._send, within=SOON)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
@@ -206,8 +210,16 @@ class RemoteSession(Session):
                     return None
             schema = self._remote.travels().answer
             answer = self._remote.version_in(said, link, schema)
+            self._check_sequence(answer[0].sequence)
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
+
+    def _check_sequence(self, sequence: int) -> None:
+        assert self._exchange is not None
+        if sequence != (own := self._exchange.message.sequence):
+            raise errors.ProtocolError(
+                f"an answer to exchange {own} was expected, got one to {sequence}"
+            )
 
     @contextlib.contextmanager
     def _watching(self, link: Link, until: float = math.inf) -> Iterator[None]:

@@ -1176,3 +1176,18 @@ def test_nothing_is_congested_within_a_host():
         (link,) = links(center)
         ours = link._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         assert ours.rstrip(b"\0") == b"reno"
+
+
+def test_an_exchange_that_is_repeated_before_its_answer_came(transport):
+    """As those shards see it that work, when another one does not."""
+    with made(transport) as (server, center):
+        session = center.join("w")
+        ones = {"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)}
+        for sequence in (1, 2, 3):
+            for _ in range(2):
+                session.submit(sequence, ones, anchor_version=sequence - 1)
+            answer = session.collect(sequence)
+            session.acknowledge(sequence)
+            assert answer.version == sequence
+            np.testing.assert_array_equal(answer.params["w"], 1.0 - sequence)
+        assert server.center.version == 3
