@@ -11,7 +11,7 @@ import time
 import numpy as np
 from chaos import laws, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
-from chaos.scenario import LEASE, TIMEOUT
+from chaos.scenario import TIMEOUT
 from chaos.tally import Tally
 from network import Proxy
 
@@ -268,7 +268,7 @@ class Run(contextlib.ExitStack):
         before = {n: self.tallies[n]["landed"] for n in self._own}
         begin = time.monotonic()
         while any(self.tallies[n]["landed"] == had for n, had in before.items()):
-            if time.monotonic() - begin > 2 * LEASE:
+            if time.monotonic() - begin > self._scenario.recovers:
                 for number, had in before.items():
                     if self.tallies[number]["landed"] == had:
                         outcome.broken.append(self._stuck(number))
@@ -282,7 +282,8 @@ class Run(contextlib.ExitStack):
             worker.process.answer()
             worker.owes -= 1
         where = worker.process.ask(do="where")["where"]
-        return f"worker {number} does not go on after {2 * LEASE} s: {where}"
+        waited = self._scenario.recovers
+        return f"worker {number} does not go on after {waited} s: {where}"
 
     # Faults of the way between a worker and its center, or of a site's to its parent.
 

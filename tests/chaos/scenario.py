@@ -67,6 +67,7 @@ class Scenario:
     patience: int | None
     end: str  # of the centers: "drain" or "kill"
     faults: tuple[Fault, ...]
+    recovers: float = 2 * LEASE  # seconds in which survivors must go on
 
     @property
     def slots(self):

@@ -158,11 +158,11 @@ def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
         assert "cannot encrypt" in caplog.text
         assert server.direct_address is None
         theirs = grpc.ssl_channel_credentials(certificate)
-        settings = {"credentials": theirs, "timeout": 0.5}
+        settings = {"credentials": theirs}
         for names, expected in ((("socket", "grpc"), "grpc"), (("grpc",), "grpc")):
             assert exchanged(server, None, *names, **settings)[1] == expected
         with (
-            connected(server, None, "socket", **settings) as center,
+            connected(server, None, "socket", timeout=2.0, **settings) as center,
             pytest.raises(errors.CenterUnreachableError, match="give tls="),
         ):
             center.join("anna")
