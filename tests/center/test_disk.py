@@ -189,7 +189,9 @@ def test_what_can_and_what_cannot_be_backed_up(tmp_path):
     with journal.open("r+b") as file:
         file.seek(70)
         file.write(b"\xff")
-    with pytest.raises(errors.DurabilityError, match="record 0 at byte 0 is damaged"):
+    # Records that were written together do not tell where the damage begins.
+    damaged = r"record 0 (at byte 0 )?is damaged"
+    with pytest.raises(errors.DurabilityError, match=damaged):
         backup(copy, tmp_path / "to")
     assert not any((tmp_path / "to").iterdir())
 
