@@ -124,7 +124,7 @@ def test_killed_in_the_middle_of_a_compaction(interval, child):
         seen["two of a kind"] += len(set(kinds)) < len(kinds)
         with found(one.directory) as center:
             assert (center.life, center.version - version in (0, 1)) == (life, True)
-    assert seen.total(), "none was in the middle of one"
+    assert seen.total() or KILLS < 20, "none was in the middle of one"
     print(seen)  # noqa: T201
 
 

@@ -598,7 +598,7 @@ def test_followers_that_cannot_be_started_end_all(witness):
 
 def test_a_program_is_started_after_its_delay(witness):
     tell = "import time; print(time.monotonic())"
-    lines, ended = launch(python("a", tell), python("b", tell, delay=0.5))
+    lines, ended = launch(python("a", tell), python("b", tell, delay=2.0))
     ((first,), (second,)) = lines.of("a"), lines.of("b")
     assert float(second) - float(first) > 0.25
     assert ended[1].restarts == 0
