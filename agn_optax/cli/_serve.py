@@ -37,12 +37,12 @@ def serve(
     center = _options.filled(center, values)
     made = _rules.make(_options.filled(rule, values))
     settings = _center_options.settings(center)
-    address = str(settings.get("address", ""))
+    address = str(settings.get("address", ":0"))
     # One that workers know must be known before anybody listens there.
-    is_fixed = bool(address) and not address.endswith(":0")
+    is_fixed = service.address.is_fixed(address)
     token = ""
     if _center_options.makes_token(center):
-        token = service.tokens.for_center_at(address or ":0")
+        token = service.tokens.for_center_at(address)
     settings["access"] = _center_options.access(center, token)
     if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
         # The workers on this machine want the accelerators' memory for themselves.

@@ -62,6 +62,11 @@ def check(address: Any) -> str:
     return address
 
 
+def is_fixed(address: str) -> bool:
+    """Whether it is the same in the next process: it asks for no free port."""
+    return not address.endswith(":0")
+
+
 def is_local(address: str) -> bool:
     """Whether nothing leaves this machine."""
     if address.startswith("unix:"):

@@ -66,7 +66,7 @@ def for_center_at(address: str) -> str:
 
     Its workers come back with that, maybe before anything else could be left for them.
     """
-    if not address.endswith(":0"):
+    if _address.is_fixed(address):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             left = (_folder() / _name(address)).read_text()
             if not why_no_token(left):

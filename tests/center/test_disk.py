@@ -25,6 +25,7 @@ import pytest
 import sessions
 import shared
 import talking
+from waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
@@ -37,13 +38,6 @@ ANSWERED = struct.Struct("<q32s")  # as kept_process.py writes them
 LIMIT = 60  # seconds that nothing here takes
 COPIES = 4 * KILLS
 NOBODY = 65534
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.002)
 
 
 def send(center):

@@ -1,27 +1,15 @@
 """Thousands of exchanges over connections that break: nobody holds more afterwards."""
 
+import dataclasses
 import time
 
 from chaos import runner
 from chaos.processes import Held
-from chaos.scenario import Scenario
+from chaos.scenario import PLAIN
 
 _EVERY = 0.5  # seconds between two cuts
 _FIRST = 5  # part of all exchanges after which is looked for the first time
-_SCENARIO = Scenario(
-    seed=-1,
-    mode="asynchronous",
-    rule="downpour",
-    codec="none",
-    transports=("memory", "socket", "grpc"),
-    centers="one",
-    durability="journal",
-    size="medium",
-    overlap=False,
-    patience=None,
-    end="drain",
-    faults=(),
-)
+_SCENARIO = dataclasses.replace(PLAIN, size="medium", end="drain")
 
 
 def run(count, spares):

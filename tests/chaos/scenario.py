@@ -123,6 +123,23 @@ class Scenario:
         )
 
 
+# Nothing is drawn, and nothing goes wrong: others are made of it.
+PLAIN = Scenario(
+    seed=-1,
+    mode="asynchronous",
+    rule="downpour",
+    codec="none",
+    transports=("memory", "socket", "grpc"),
+    centers="one",
+    durability="journal",
+    size="small",
+    overlap=False,
+    patience=None,
+    end="kill",
+    faults=(),
+)
+
+
 def drawn(seed):
     """The scenario of a seed."""
     rng = random.Random(seed)  # noqa: S311 it is to be repeated

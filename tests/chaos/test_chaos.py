@@ -7,27 +7,14 @@ import numpy as np
 import pytest
 from chaos import growth, laws, runner, scenario
 from chaos.processes import Spares
-from chaos.scenario import Fault, Scenario
+from chaos.scenario import PLAIN, Fault
 from chaos.tally import Tally
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="its proxies and its full disk are Linux's"
 )
-PLAIN = Scenario(
-    seed=-1,
-    mode="asynchronous",
-    rule="downpour",
-    codec="none",
-    transports=("memory", "socket", "grpc"),
-    centers="one",
-    durability="journal",
-    size="small",
-    overlap=False,
-    patience=None,
-    end="kill",
-    faults=(),
-    recovers=60.0,  # on a machine that is busy; `make chaos` is not so patient
-)
+# On a machine that is busy; `make chaos` is not so patient.
+PATIENT = dataclasses.replace(PLAIN, recovers=60.0)
 CHOSEN = {
     "a killed center": {
         "faults": (
@@ -69,13 +56,13 @@ def spares():
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_laws_hold(name, spares):
-    outcome = runner.run(dataclasses.replace(PLAIN, **CHOSEN[name]), spares)
+    outcome = runner.run(dataclasses.replace(PATIENT, **CHOSEN[name]), spares)
     assert not outcome.broken
     assert outcome.exchanges > 5
 
 
 def test_elastic_averaging_conserves_unless_answers_were_given_up():
-    elastic = dataclasses.replace(PLAIN, **CHOSEN["elastic averaging"])
+    elastic = dataclasses.replace(PATIENT, **CHOSEN["elastic averaging"])
     assert elastic.conserves
     for fault in (Fault(0.0, "disk", 0), Fault(0.0, "stop", 0, seconds=5.0)):
         assert not dataclasses.replace(elastic, faults=(fault,)).conserves
@@ -117,7 +104,7 @@ def broken_by(tally, moved, **changes):
     for element, number in moved.items():
         seen[element] = -number
     broken = []
-    laws.check_counts(seen, [tally], dataclasses.replace(PLAIN, **changes), broken)
+    laws.check_counts(seen, [tally], dataclasses.replace(PATIENT, **changes), broken)
     return broken
 
 
@@ -150,7 +137,7 @@ def test_versions_that_go_back_are_seen(tally):
     tally.add("backwards")
     tally.add("lost")
     broken = []
-    laws.check_versions([tally], PLAIN, broken)
+    laws.check_versions([tally], PATIENT, broken)
     assert len(broken) == 2
 
 

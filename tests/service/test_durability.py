@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import sessions
 import shared
 import talking
 from commands import python
+from waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
@@ -48,13 +48,6 @@ class Served:
         code = self._process.wait(LIMIT)
         self._process.stdout.close()
         return code
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 def test_killed_in_the_middle_of_everything(tmp_path):

@@ -4,12 +4,12 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
 import sessions
 import shared
+from waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.service import _address, _connection, _servicer, _watchdog
@@ -36,13 +36,6 @@ def server():
 def center(server):
     with service.connect(server.address, RULE, timeout=LIMIT) as made:
         yield made
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 class Peer:

@@ -1,0 +1,13 @@
+"""Waiting for what is to come, however busy the machine is."""
+
+import time
+
+LIMIT = 60  # seconds that nothing takes
+
+
+def wait_until(condition, limit=LIMIT):
+    """Returns as soon as ``condition()`` holds."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.002)
