@@ -1,5 +1,6 @@
 """Pytest: eight devices where there is one CPU, and programs that compile quickly."""
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -42,6 +43,12 @@ hypothesis.settings.load_profile("compiling")
 # processes that they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: nothing looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

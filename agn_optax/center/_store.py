@@ -22,7 +22,7 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.rules import Rule, codecs, discounted
+from agn_optax.rules import Rule, codecs, discounted, downpour
 
 PyTree = Any
 
@@ -127,7 +127,7 @@ class Store:
         codec = self._rule.codec
         if codec.answers is None:
             return
-        largest = float(self._programs.largest(self.current.params))
+        largest = float(_largest(self.current.params))
         most = float(jnp.finfo(codec.answers).max)
         if largest > most:
             raise errors.InvalidArgumentError(
@@ -288,7 +288,7 @@ class Store:
             return False
         step = 1.01 * factor * norm  # with some for rounding
         if not self._largest + step < most:
-            self._largest = float(self._programs.largest(self.current.params))
+            self._largest = float(_largest(self.current.params))
         self._largest += step
         return self._largest < most  # else the next one looks again
 
@@ -358,9 +358,20 @@ def _on_device(number: float) -> jax.Array:
     return jax.device_put(np.float64(number))
 
 
+@jax.jit
+def _largest(center: PyTree) -> jax.Array:
+    leaves = jax.tree.leaves(center)
+    wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
+    each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
+    return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
+
+
+_ANY = downpour()
+
+
 @functools.lru_cache(maxsize=32)
-def _programs(rule: Rule) -> SimpleNamespace:
-    """What the stores of one rule compile, shared by them."""
+def _measures(rule: Rule) -> dict[str, Any]:
+    """What is measured of messages, shared by all rules that make the same of them."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
         def messages(sent: PyTree, center: PyTree) -> list[jax.Array]:
@@ -400,6 +411,17 @@ def _programs(rule: Rule) -> SimpleNamespace:
         is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
         made = jax.lax.cond(is_plain, lambda: plain, carefully)
         return made.astype(jnp.float32)
+
+    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
+        message = rounds.message_of(rule, contribution, center)
+        return norm(contribution, center), _largest(message)
+
+    return {"norm": jax.jit(norm), "measure": jax.jit(measure)}
+
+
+@functools.lru_cache(maxsize=32)
+def _programs(rule: Rule) -> SimpleNamespace:
+    """What the stores of one rule compile, shared by them."""
 
     # Adds a message of a round, as much as it counts, to the others: in float32 at
     # least, and divided once.
@@ -448,22 +470,10 @@ def _programs(rule: Rule) -> SimpleNamespace:
             stays_finite=jax.jit(stays_finite),  # what is finite; nothing moves
         )
 
-    def largest(center: PyTree) -> jax.Array:
-        leaves = jax.tree.leaves(center)
-        wide = trees.wider(jnp.float32, *(leaf.dtype for leaf in leaves))
-        each = [jnp.abs(leaf).max(initial=0).astype(wide) for leaf in leaves]
-        return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
-
-    def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:
-        message = rounds.message_of(rule, contribution, center)
-        return norm(contribution, center), largest(message)
-
     return SimpleNamespace(
-        norm=jax.jit(norm),
-        measure=jax.jit(measure),
+        **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
-        largest=jax.jit(largest),
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
     )

@@ -369,7 +369,7 @@ def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
     run_state_machine_as_test(
         lambda: Exchanges(mode, clock, journals),
-        settings=settings(max_examples=10 if journals else 30, stateful_step_count=40),
+        settings=settings(max_examples=6 if journals else 15, stateful_step_count=40),
     )
 
 

@@ -496,7 +496,7 @@ def test_every_command_in_every_state(mode, monkeypatch):
     monkeypatch.setattr(_ledger, "_MOST_GONE", REMEMBERED)
     run_state_machine_as_test(
         lambda: Commands(mode),
-        settings=settings(max_examples=50, stateful_step_count=30),
+        settings=settings(max_examples=25, stateful_step_count=30),
     )
 
 

@@ -170,13 +170,12 @@ def apart(rule, inners):
     return agn_optax.phases(inner, RULES[rule]())
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("inners", "dtype", "periods"),
+    ("rule", "inners", "dtype", "periods"),
     [
-        (None, "float32", PERIODS),
-        (tuple(INNERS), "float32", [3, 3]),
-        (("sgd", "adam"), "bfloat16", [3, 3]),
+        *((rule, None, "float32", PERIODS) for rule in RULES),
+        *((rule, tuple(INNERS), "float32", [3, 3]) for rule in RULES),
+        *((rule, ("sgd", "adam"), "bfloat16", [3, 3]) for rule in ("agn", "easgd_rho")),
     ],
 )
 def test_8_drop_in_split_and_round_give_the_same_numbers(rule, inners, dtype, periods):

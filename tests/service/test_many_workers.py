@@ -28,7 +28,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
-WORKERS, MESSAGES = 16, 6
+WORKERS, MESSAGES = 12, 5
 RULE = shared.downpour()
 LIMIT = 60  # seconds that nothing here takes
 

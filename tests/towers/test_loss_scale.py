@@ -28,13 +28,12 @@ def scaled_step(tx):
     return step
 
 
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("mode", ["data parallel", "independent", "islands"])
-def test_one_bad_gradient_skips_the_step_everywhere(mode, bad):
+def test_one_bad_gradient_skips_the_step_everywhere(mode):
     """And is neither recorded nor counted: as if the batch had not come."""
     workers = {"data parallel": 1, "independent": 4, "islands": 2}[mode]
     towers = agn_optax.Towers(4, workers=workers)
-    data = problem.batches(6)
+    data, bad = problem.batches(7), {2: np.inf, 4: np.nan}
     own = problem.agn(optax.adam(0.05), period=2)
     axes = ("workers", "towers")
     tx = optax.chain(
@@ -45,18 +44,19 @@ def test_one_bad_gradient_skips_the_step_everywhere(mode, bad):
     clean = np.zeros(16, np.float32)
     for i, batch in enumerate(data):
         poison = clean.copy()
-        if i == 3:
-            poison[4 * 2] = bad  # on tower 2 alone
+        if i in bad:
+            poison[4 * 2] = bad[i]  # on tower 2 alone
         before = jax.tree.map(np.asarray, state)
         state, _ = step(state, towers.shard((batch, poison)))
-        if i == 3:
+        if i in bad:
             for was, now in ((before[0], state[0]), (before[1][1][3], state[1][1][3])):
                 support.assert_identical(jax.tree.map(np.asarray, now), was)
-    expected, _ = problem.reference(own, data[:3] + data[4:], problem.params(), workers)
+    good = [batch for i, batch in enumerate(data) if i not in bad]
+    expected, _ = problem.reference(own, good, problem.params(), workers)
     support.assert_close(problem.of_workers(towers, state[0]), expected[0])
     scaling = towers.unreplicate(state[1][1])
-    assert scaling.skipped == 1
-    assert scaling.scale == 2.0**14
+    assert scaling.skipped == len(bad)
+    assert scaling.scale == 2.0**13
     assert scaling.good_steps == 2
 
 
