@@ -3,27 +3,33 @@
 import gc
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
 
 # Tests compile hundreds of tiny programs, many of them alike, and run each a few times:
-# they share what is compiled, for one session, among all of its processes. What is said
-# of memory and collectives is settled before the passes that are left out.
+# all processes share what is compiled, and the next session finds it. What is said of
+# memory and collectives is settled before the passes that are left out.
 flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Its fusion emitters take four fifths of the time. Newer ones are quicker, and do
     # not know the flag.
     flags += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", flags)
+# One thread for each device is what XLA makes, and all of them may come to wait for one
+# another in collectives of two steps, of which one has a device that has no thread.
+os.environ.setdefault("PJRT_NPROC", "32")
 if importlib.metadata.version("jaxlib") == "0.10.0":
     # It says of every program from the cache that another machine made it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-_own_cache = "JAX_COMPILATION_CACHE_DIR" not in os.environ
-if _own_cache:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="agn-optax-")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = pathlib.Path(__file__).parent / ".pytest_cache" / "compiled"
+    if len(list(_compiled.glob("*"))) > 30_000:  # of a few sessions
+        shutil.rmtree(_compiled)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
 
 # Where centers leave their tokens, and programs of the same user find them.
 _runtime = tempfile.mkdtemp(prefix="agn-optax-")
@@ -52,7 +58,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The process that made the cache removes it; its workers have ended."""
+    """The processes that found something there have ended."""
     shutil.rmtree(_runtime, ignore_errors=True)
-    if _own_cache:
-        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

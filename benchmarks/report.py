@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.table
@@ -54,7 +55,14 @@ class Report:
         self.console.print(escape(text))
 
     def add(self, key: str, title: str, rows: Sequence[Row]) -> None:
-        """A table; ``key`` is its name for programs, and rows have the same columns."""
+        """A table; ``key`` is its name for programs, and rows have the same columns.
+
+        Raises:
+          ValueError: a number is not finite.
+        """
+        for row in rows:
+            if not all(map(math.isfinite, numbers(row))):
+                raise ValueError(f"{title}: a number is not finite: {row}")
         self.tables.append({"key": key, "title": title, "rows": list(rows)})
         table = rich.table.Table(title=escape(title))
         columns = list(rows[0])
@@ -77,6 +85,15 @@ class Report:
             "tables": self.tables,
         }
         self.json.write_text(json.dumps(results, indent=1))
+
+
+def numbers(row: Row) -> Iterator[float]:
+    """Those of a row, with what quartiles have."""
+    for value in row.values():
+        if isinstance(value, list):
+            yield from value
+        elif isinstance(value, int | float):
+            yield value
 
 
 def heading(column: str) -> str:
