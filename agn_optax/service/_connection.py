@@ -35,6 +35,10 @@ _log = logging.getLogger("agn_optax")
 # Seconds that a call tries to reach a center that is known not to answer, or that it
 # can do without for a while.
 SOON = 2.0
+# Seconds in which a center says something to whoever describes it or joins: while it
+# has workers wait, it does every two. With the pause between two attempts, a worker is
+# back within five seconds of an outage, whatever became of its connections meanwhile.
+FIRST_WORD = 3.5
 
 # What gRPC says of connections that it cannot make, and of those to nobody.
 _CONNECTING = "failed to connect to all addresses"
@@ -139,7 +143,7 @@ class Connection:
                     reason,
                     end - begin,
                 )
-            pause = min(2.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            pause = min(1.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
             if now + pause > end:
                 since = time.strftime("%X", time.localtime(self.unreachable_since))
                 silent = time.time() - self.unreachable_since
@@ -174,27 +178,33 @@ class Connection:
         )
 
     def unary(
-        self, name: str, request: Any, reply: Any, timeout: float | None = None
+        self,
+        name: str,
+        request: Any,
+        reply: Any,
+        timeout: float | None = None,
+        patience: float = math.inf,
     ) -> Any:
         """The reply, of a type, to a call without streams; of others by its path."""
+        patience = min(self.timeout, patience)
         path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
 
         def call(channel: Any) -> Any:
             return channel.unary_unary(
                 path, type(request).SerializeToString, reply.FromString
-            )(request, timeout=timeout or self.timeout, metadata=self._metadata())
+            )(request, timeout=timeout or patience, metadata=self._metadata())
 
         try:
             return self.begin(call)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and timeout is None:
-                self._renew()
+                self._renew(patience)
             raise self._failure(_status.exception_of(error, self.address)) from None
 
     def describe(self) -> pb.Description:
         """What the center says of itself, in one attempt."""
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        return self.unary("Describe", request, pb.Description)
+        return self.unary("Describe", request, pb.Description, patience=FIRST_WORD)
 
     def status(self) -> dict[str, Any]:
         """Who is there, in one attempt and in terms of JSON."""
@@ -222,13 +232,13 @@ class Connection:
             return grpc.insecure_channel(self.address, options)
         return grpc.secure_channel(self.address, self._shown, options)
 
-    def _renew(self) -> None:
+    def _renew(self, silence: float) -> None:
         """Calls begin on a new channel, if nothing came over any link for too long.
 
         GRPC itself would keep to a connection whose other end has vanished for up to a
         minute. What else is on the old channel is as lost, and tried again.
         """
-        if time.monotonic() - self._heard >= self.timeout:
+        if time.monotonic() - self._heard >= silence:
             self._let_go()
 
     def _let_go(self) -> None:
@@ -239,22 +249,26 @@ class Connection:
             channel.close()
 
     @contextlib.contextmanager
-    def watching(self, link: Link, until: float = math.inf) -> Iterator[None]:
+    def watching(
+        self, link: Link, until: float = math.inf, patience: float = math.inf
+    ) -> Iterator[None]:
         """Around a use of a link, which is cancelled if anything goes wrong.
 
         Args:
           link: that is used.
           until: when to give up in any case; monotonic seconds.
+          patience: seconds in which something comes, if the timeout is longer.
 
         Raises:
           TimeoutError: it was not over then.
           CenterUnreachableError: nothing came, or could be sent, for too long.
           AgnOptaxError: the center ended the call, with this.
         """
+        patience = min(self.timeout, patience)
         over_by = math.inf  # of the packet that moves
 
         def sent() -> None:
-            link.deadline = min(until, over_by, time.monotonic() + self.timeout)
+            link.deadline = min(until, over_by, time.monotonic() + patience)
 
         def heard() -> None:
             self._heard = time.monotonic()
@@ -282,8 +296,8 @@ class Connection:
             if link.is_late:
                 if time.monotonic() >= until:
                     raise TimeoutError from None
-                self._renew()
-                silence = f"nothing came for {self.timeout:.0f} s, or far too slowly"
+                self._renew(patience)
+                silence = f"nothing came for {patience:.3g} s, or far too slowly"
                 raise errors.CenterUnreachableError(silence) from None
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None

@@ -31,6 +31,7 @@ PyTree = Any
 _log = logging.getLogger("agn_optax")
 _LOOK = 0.2  # seconds between two looks at what still runs
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
+_LAST = 0.8  # seconds beyond the grace in which connections end, whoever holds them
 
 
 class Server(contextlib.AbstractContextManager["Server"]):
@@ -77,22 +78,24 @@ class Server(contextlib.AbstractContextManager["Server"]):
         the center is going down, and their workers go on trying to reach it.
 
         Args:
-          grace: seconds that running exchanges may take. A worker that takes nothing of
-            its answer for two seconds is cut off before.
+          grace: seconds that running exchanges may take, and what this center owes to
+            its parent. A worker that takes nothing of its answer for two seconds is cut
+            off before; a second after the grace everything has ended, whatever workers
+            do.
         """
         with self._stopping:
             if self._stopped.is_set():
                 return
+            end = time.monotonic() + grace
             for listener in self._listeners.values():
                 listener.drain()
             self.center.close(f"the center at {self.address} is going down")
-            end = time.monotonic() + grace
             while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
                 self._servicer.transfers.cut(_UNREAD)
             if self.uplink is not None:
-                self.uplink.stop(grace)
+                self.uplink.stop(max(0.0, end - time.monotonic()))
             for listener in self._listeners.values():
-                listener.close(timeout=5.0)
+                listener.close(timeout=max(0.0, end + _LAST - time.monotonic()))
             self._stopped.set()
             atexit.unregister(self.stop)
 

@@ -17,7 +17,7 @@ from agn_optax import errors
 from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._connection import SOON
+from agn_optax.service._connection import FIRST_WORD, SOON
 from agn_optax.service._remote import Exchange, Remote
 from agn_optax.service.transports import Link
 from agn_optax.service.wire._packets import Parcel
@@ -171,7 +171,7 @@ class RemoteSession(Session):
             incarnation=self.incarnation,
             center=self._life,
         )
-        with self._watching(link, until):
+        with self._watching(link, until, FIRST_WORD):
             link.send(Parcel(pb.Frame(join=join)))
             if (said := link.control()).HasField("waiting"):
                 _log.warning(
@@ -222,10 +222,12 @@ class RemoteSession(Session):
             )
 
     @contextlib.contextmanager
-    def _watching(self, link: Link, until: float = math.inf) -> Iterator[None]:
+    def _watching(
+        self, link: Link, until: float = math.inf, patience: float = math.inf
+    ) -> Iterator[None]:
         """Around a use of a link, which ends with the worker, too."""
         try:
-            with self._remote.connection.watching(link, until):
+            with self._remote.connection.watching(link, until, patience):
                 yield
         except errors.CenterUnreachableError:
             if self._remote.connection.closed or not self.left:

@@ -1,5 +1,6 @@
 """What goes wrong at bad moments: nothing is lost, nothing counts twice."""
 
+import functools
 import threading
 import time
 
@@ -12,10 +13,12 @@ import shared
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
 from agn_optax.service import center_pb2 as pb
 
 RULE = shared.downpour()
+BUSY = 3.0  # seconds that a busy machine may add
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
 ONES = {"w": jnp.ones(2), "v": jnp.ones(2)}
 
@@ -138,6 +141,47 @@ def test_the_time_to_come_back_begins_with_the_last_sign_of_life(
         worker.exchange(*step(worker, *loop))
         thread.join()
         assert worker.exchanges == 1
+
+
+def refuse(net):
+    net.cut()
+    yield
+    net.mend()
+
+
+def swallow(net):
+    """Connections are taken, and what they carry is lost; new ones are well again."""
+    gates = (net.there.gate, net.back.gate)
+    for gate in gates:
+        gate.clear()
+    yield
+    net.strand()
+    for gate in gates:
+        gate.set()
+
+
+@pytest.mark.parametrize("outage", [refuse, swallow])
+@pytest.mark.parametrize("transport", network.TRANSPORTS)
+def test_who_could_not_join_is_there_soon_after_an_outage(transport, outage):
+    with (
+        service.serve(RULE, ZEROS, lease=60.0) as server,
+        network.Network(server, transport) as net,
+        service.connect(
+            net.address, RULE, transports=[transport], timeout=60
+        ) as center,
+    ):
+        center.pull()
+        breaking = outage(net)
+        next(breaking)
+        joined = in_background(functools.partial(center.join, "anna"), "a test")
+        with pytest.raises(TimeoutError):  # until attempts are as rare as they become
+            joined.result(7.0)
+        next(breaking, None)
+        ended = time.monotonic()
+        joined.result(60)
+        took = time.monotonic() - ended
+        assert took < 5.0 + BUSY
+        assert server.center.workers == {"anna"}
 
 
 def test_what_a_site_does_while_it_joins_its_parent_is_kept():

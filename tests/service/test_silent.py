@@ -12,6 +12,7 @@ import pytest
 import sessions
 import shared
 import talking
+from waiting import wait_until
 
 from agn_optax import service
 from agn_optax.center import BoundedStaleness, Synchronous
@@ -20,6 +21,7 @@ from agn_optax.service.transports import _memory
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 RULE = shared.downpour()
 LIMIT = 90  # seconds that nothing here takes
+BUSY = 2.0  # seconds that a busy machine may add
 LARGE = 4_000_000  # elements: more than all buffers of a socket hold
 shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")
 TRANSPORTS = ["grpc", "socket", pytest.param("memory", marks=shares)]
@@ -95,3 +97,22 @@ def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
             assert answer.version == version + 1
         assert float(answer.params["a"][0]) == -5.0
         assert anna.collect(1, timeout=LIMIT).version == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_end_comes_a_second_after_the_grace(process, transport):
+    """Whoever is stopped, does not read its answer, or stops inside its message."""
+    start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
+    ones = {name: np.ones(LARGE, np.float32) for name in start}
+    server = service.serve(RULE, start, lease=LIMIT)
+    with connect(server, transport) as silent:
+        join = {"address": server.address, "worker": "bert", "transports": [transport]}
+        process.ask(do="join", **join)
+        with stopped(process):
+            silent.join("anna").submit(1, ones, anchor_version=0)
+            wait_until(lambda: server.center.version == 1)
+            began = time.monotonic()
+            server.stop(grace=0.5)
+            took = time.monotonic() - began
+        process.ask(do="leave")
+    assert took < 0.5 + 1.0 + BUSY

@@ -13,6 +13,7 @@ import os
 import queue
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -142,8 +143,9 @@ class GrpcListener(_transport.Listener):
         self._health.enter_graceful_shutdown()
 
     def close(self, timeout: float) -> None:
-        self._server.stop(grace=0.5).wait()
-        self._threads.wait(timeout)
+        end = time.monotonic() + timeout
+        self._server.stop(grace=min(0.5, timeout / 2)).wait(timeout)
+        self._threads.wait(max(0.0, end - time.monotonic()))
 
 
 def _listening(server: grpc.Server, place: _transport.Place) -> str:
