@@ -28,6 +28,7 @@ BENCHMARKS = (
     "towers",
     "exchange",
     "fan_in",
+    "bad_peers",
     "link",
     "overlap",
     "size",

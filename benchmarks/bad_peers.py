@@ -1,0 +1,194 @@
+"""Exchanges of a worker beside a peer that behaves badly, and beside nobody.
+
+The peer is a process of its own that does what it does as often as the center lets it,
+but for a bound on its acts a second: on this machine it takes time from the worker and
+the center that a peer on another host would not. "speed" is relative to the worker
+alone, the median of neighbors in time with its quartiles.
+
+    python benchmarks/bad_peers.py
+    python benchmarks/bad_peers.py --megabytes 4 --rate 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import centers
+import grpc
+import jax
+import side_by_side
+from processes import Process
+from report import Report, parse
+from side_by_side import Form
+
+from agn_optax import errors, service
+
+ALONE = "nobody"
+
+
+class BadPeer:
+    """What one does; each method is one act, which another thread may break off."""
+
+    def __init__(self, address: str, size: float, leaves: int) -> None:
+        self._address = address
+        self._contribution = centers.tree(size, leaves, 1e-6)
+        self._numbers = itertools.count()
+        self._center = centers.connect(address, "socket")
+        self._observer = service.Observer(address)
+        status = self._observer.status()
+        ports = (address, status["direct_address"])
+        self._ports = [int(each.rpartition(":")[2]) for each in ports]
+        self._held: list[socket.socket] = []
+
+    def connects(self) -> None:
+        """And ends the connection, at each port in turn."""
+        for port in self._ports:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+    def says_nothing(self) -> None:
+        """Over 200 connections, in place of those that are cut off."""
+        if len(self._held) >= 200:
+            self._held.pop(0).close()
+        port = self._ports[next(self._numbers) % 2]
+        self._held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+    def asks(self) -> None:
+        """Who is there."""
+        self._observer.status()
+
+    def pulls(self) -> None:
+        """The whole center."""
+        self._center.pull()
+
+    def joins(self) -> None:
+        """Under a new name, and leaves."""
+        self._center.join(f"eve {next(self._numbers)}").leave()
+
+    def does_not_read(self) -> None:
+        """The answer to its message."""
+        session = self._center.join("eve")
+        session.submit(1, self._contribution, anchor_version=0)
+        session.disconnect()
+
+    def trickles(self) -> None:
+        """A packet that is announced and does not come, over a call of gRPC."""
+        with grpc.insecure_channel(self._address) as channel:
+            pieces = [struct.pack("<IQ", 1000, 0), *[b"x"] * 10]
+            call: Any = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
+
+            def slowly() -> Any:
+                for piece in pieces:
+                    yield piece
+                    time.sleep(0.1)
+
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call(slowly()):
+                    pass
+
+    def close(self) -> None:
+        """Ends its connections."""
+        for each in self._held:
+            each.close()
+        self._center.close()
+        self._observer.close()
+
+
+ACTS = [name for name in vars(BadPeer) if not name.startswith("_") and name != "close"]
+
+_peers: dict[str, tuple[BadPeer, threading.Event, threading.Thread, list[int]]] = {}
+
+
+def _begin(act: str, rate: float, address: str, size: float, leaves: int) -> None:
+    peer, ended, done = BadPeer(address, size, leaves), threading.Event(), [0]
+
+    def work() -> None:
+        start = time.monotonic()
+        while not ended.wait(max(0.0, start + done[0] / rate - time.monotonic())):
+            with contextlib.suppress(errors.AgnOptaxError, OSError):
+                getattr(peer, act)()
+            done[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    _peers[act] = (peer, ended, thread, done)
+
+
+def _end(act: str) -> int:
+    peer, ended, thread, done = _peers.pop(act)
+    acts = done[0]
+    ended.set()
+    thread.join()
+    peer.close()
+    return acts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a bad peer costs the others.")
+    add = parser.add_argument
+    add("--megabytes", type=float, default=0.04, help="of the model")
+    add("--leaves", type=int, default=4)
+    add("--transport", choices=centers.TRANSPORTS, default="socket")
+    add("--rate", type=float, default=100.0, help="acts a second, at most")
+    add("--window", type=float, default=1.0, help="seconds in which are counted")
+    add("--repeats", type=int, default=7)
+    args = parse(parser, window=0.1, repeats=1)
+    report = Report(args.json)
+    size = 1e6 * args.megabytes
+    acts: dict[str, list[int]] = {act: [] for act in ACTS}
+    with (
+        Process() as process,
+        Process() as bad,
+        centers.served(process, size, args.leaves) as address,
+        centers.connect(address, args.transport) as center,
+    ):
+        exchange = centers.exchanging(
+            center, centers.tree(size, args.leaves, 1e-6), "anna"
+        )
+
+        def count() -> float:
+            """Seconds that one takes."""
+            begin, done = time.perf_counter(), 0
+            while (now := time.perf_counter()) < begin + args.window:
+                exchange()
+                done += 1
+            return (now - begin) / done
+
+        def beside(act: str) -> float:
+            bad.call(_begin, act, args.rate, address, size, args.leaves)
+            try:
+                return count()
+            finally:
+                acts[act].append(bad.call(_end, act))
+
+        forms: list[Form] = [Form(ALONE, ALONE, count)]
+        forms += [Form(act, ALONE, functools.partial(beside, act)) for act in ACTS]
+        found = side_by_side.measure(forms, args.repeats, report.console)
+        jax.block_until_ready(center.pull().params)
+    rows = []
+    for name, row in found.items():
+        own = acts.get(name, [0])
+        row = side_by_side.speed(row)
+        rows.append(
+            {
+                "peer": name.replace("_", " "),
+                "a_second": 1 / row["seconds"],
+                "speed": row["ratio"],
+                "quartiles": row["quartiles"],
+                "its_acts_a_second": sum(own) / len(own) / args.window,
+            }
+        )
+    title = f"{args.megabytes:g} MB over {args.transport}, beside a bad peer"
+    report.add("bad peers", title, rows)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()
