@@ -25,6 +25,7 @@ import pytest
 import sessions
 import shared
 from support import RULES, assert_identical, tree
+from waiting import wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, service
@@ -92,13 +93,6 @@ def accepted(server):
         if name in server._listeners
         for each in listener(server, name)._accepted.values()
     ]
-
-
-def wait_for(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 # What travels is the same.
@@ -260,7 +254,7 @@ def test_a_site_reads_what_its_workers_send_in_shared_memory():
             scaled = jax.tree.map(lambda x, i=i: i * x, ones)
             version = center.pull().version
             sessions.exchange(center, scaled, anchor_version=version, worker="anna")
-        wait_for(lambda: parent.version)  # by one exchange, or by two
+        wait_until(lambda: parent.version)  # by one exchange, or by two
         server.stop()
         np.testing.assert_array_equal(parent.pull().params["w"], 1.0 - 28)
 
@@ -337,9 +331,9 @@ def test_the_memory_of_a_worker_that_has_gone_is_free_at_once():
                     center, center_params(), anchor_version=0, worker=name
                 )
                 gone += map(weakref.ref, accepted(server))
-            wait_for(lambda: not accepted(server))
+            wait_until(lambda: not accepted(server))
         assert len(gone) == 2
-        wait_for(lambda: not any(connection() for connection in gone))
+        wait_until(lambda: not any(connection() for connection in gone))
 
 
 @contextlib.contextmanager
@@ -366,7 +360,7 @@ def test_a_link_that_was_late_is_free_at_once(monkeypatch):
     gone = weakref.ref(link)
     del link
     gc.collect()
-    wait_for(lambda: gone() is None)
+    wait_until(lambda: gone() is None)
 
 
 def no_more_files(*_):
@@ -744,7 +738,9 @@ def test_a_broken_connection_is_made_again(way_of):
             if broken:
                 for each in accepted(server):
                     each.cancel()
-                wait_for(lambda: not server.center.core.members()[1]["anna"].connected)
+                wait_until(
+                    lambda: not server.center.core.members()[1]["anna"].connected
+                )
             params, state = loop
             ones = jax.tree.map(jnp.ones_like, params)
             updates, state = worker.tx.update(ones, state, params)
@@ -785,7 +781,7 @@ def test_what_a_center_says_at_its_end_is_heard(way_of):
         center._connection.retry = lambda attempt, within=0.0: attempt()
         thread = threading.Thread(target=exchange)
         thread.start()
-        wait_for(lambda: "anna" in server.center.core.members()[2])
+        wait_until(lambda: "anna" in server.center.core.members()[2])
         server.center.close("for the holidays")
         thread.join(LIMIT)
         assert said == ["for the holidays"]
@@ -808,7 +804,7 @@ def test_a_worker_whose_message_waits_is_seen_to_go(way_of):
 
         thread = threading.Thread(target=exchange)
         thread.start()
-        wait_for(lambda: "anna" in server.center.core.members()[2])
+        wait_until(lambda: "anna" in server.center.core.members()[2])
         center.close()
         thread.join(LIMIT)
         assert (
@@ -865,8 +861,8 @@ def test_who_does_not_read_is_not_waited_for_at_the_end(way_of):
     with made("grpc", params=params) as (server, _):
         packets = a_message(_trees.schema_of(params))
         with unread(server, way_of, packets):
-            wait_for(lambda: server.center.version == 1)
-            wait_for(lambda: server._servicer._busy)
+            wait_until(lambda: server.center.version == 1)
+            wait_until(lambda: server._servicer._busy)
             began = time.monotonic()
             server.stop(grace=6 * LIMIT)
             assert time.monotonic() - began < LIMIT
@@ -884,7 +880,7 @@ def test_who_looks_is_answered_however_many_calls_are_open():
 
         calls = [begin(nothing()) for _ in range(200)]
         running = server._listeners["grpc"]._threads._running
-        wait_for(lambda: len(running) >= len(calls))
+        wait_until(lambda: len(running) >= len(calls))
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"
@@ -932,7 +928,7 @@ def test_nothing_is_left_open():
     use()
     gc.collect()
     jnp.zeros(2).block_until_ready()  # JAX lets go of memory when it is called next
-    wait_for(lambda: opened() <= before)
+    wait_until(lambda: opened() <= before)
 
 
 # What it refuses.

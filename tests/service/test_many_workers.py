@@ -12,7 +12,6 @@ import pathlib
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -20,6 +19,7 @@ import pytest
 import sessions
 import shared
 import talking
+from waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
@@ -63,14 +63,6 @@ def members(server):
     return server.center.core.members()[1]
 
 
-def wait_for(server, condition):
-    end = time.monotonic() + LIMIT
-    while not server.center.core.wait_for(
-        condition, 0.5
-    ):  # a lease ends without a word
-        assert time.monotonic() < end, "it does not come"
-
-
 def wait_until_lost(server, name):
     """Until the server knows that a connection is gone."""
 
@@ -78,7 +70,7 @@ def wait_until_lost(server, name):
         member = members(server).get(name)
         return member is None or not member.connected
 
-    wait_for(server, lost)
+    wait_until(lost)
 
 
 class Life:
@@ -149,7 +141,7 @@ class Life:
 
     def _leave(self):
         self._center.close()
-        wait_for(self._server, lambda: self.name not in members(self._server))
+        wait_until(lambda: self.name not in members(self._server))
 
 
 def live(server, acts, seed=0):
@@ -259,7 +251,7 @@ def is_soon(server, condition):
 
 
 def wait_until_it_waits(server, worker):
-    wait_for(server, lambda: worker in server.center.core.members()[2])
+    wait_until(lambda: worker in server.center.core.members()[2])
 
 
 def test_the_answer_to_an_earlier_life_is_not_that_of_the_next():
@@ -299,7 +291,7 @@ def test_a_repeated_exchange_is_told_that_it_was_dropped():
         again = session._open
 
         def open_late():
-            wait_for(server, lambda: "bert" not in members(server))
+            wait_until(lambda: "bert" not in members(server))
             return again()
 
         session._open = open_late
@@ -365,7 +357,7 @@ def test_the_end_of_an_old_call_does_not_disconnect_its_successor():
         assert members(server)["anna"].connected
         assert old.cancelled
         new.end()  # told to the center on a thread
-        wait_for(server, lambda: not members(server)["anna"].connected)
+        wait_until(lambda: not members(server)["anna"].connected)
 
 
 def test_a_call_that_ended_before_it_began_disconnects_nobody():
@@ -489,7 +481,7 @@ def test_a_process_is_killed_while_its_message_waits(workers):
         meet(anna, "anna", 0)
         meet(carl, "carl", 1)
         carl.kill()
-        wait_for(server, lambda: set(members(server)) == {"anna", "bert"})
+        wait_until(lambda: set(members(server)) == {"anna", "bert"})
         meet_at_last(bert, 2)
         all_answer([anna, bert], 1, {0, 2})
 
