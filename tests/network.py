@@ -68,7 +68,8 @@ class Proxy:
     def replay(self, seconds=1.0):
         """Says again, over new connections, what clients said over those of now."""
         with self._lock:
-            said = [(pair.target, bytes(pair.said)) for pair in self._pairs]
+            known = [pair for pair in self._pairs if pair.said is not None]
+            said = [(pair.target, bytes(pair.said)) for pair in known]
         for target, data in said:
             self._begin(self._say, target, data, seconds)
 
