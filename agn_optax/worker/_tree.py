@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any, TypeVar
@@ -77,10 +78,12 @@ class Uplink:
         self._record: PyTree = None
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
+        self._until = 0.0  # how long it insists once it has; monotonic seconds
         self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Exchanges once more, if there is something to say, and leaves the parent."""
+        self._until = time.monotonic() + timeout
         self._stopped.set()
         wait([self._ended], timeout)
 
@@ -130,14 +133,20 @@ class Uplink:
         params = self._core.snapshot().params
         self._parent.initialize(params, worker=self._worker.name)
 
-    def _insist(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, as soon as the parent can be reached."""
+    def _insist(self, call: Callable[[], T], *, owes: bool = False) -> T:
+        """What ``call`` returns, as soon as the parent can be reached.
+
+        When it is told to stop it gives up; where it owes something, at the end of the
+        time that it has for that.
+        """
         while True:
             try:
                 return call()
             except errors.CenterUnreachableError:
                 if self._stopped.wait(_POLL):
-                    raise
+                    if not owes or time.monotonic() >= self._until:
+                        raise
+                    time.sleep(_POLL)
 
     def _observe(self, contribution: PyTree) -> None:
         """An exchange at the site; called under the lock of its center."""
@@ -163,6 +172,6 @@ class Uplink:
         state = self._state._replace(local_steps=jnp.int32(steps), record=record)
         params = trees.copy(sent)  # for an exchange donates what it is given
         adopted, self._state = self._insist(
-            lambda: self._worker.flush(params, state, steps=steps)
+            lambda: self._worker.flush(params, state, steps=steps), owes=True
         )
         self._core.shift(adopted, sent)

@@ -208,6 +208,26 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     assert parent.pull().params["w"][0] == -1
 
 
+def test_what_a_site_owes_reaches_a_parent_that_is_back_within_the_grace():
+    with (
+        service.serve(RULE, ZEROS) as parent,
+        network.Network(parent) as net,
+        service.connect(net.address, RULE, transports=["grpc"], timeout=1.0) as above,
+    ):
+        site = service.serve(RULE, parent=above, parent_period=1000)
+        assert site.uplink.ready.wait(60)
+        with service.connect(site.address, RULE, timeout=60) as center:
+            sessions.exchange(center, ONES, anchor_version=0, worker="anna")
+        net.cut()
+        stopping = in_background(functools.partial(site.stop, grace=60.0), "a test")
+        with pytest.raises(TimeoutError):
+            stopping.result(4.0)
+        net.mend()
+        stopping.result(60)
+        assert site.uplink.error is None
+        assert parent.center.pull().params["w"].tolist() == [-1.0, -1.0]
+
+
 def test_a_message_in_a_dtype_that_the_center_cannot_read():
     with service.serve(RULE, ZEROS) as server:
         message = pb.Message(sequence=1, dtype="float64")
