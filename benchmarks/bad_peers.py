@@ -16,28 +16,31 @@ import contextlib
 import functools
 import itertools
 import socket
-import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import centers
 import grpc
-import jax
 import side_by_side
 from processes import Process
 from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
+from agn_optax.service._address import SERVICE
+from agn_optax.service.wire._packets import HEAD
 
 ALONE = "nobody"
 
 
 class BadPeer:
-    """What one does; each method is one act, which another thread may break off."""
+    """What one does, on a thread of its own; each public method is one act."""
 
-    def __init__(self, address: str, size: float, leaves: int) -> None:
+    def __init__(
+        self, act: str, rate: float, address: str, size: float, leaves: int
+    ) -> None:
         self._address = address
         self._contribution = centers.tree(size, leaves, 1e-6)
         self._numbers = itertools.count()
@@ -47,6 +50,31 @@ class BadPeer:
         ports = (address, status["direct_address"])
         self._ports = [int(each.rpartition(":")[2]) for each in ports]
         self._held: list[socket.socket] = []
+        self._done = 0
+        self._ended = threading.Event()
+        work = functools.partial(self._work, getattr(self, act), rate)
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+
+    def _work(self, act: Callable[[], None], rate: float) -> None:
+        start = time.monotonic()
+        while not self._ended.wait(
+            max(0.0, start + self._done / rate - time.monotonic())
+        ):
+            with contextlib.suppress(errors.AgnOptaxError, OSError):
+                act()
+            self._done += 1
+
+    def _end(self) -> int:
+        """Returns how often it has acted."""
+        done = self._done
+        self._ended.set()
+        self._thread.join()
+        for each in self._held:
+            each.close()
+        self._center.close()
+        self._observer.close()
+        return done
 
     def connects(self) -> None:
         """And ends the connection, at each port in turn."""
@@ -81,8 +109,8 @@ class BadPeer:
     def trickles(self) -> None:
         """A packet that is announced and does not come, over a call of gRPC."""
         with grpc.insecure_channel(self._address) as channel:
-            pieces = [struct.pack("<IQ", 1000, 0), *[b"x"] * 10]
-            call: Any = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
+            pieces = [HEAD.pack(1000, 0), *[b"x"] * 10]
+            call: Any = channel.stream_stream(f"/{SERVICE}/Exchange")
 
             def slowly() -> Any:
                 for piece in pieces:
@@ -93,41 +121,18 @@ class BadPeer:
                 for _ in call(slowly()):
                     pass
 
-    def close(self) -> None:
-        """Ends its connections."""
-        for each in self._held:
-            each.close()
-        self._center.close()
-        self._observer.close()
+
+ACTS = [name for name in vars(BadPeer) if not name.startswith("_")]
+
+_peers: list[BadPeer] = []  # of the process that is one, at a time
 
 
-ACTS = [name for name in vars(BadPeer) if not name.startswith("_") and name != "close"]
-
-_peers: dict[str, tuple[BadPeer, threading.Event, threading.Thread, list[int]]] = {}
-
-
-def _begin(act: str, rate: float, address: str, size: float, leaves: int) -> None:
-    peer, ended, done = BadPeer(address, size, leaves), threading.Event(), [0]
-
-    def work() -> None:
-        start = time.monotonic()
-        while not ended.wait(max(0.0, start + done[0] / rate - time.monotonic())):
-            with contextlib.suppress(errors.AgnOptaxError, OSError):
-                getattr(peer, act)()
-            done[0] += 1
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    _peers[act] = (peer, ended, thread, done)
+def _begin(*args: Any) -> None:
+    _peers.append(BadPeer(*args))
 
 
-def _end(act: str) -> int:
-    peer, ended, thread, done = _peers.pop(act)
-    acts = done[0]
-    ended.set()
-    thread.join()
-    peer.close()
-    return acts
+def _end() -> int:
+    return _peers.pop()._end()
 
 
 def main() -> None:
@@ -137,7 +142,12 @@ def main() -> None:
     add("--leaves", type=int, default=4)
     add("--transport", choices=centers.TRANSPORTS, default="socket")
     add("--rate", type=float, default=100.0, help="acts a second, at most")
-    add("--window", type=float, default=1.0, help="seconds in which are counted")
+    add(
+        "--window",
+        type=float,
+        default=1.0,
+        help="seconds in which it exchanges",
+    )
     add("--repeats", type=int, default=7)
     args = parse(parser, window=0.1, repeats=1)
     report = Report(args.json)
@@ -166,12 +176,11 @@ def main() -> None:
             try:
                 return count()
             finally:
-                acts[act].append(bad.call(_end, act))
+                acts[act].append(bad.call(_end))
 
         forms: list[Form] = [Form(ALONE, ALONE, count)]
         forms += [Form(act, ALONE, functools.partial(beside, act)) for act in ACTS]
         found = side_by_side.measure(forms, args.repeats, report.console)
-        jax.block_until_ready(center.pull().params)
     rows = []
     for name, row in found.items():
         own = acts.get(name, [0])

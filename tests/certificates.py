@@ -55,7 +55,7 @@ class Authority:
 def _openssl(*arguments):
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("makes its certificates with openssl")
+        pytest.skip("needs openssl, which makes its certificates")
     subprocess.run(  # noqa: S603 a tool that the system has
         [openssl, *map(str, arguments)], check=True, capture_output=True
     )

@@ -17,10 +17,14 @@ import shared
 
 import agn_optax
 from agn_optax.round._placement import _stays_on_host
+from agn_optax.service.transports import _memory
 
 # JAX 0.10.0 takes to the device whatever a program leaves in the host's memory.
 needs_host = pytest.mark.skipif(
     not _stays_on_host(), reason="this JAX leaves nothing on the host"
+)
+shares = pytest.mark.skipif(
+    not _memory.IS_SUPPORTED, reason="no processes share memory on this system"
 )
 MEMORIES = ["device", pytest.param("host", marks=needs_host)]
 

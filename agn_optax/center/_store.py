@@ -366,7 +366,7 @@ def _largest(center: PyTree) -> jax.Array:
     return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
 
-_ANY = downpour()
+_ANY = downpour()  # for what a measure does not read of a rule
 
 
 @functools.lru_cache(maxsize=32)

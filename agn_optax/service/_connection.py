@@ -185,7 +185,17 @@ class Connection:
         timeout: float | None = None,
         patience: float = math.inf,
     ) -> Any:
-        """The reply, of a type, to a call without streams; of others by its path."""
+        """The reply, of a type, to a call without streams; of others by its path.
+
+        Args:
+          name: of a method of the center, or a path.
+          request: what it is asked.
+          reply: the type of its reply.
+          timeout: seconds for a call without which one can do; nothing is made of it if
+            they are over.
+          patience: seconds for any other, if the timeout of all is longer; after them
+            the next call begins on a new channel.
+        """
         patience = min(self.timeout, patience)
         path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
 

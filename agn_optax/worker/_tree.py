@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any, TypeVar
@@ -78,14 +77,14 @@ class Uplink:
         self._record: PyTree = None
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
-        self._until = 0.0  # how long it insists once it has; monotonic seconds
+        self._given_up = threading.Event()  # nothing that it owes is waited for
         self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Exchanges once more, if there is something to say, and leaves the parent."""
-        self._until = time.monotonic() + timeout
         self._stopped.set()
         wait([self._ended], timeout)
+        self._given_up.set()
 
     def _run(self) -> None:
         try:
@@ -139,14 +138,13 @@ class Uplink:
         When it is told to stop it gives up; where it owes something, at the end of the
         time that it has for that.
         """
+        end = self._given_up if owes else self._stopped
         while True:
             try:
                 return call()
             except errors.CenterUnreachableError:
-                if self._stopped.wait(_POLL):
-                    if not owes or time.monotonic() >= self._until:
-                        raise
-                    time.sleep(_POLL)
+                if end.wait(_POLL):
+                    raise
 
     def _observe(self, contribution: PyTree) -> None:
         """An exchange at the site; called under the lock of its center."""

@@ -52,6 +52,9 @@ class Clock:
     def jump(self, seconds):
         self._more[0] += seconds
 
+    def mend(self):
+        self._more[0] = 0.0
+
 
 class Worker:
     """A process that may be many workers, one after the other."""
@@ -178,6 +181,7 @@ class Spares(contextlib.AbstractContextManager):
 
     def give_back(self, worker):
         """One that is as good as new."""
+        worker.clock.mend()
         with self._lock:
             self._workers.append(worker)
 

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import pytest
 import sessions
 import shared
+from support import shares
 
 from agn_optax import errors, service
 from agn_optax.service import Access, Tls, _files
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
-from agn_optax.service.transports import _memory, _socket
+from agn_optax.service.transports import _socket
 
 RULE = shared.downpour()
 LIMIT = 20  # seconds that nothing here takes
@@ -36,9 +37,7 @@ ALLOWED = {
 }
 WAYS = [
     *("grpc", "socket", "unix"),
-    pytest.param(
-        "memory", marks=pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="Linux")
-    ),
+    pytest.param("memory", marks=shares),
     "tls",
 ]
 
@@ -553,7 +552,7 @@ def test_a_unix_socket_is_for_one_user(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
 def test_another_user_comes_in_by_no_unix_socket(tmp_path):
     """Not even with a key: everybody reaches the abstract names of sockets."""
     program = (

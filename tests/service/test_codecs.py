@@ -10,18 +10,16 @@ import numpy as np
 import optax
 import pytest
 import shared
-from support import assert_identical
+from support import assert_identical, shares
 
 import agn_optax
 from agn_optax import codecs, service
 from agn_optax.center import Journal
-from agn_optax.service.transports import _memory
 
 CODECS = {
     "cast": lambda: codecs.cast("bfloat16"),
     "feedback": lambda: codecs.error_feedback(codecs.quantize(8, block=64)),
 }
-shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")
 PLACES = [
     "grpc",
     "socket",

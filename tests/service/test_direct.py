@@ -24,7 +24,7 @@ import optax
 import pytest
 import sessions
 import shared
-from support import RULES, assert_identical, tree
+from support import RULES, assert_identical, shares, tree
 from waiting import wait_until
 
 import agn_optax
@@ -42,7 +42,6 @@ RULE = shared.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes
 SIZE = 50_000  # elements: large enough to be worth shared memory
 TRANSPORTS = ["memory", "socket", "grpc"]
-shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="Linux only")
 
 
 @pytest.fixture(params=[pytest.param("memory", marks=shares), "socket", "grpc"])

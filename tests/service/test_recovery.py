@@ -10,6 +10,7 @@ import optax
 import pytest
 import sessions
 import shared
+from waiting import BUSY
 
 import agn_optax
 from agn_optax import errors, service
@@ -18,7 +19,6 @@ from agn_optax.center import Synchronous
 from agn_optax.service import center_pb2 as pb
 
 RULE = shared.downpour()
-BUSY = 3.0  # seconds that a busy machine may add
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
 ONES = {"w": jnp.ones(2), "v": jnp.ones(2)}
 

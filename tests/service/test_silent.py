@@ -12,18 +12,16 @@ import pytest
 import sessions
 import shared
 import talking
-from waiting import wait_until
+from support import shares
+from waiting import BUSY, wait_until
 
 from agn_optax import service
 from agn_optax.center import BoundedStaleness, Synchronous
-from agn_optax.service.transports import _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 RULE = shared.downpour()
 LIMIT = 90  # seconds that nothing here takes
-BUSY = 2.0  # seconds that a busy machine may add
 LARGE = 4_000_000  # elements: more than all buffers of a socket hold
-shares = pytest.mark.skipif(not _memory.IS_SUPPORTED, reason="no shared memory here")
 TRANSPORTS = ["grpc", "socket", pytest.param("memory", marks=shares)]
 
 
@@ -101,7 +99,7 @@ def test_who_does_not_read_its_answer_holds_up_nobody(unread, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_end_comes_a_second_after_the_grace(process, transport):
-    """Whoever is stopped, does not read its answer, or stops inside its message."""
+    """Whoever is stopped, or does not read its answer."""
     start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
     ones = {name: np.ones(LARGE, np.float32) for name in start}
     server = service.serve(RULE, start, lease=LIMIT)
