@@ -2,11 +2,12 @@
 
 The peer is a process of its own that does what it does as often as the center lets it,
 but for a bound on its acts a second: on this machine it takes time from the worker and
-the center that a peer on another host would not. "speed" is relative to the worker
-alone, the median of neighbors in time with its quartiles.
+the center that a peer on another host would not. It has used up already what callers
+have free. "speed" is relative to the worker alone, the median of neighbors in time with
+its quartiles.
 
     python benchmarks/bad_peers.py
-    python benchmarks/bad_peers.py --megabytes 4 --rate 20
+    python benchmarks/bad_peers.py --megabytes 4 --share 0
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
+from agn_optax.service import _limits
 from agn_optax.service._address import SERVICE
 from agn_optax.service.wire._packets import HEAD
 
@@ -124,6 +126,8 @@ class BadPeer:
 
 ACTS = [name for name in vars(BadPeer) if not name.startswith("_")]
 
+WORKERS = 4
+
 _peers: list[BadPeer] = []  # of the process that is one, at a time
 
 
@@ -135,6 +139,10 @@ def _end() -> int:
     return _peers.pop()._end()
 
 
+def _spare_nothing() -> None:
+    _limits._SPARE = 0.0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a bad peer costs the others.")
     add = parser.add_argument
@@ -142,12 +150,8 @@ def main() -> None:
     add("--leaves", type=int, default=4)
     add("--transport", choices=centers.TRANSPORTS, default="socket")
     add("--rate", type=float, default=100.0, help="acts a second, at most")
-    add(
-        "--window",
-        type=float,
-        default=1.0,
-        help="seconds in which it exchanges",
-    )
+    add("--share", type=float, default=0.1, help="of the center's time; 0 for any")
+    add("--window", type=float, default=2.0, help="seconds in which are counted")
     add("--repeats", type=int, default=7)
     args = parse(parser, window=0.1, repeats=1)
     report = Report(args.json)
@@ -156,9 +160,12 @@ def main() -> None:
     with (
         Process() as process,
         Process() as bad,
-        centers.served(process, size, args.leaves) as address,
+        centers.served(
+            process, size, args.leaves, max_workers=WORKERS, share=args.share or None
+        ) as address,
         centers.connect(address, args.transport) as center,
     ):
+        process.call(_spare_nothing)
         exchange = centers.exchanging(
             center, centers.tree(size, args.leaves, 1e-6), "anna"
         )

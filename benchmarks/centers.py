@@ -49,9 +49,11 @@ def served(
     address: str = "127.0.0.1:0",
     tls: Any = None,
     codec: str = "",
+    **options: Any,
 ) -> Iterator[str]:
     """A center in another process; gives its address."""
-    address = process.call(_serve, size, leaves, address, tls, codec)
+    options = {"max_workers": 256, "share": None, **options}
+    address = process.call(_serve, size, leaves, address, tls, codec, options)
     try:
         yield address
     finally:
@@ -61,9 +63,16 @@ def served(
 _servers: dict[str, Any] = {}  # of the process that serves
 
 
-def _serve(size: float, leaves: int, address: str, tls: Any, codec: str) -> str:
+def _serve(
+    size: float,
+    leaves: int,
+    address: str,
+    tls: Any,
+    codec: str,
+    options: dict[str, Any],
+) -> str:
     server = agn_optax.service.serve(
-        rule(codec), tree(size, leaves), address=address, max_workers=256, tls=tls
+        rule(codec), tree(size, leaves), address=address, tls=tls, **options
     )
     _servers[server.address] = server
     return server.address

@@ -13,6 +13,7 @@ import pathlib
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from agn_optax import errors
@@ -45,6 +46,7 @@ class Caller:
       calls: that it may make.
       name: of the only worker that it may speak for; None for any.
       token, certificate: by which it is known; b"" without.
+      host: where it is.
     """
 
     said: str
@@ -52,8 +54,15 @@ class Caller:
     name: str | None = None
     token: bytes = dataclasses.field(default=b"", repr=False)
     certificate: bytes = dataclasses.field(default=b"", repr=False)
+    host: str = ""
     # Of whom it was found among, to see whether these have changed.
     among: object = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def key(self) -> Hashable:
+        """Who it is, among all: for somebody unknown, whoever is at that host."""
+        known = self.token or self.certificate
+        return (self.token, self.certificate) if known else self.host
 
     def check(self, call: str, worker: str | None = None) -> None:
         """Whether it may make a call, for a worker.
@@ -174,7 +183,7 @@ class Access:
             )
         calls = frozenset.intersection(*(grant.calls for grant, _ in found))
         name = names.pop() if names else None
-        return Caller(said, calls, name, token, certificate, grants)
+        return Caller(said, calls, name, token, certificate, among=grants)
 
     def again(self, caller: Caller) -> Caller:
         """Who that is by now; the same object if nothing has changed.
@@ -219,11 +228,14 @@ class Door:
         self._tickets: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
         self._holders: dict[bytes, tuple[bytes, bytes]] = {}  # by hashes of keys
 
-    def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
-        """As `Access.caller`."""
-        if self.access is None:
-            return EVERYBODY
-        return self.access.caller(token, certificate)
+    def caller(
+        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
+    ) -> Caller:
+        """As `Access.caller`, of somebody at a host."""
+        known = EVERYBODY
+        if self.access is not None:
+            known = self.access.caller(token, certificate)
+        return dataclasses.replace(known, host=host)
 
     def again(self, caller: Caller) -> Caller:
         """As `Access.again`."""
@@ -243,13 +255,16 @@ class Door:
                 del self._holders[_hash(oldest)]
         return key
 
-    def holder(self, key: bytes, certificate: bytes | None = None) -> Caller:
+    def holder(
+        self, key: bytes, certificate: bytes | None = None, host: str = ""
+    ) -> Caller:
         """Who has a key.
 
         Args:
           key: as it came.
           certificate: of the connection, where that is encrypted: it must be one of the
             same caller. None where it is not.
+          host: whence it came.
 
         Raises:
           NotAllowedError: nobody has that key, or not any more, or it is another's.
@@ -258,7 +273,7 @@ class Door:
         holder = self._holders.get(_hash(key))
         if holder is None:
             raise _unknown("this center has given that key to nobody")
-        caller = self.caller(*holder)
+        caller = self.caller(*holder, host)
         if certificate is not None and self.access is not None:
             other = self.caller(holder[0], certificate)
             if (other.name, other.calls) != (caller.name, caller.calls):

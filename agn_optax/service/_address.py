@@ -86,3 +86,16 @@ def path(address: str) -> str:
 def host(address: str) -> str:
     """Of an address with a port, without the brackets of IPv6."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def network(name: str) -> str:
+    """Of the IP address of a peer, what only one host has: of IPv6 that is a /64."""
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return name  # a Unix socket
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))

@@ -120,6 +120,7 @@ def serve(
     max_workers: int = 64,
     lease: float = 10.0,
     memory: int | None = None,
+    share: float | None = 0.1,
     tls: Tls | None = None,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
@@ -150,6 +151,10 @@ def serve(
       memory: bytes that the center, its optimizer's state and all messages may take
         together: a worker for whose message there is no room is refused, and those that
         are there go on. None for any number.
+      share: of the center's time, that one caller may take with calls beside its
+        exchanges (status, pulls, joins). Whoever makes more waits for his turn, and
+        so does whoever shares his token; without any, his host. As many as all workers
+        make when they start are free. None for any number.
       tls: this center's certificate and key, and who vouches for workers if they must
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
@@ -198,6 +203,8 @@ def serve(
     check_rule(rule)
     _tls.check(tls, credentials, insecure, _address.check(address))
     check.whole_number(memory, "memory", least=1)
+    if share is not None:
+        check.rate(share, "share", low=0.0, high=1.0, low_open=True)
     addresses = [address]
     if direct_address is not None:
         if not direct:
@@ -233,7 +240,7 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center.core, door, kept, upwards, memory)
+    servicer = Servicer(center.core, door, kept, upwards, memory, share)
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
         tells = is_local if reflection is None else reflection

@@ -24,6 +24,7 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller, Door
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
+from agn_optax.service._limits import BYTE, CALL, JOIN, Newcomers, Places, Shares
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
@@ -48,7 +49,8 @@ _UNKNOWN = 5.0  # seconds in which a worker must say who it is
 _MOST_NAME = 256  # bytes of a worker's name
 _MOST_LIVES = 4096  # of which one call says that they are there
 _MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
-_MOST_INITIALIZATIONS = 1
+_MOST_OF_ONE = 3  # of a caller, who may read slowly
+_MANY = 1024  # workers, where nobody says how many there may be
 _OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
 
 
@@ -74,9 +76,13 @@ class Servicer:
       parent: address of the center that this one is a worker of; "" if none.
       memory: bytes that the center and all messages may take together; None for any
         number.
+      share: of the time, that one caller may take with calls beside its exchanges; None
+        for any.
 
     Attributes:
       transfers: packets that are on their way.
+      newcomers: who has not said yet who he is.
+      workers: that there may be.
     """
 
     def __init__(
@@ -86,13 +92,17 @@ class Servicer:
         dtype: str = "",
         parent: str = "",
         memory: int | None = None,
+        share: float | None = None,
     ) -> None:
         self.core = core
         self.door = door
         self.transfers = Transfers()
+        self.workers = core.ledger.max_workers or _MANY
+        self.newcomers = Newcomers(self.workers)
+        self._shares = Shares(share, self.workers)
         self._memory = memory
-        self._pulls = threading.BoundedSemaphore(_MOST_PULLS)
-        self._initializations = threading.BoundedSemaphore(_MOST_INITIALIZATIONS)
+        self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
+        self._initializations = Places(1, 1)
         self._dtype = dtype
         self._parent = parent
         # Once, and before anybody asks: calls that come together would each compute it,
@@ -102,6 +112,7 @@ class Servicer:
         lease = core.ledger.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
+        self._sign_of_life = self._shares.sign_of_life(self._heartbeat)
         self._idle = threading.Condition()
         self._busy = 0  # exchanges that are being applied and answered
         self._talking = 0  # and those whose message is still coming
@@ -138,7 +149,7 @@ class Servicer:
 
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """What this center is."""
-        caller.check("Describe")
+        self._admit(caller, "Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
         return pb.Description(
@@ -162,12 +173,16 @@ class Servicer:
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
         """The chief's parameters."""
-        caller.check("Initialize")
-        with (
-            _one_of(self._initializations, "another worker initializes this center"),
-            self._receiving(reader, context.cancel),
-        ):
-            return self._initialize(reader, context, caller)
+        self._admit(caller, "Initialize")
+        with self._receiving(reader, context.cancel):
+            if not self._initializations.take(caller.key, timeout=_STALLED / 2):
+                raise errors.CenterFullError(
+                    "another worker initializes this center; try again"
+                )
+            try:
+                return self._initialize(reader, context, caller)
+            finally:
+                self._initializations.give_back(caller.key)
 
     def _initialize(
         self, reader: Reader, context: Any, caller: Caller
@@ -206,19 +221,20 @@ class Servicer:
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
-        caller.check("Pull")
+        self._admit(caller, "Pull")
         end = time.monotonic() + request.wait
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        while not self._pulls.acquire(timeout=WAITING_INTERVAL):
+        self._take(caller, BYTE * self._size)
+        while not self._pulls.take(caller.key, WAITING_INTERVAL):
             yield _WAITING
         try:
             with self.core.reading(kept=True) as version:
                 parcel = self._parcel(version, self._travels.center, applied=True)
             yield parcel
         finally:
-            self._pulls.release()
+            self._pulls.give_back(caller.key)
 
     def exchange(
         self, reader: Reader, context: Any, caller: Caller
@@ -237,11 +253,15 @@ class Servicer:
             yield from self._live(reader, context, caller)
 
     def _live(self, reader: Reader, context: Any, caller: Caller) -> Iterator[Parcel]:
-        with self.transfers.under_way(context.cancel, 0, _UNKNOWN):
+        with (
+            self.newcomers.one(caller.host, context.cancel),
+            self.transfers.under_way(context.cancel, 0, _UNKNOWN),
+        ):
             join = _first(reader, "join")
         _check_name(join.worker)
         _check_name(join.incarnation)
         caller.check("Exchange", join.worker)
+        self._take(caller, JOIN)
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
@@ -286,6 +306,8 @@ class Servicer:
             )
         for life in request.lives:
             caller.check("Alive", life.worker)
+        # Apart from other calls: no caller's others make its workers look dead.
+        self._shares.take((caller.key, "Alive"), self._sign_of_life)
         for life in request.lives:
             self.core.hear(life.worker, life.incarnation)
         return pb.AliveReply()
@@ -293,12 +315,13 @@ class Servicer:
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """A worker goes for good."""
         caller.check("Leave", request.worker)
+        self._take(caller, CALL)
         self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         """Who is there."""
-        caller.check("Status")
+        self._admit(caller, "Status")
         version, members, waiting = self.core.members()
         now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
@@ -342,6 +365,25 @@ class Servicer:
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
+    def look(self, caller: Caller) -> None:
+        """A call of gRPC's own services, such as health checking."""
+        self._admit(caller, "Health")
+
+    def refusal(
+        self, error: errors.NotAllowedError, host: str
+    ) -> errors.NotAllowedError:
+        """Of somebody whom nobody knows, who waits for it if he asks too often."""
+        self._shares.take(host, CALL)
+        return error
+
+    def _admit(self, caller: Caller, call: str) -> None:
+        """A call, once it is its turn."""
+        caller.check(call)
+        self._take(caller, CALL)
+
+    def _take(self, caller: Caller, seconds: float) -> None:
+        self._shares.take(caller.key, seconds, self._size)
+
     def _offers_to(self, caller: Caller) -> list[pb.Offer]:
         """With the key by which a connection is known as this caller's."""
         key = self.door.ticket(caller)
@@ -364,6 +406,11 @@ class Servicer:
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"not any more: {error}") from None
         return now
+
+    @property
+    def _size(self) -> int:
+        """Bytes of the center's parameters."""
+        return self._travels.center.size if self.core.is_initialized else 0
 
     def schema(self) -> Schema | None:
         """Of the center, once it has parameters."""
@@ -540,21 +587,6 @@ class Servicer:
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
-
-
-@contextmanager
-def _one_of(places: threading.Semaphore, otherwise: str) -> Iterator[None]:
-    """In one of few places.
-
-    Raises:
-      CenterFullError: none is free for a while.
-    """
-    if not places.acquire(timeout=_STALLED / 2):
-        raise errors.CenterFullError(f"{otherwise}; try again")
-    try:
-        yield
-    finally:
-        places.release()
 
 
 def _check_name(name: str, least: int = 1) -> None:

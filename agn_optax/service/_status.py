@@ -13,6 +13,7 @@ _KIND = "agn-optax-error"  # key of the trailing metadata that names the excepti
 
 _CODES: dict[type, grpc.StatusCode] = {
     errors.CenterClosedError: grpc.StatusCode.UNAVAILABLE,
+    errors.CenterUnreachableError: grpc.StatusCode.UNAVAILABLE,
     errors.CenterFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NameTakenError: grpc.StatusCode.ALREADY_EXISTS,
     errors.AlreadyInitializedError: grpc.StatusCode.ALREADY_EXISTS,
@@ -50,7 +51,11 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
     named = dict(error.trailing_metadata() or ()).get(_KIND)
     if named in errors.__all__:
         return getattr(errors, named)(error.details())
-    if error.code() in _TRANSIENT:
+    # Says gRPC where there are as many calls as it takes.
+    is_full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and (
+        "Concurrent" in (error.details() or "")
+    )
+    if error.code() in _TRANSIENT or is_full:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )

@@ -878,8 +878,8 @@ def test_who_looks_is_answered_however_many_calls_are_open():
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        running = server._listeners["grpc"]._threads._running
-        wait_until(lambda: len(running) >= len(calls))
+        newcomers = server._servicer.newcomers
+        wait_until(lambda: len(newcomers._all) == newcomers.each)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
             assert observer.health() == "SERVING"

@@ -1,9 +1,11 @@
 """What a peer can do to a center: hold little, not for long, and keep nobody out."""
 
 import contextlib
+import functools
 import queue
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,9 +14,9 @@ import shared
 from waiting import wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import _address, _connection, _servicer, _watchdog
+from agn_optax.service import _address, _connection, _limits, _servicer, _watchdog
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import GrpcLink, Target, _socket
+from agn_optax.service.transports import GrpcLink, Target, _grpc, _socket
 from agn_optax.service.wire import _packets, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD
@@ -252,7 +254,7 @@ def test_one_initializes_at_a_time(monkeypatch):
         schema = _trees.to_proto(_trees.schema_of(START))
         start = pb.Start(protocol=_address.PROTOCOL, worker="a", schema=schema)
         peer.say(packet(pb.Frame(start=start), START.nbytes) + bytes(1000))
-        wait_until(lambda: server._servicer._initializations._value == 0)
+        wait_until(lambda: server._servicer._initializations._taken)
         other = service.connect(server.address, RULE, timeout=LIMIT)
         with other, pytest.raises(errors.CenterFullError, match="another worker init"):
             other._remote.initialize(START, "b")
@@ -263,18 +265,202 @@ def test_one_initializes_at_a_time(monkeypatch):
 def test_few_pulls_at_a_time(server, center):
     """Each may keep a version in memory; the others wait for their turn."""
     places = _servicer._MOST_PULLS
-    for _ in range(places):
-        assert server._servicer._pulls.acquire(timeout=LIMIT)
+    for number in range(places):
+        assert server._servicer._pulls.take(number, timeout=LIMIT)
     pulled = []
     pulling = threading.Thread(target=lambda: pulled.append(center.pull()))
     pulling.start()
     ones = np.ones(SIZE, np.float32)
     sessions.exchange(center, ones, anchor_version=0, worker="bert")
     assert not pulled
-    for _ in range(places):
-        server._servicer._pulls.release()
+    for number in range(places):
+        server._servicer._pulls.give_back(number)
     pulling.join(LIMIT)
     assert pulled[0].version == 1
+
+
+def test_one_caller_leaves_a_pull_for_others(server, center):
+    """It may read as slowly as is just allowed."""
+    pulls = server._servicer._pulls
+    while pulls.take("eve", timeout=0.0):
+        pass
+    assert center.pull().version == 0
+    pulls.give_back("eve")
+    assert pulls.take("eve", timeout=0.0)
+
+
+SMALL = np.zeros(10, np.float32)
+TOKENS = b"worker anna 0123456789abcdef\nobserver * fedcba9876543210"
+ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Who makes more than 50 calls at once is ahead for hours."""
+    monkeypatch.setattr(_limits, "_SPARE", 0.1 - 3 * _limits.CALL - _limits.JOIN)
+    return functools.partial(service.serve, RULE, SMALL, max_workers=1, share=1e-6)
+
+
+@contextlib.contextmanager
+def too_many():
+    with pytest.raises(errors.CenterUnreachableError, match="too many calls: a caller"):
+        yield
+
+
+def again_and_again(call, otherwise=()):
+    for _ in range(100):
+        with contextlib.suppress(*otherwise):
+            call()
+
+
+def test_who_calls_all_the_time_gets_a_share(monkeypatch):
+    monkeypatch.setattr(_limits, "_SPARE", 0.0)
+    share, free = 0.05, 3 * _limits.CALL + _limits.JOIN
+    with (
+        service.serve(RULE, SMALL, max_workers=1, share=share) as server,
+        service.Observer(server.address) as eve,
+    ):
+        begin, made = time.monotonic(), 0
+        while time.monotonic() < begin + 1.0:
+            eve.status()
+            made += 1
+        seconds = time.monotonic() - begin
+        assert made <= (free + share * (seconds + 1.0)) / _limits.CALL
+
+
+def test_who_calls_too_often_waits_alone(little):
+    with (
+        little(access=service.Access(TOKENS)) as server,
+        service.Observer(server.address, token=EVE) as eve,
+        service.connect(server.address, RULE, token=ANNA) as center,
+    ):
+        anna = center.join("anna")
+        with too_many():
+            again_and_again(eve.status)
+        for number in range(1, 100):  # what it exchanges is nobody else's loss
+            assert anna.exchange(number, SMALL, anchor_version=0).version == number
+        assert center.pull().version == 99
+
+
+def test_a_host_that_calls_too_often_loses_no_worker(little):
+    """Where all that is known of a caller is its host."""
+    with (
+        little(lease=1.5) as server,
+        service.Observer(server.address) as eve,
+        service.connect(server.address, RULE) as center,
+    ):
+        anna = center.join("anna")
+        with too_many():
+            again_and_again(eve.status)
+
+        def seen():
+            return server.center.core.members()[1]["anna"].seen
+
+        for _ in range(3):
+            before = seen()
+            wait_until(lambda before=before: seen() > before)
+        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+
+
+def test_who_guesses_tokens_waits(little):
+    with little(access=service.Access(TOKENS)) as server:
+        with service.Observer(server.address, token="0" * 16) as eve, too_many():
+            again_and_again(eve.status, [errors.NotAllowedError])
+        with service.Observer(server.address, token=EVE) as known:
+            assert known.status()["version"] == 0
+
+
+def test_health_checks_are_calls(little):
+    with little() as server, service.Observer(server.address) as eve:
+        assert eve.health() == "SERVING"
+        with too_many():
+            again_and_again(eve.health)
+
+
+def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
+    """And those that are there go on."""
+    monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
+    with (
+        service.serve(RULE, SMALL, max_workers=1) as server,
+        service.connect(server.address, RULE, transports=["grpc"]) as center,
+        service.Observer(server.address) as observer,
+    ):
+        anna = center.join("anna")
+        with Peer(center, "grpc"), Peer(center, "grpc"):
+            wait_until(lambda: len(server._servicer.newcomers._all) == 2)
+            with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
+                observer.status()
+            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        wait_until(lambda: not server._servicer.newcomers._all)
+        assert observer.status()["version"] == 1
+
+
+def test_as_many_calls_as_a_start_makes_are_free(caplog):
+    """Of all workers at once, and of a model however large."""
+    workers, size = 100, 1 << 32
+    shares = _limits.Shares(1e-9, workers)
+    for _ in range(workers):
+        shares.take("host", _limits.CALL, size)
+        shares.take("host", _limits.JOIN, size)
+        shares.take("host", _limits.CALL, size)
+        shares.take("host", _limits.BYTE * size, size)
+        shares.take("host", _limits.CALL, size)
+    assert "has to wait" not in caplog.text
+
+
+def test_signs_of_life_of_many_workers_are_never_too_many():
+    heartbeat = 3.0
+    for workers in (1, 64, 100_000):
+        shares = _limits.Shares(0.1, workers)
+        assert workers * shares.sign_of_life(heartbeat) / heartbeat <= 0.1 / 2 + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
+def test_a_share_is_one(share):
+    with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, 1\], got"):
+        service.serve(RULE, SMALL, share=share)
+
+
+def test_no_share_is_no_limit(monkeypatch):
+    monkeypatch.setattr(_limits, "_SPARE", -1.0)
+    with (
+        service.serve(RULE, SMALL, share=None) as server,
+        service.Observer(server.address) as eve,
+    ):
+        for _ in range(20):
+            eve.status()
+
+
+def test_of_many_silent_connections_the_oldest_are_cut_off(server):
+    """Long before their time is over; and a worker comes in between."""
+    newcomers = server._servicer.newcomers
+    port = int(server.direct_address.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        ends = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(newcomers.each + 20)
+        ]
+        for end in ends[:20]:
+            end.settimeout(LIMIT)
+            assert not end.recv(1)
+        assert len(newcomers._all) <= newcomers.each
+        with service.connect(server.address, RULE, transports=["socket"]) as center:
+            center.join("anna")
+
+
+@pytest.mark.parametrize(
+    ("address", "of"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::1", "::/64"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("", ""),
+    ],
+)
+def test_what_one_host_has(address, of):
+    assert _address.network(address) == of
 
 
 def test_a_center_that_sends_a_byte_now_and_then_is_as_good_as_gone(monkeypatch):

@@ -14,6 +14,7 @@ import queue
 import socket
 import ssl
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._access import Caller, Door
+from agn_optax.service._access import Caller
 from agn_optax.service._connection import Connection
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _transport
@@ -35,6 +36,7 @@ from agn_optax.service.wire._packets import Parcel, Reader, joined
 
 T = TypeVar("T")
 
+_MOST_CALLS = 4096
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
 
 
@@ -114,8 +116,11 @@ class GrpcListener(_transport.Listener):
                 ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.server_handshake_timeout_ms", 5_000),
             ],
-            interceptors=[_Guard(servicer.door)],
+            interceptors=[_Guard(servicer)],
+            # More than all limits of callers let be there, but for a very few.
+            maximum_concurrent_rpcs=_MOST_CALLS + 16 * servicer.workers,
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -193,7 +198,7 @@ def _handlers(servicer: Servicer) -> Any:
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
-                return call(said, context, _caller(servicer.door, context))
+                return call(said, context, _caller(servicer, context))
 
         return answer
 
@@ -202,7 +207,7 @@ def _handlers(servicer: Servicer) -> Any:
 
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
-                caller = _caller(servicer.door, context)
+                caller = _caller(servicer, context)
                 for parcel in call(said, context, caller):
                     with parcel, servicer.sending(context.cancel, parcel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
@@ -255,33 +260,43 @@ def _handlers(servicer: Servicer) -> Any:
     )
 
 
-def _caller(door: Door, context: Any) -> Caller:
+def _caller(servicer: Servicer, context: Any) -> Caller:
     """Who makes a call: by its metadata, and by the certificate of its connection.
 
     Raises:
       NotAllowedError: nobody who may.
     """
+    door, host = servicer.door, _host(context)
     if door.access is None:
-        return door.caller()
+        return door.caller(host=host)
     said = dict(context.invocation_metadata()).get("authorization", "")
     kind, _, token = said.partition(" ")
     if said and kind.lower() != "bearer":
         raise errors.NotAllowedError("authorization must be `Bearer` and a token")
     (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
     certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
-    return door.caller(token.strip().encode(), certificate)
+    try:
+        return door.caller(token.strip().encode(), certificate, host)
+    except errors.NotAllowedError as error:
+        raise servicer.refusal(error, host) from None
+
+
+def _host(context: Any) -> str:
+    """Whence a call comes."""
+    kind, _, where = urllib.parse.unquote(context.peer()).partition(":")
+    return kind if kind.startswith("unix") else _address.network(_address.host(where))
 
 
 class _Guard(grpc.ServerInterceptor):
     """Before services of gRPC's own, which are for those who may look."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, servicer: Servicer) -> None:
+        self._servicer = servicer
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = continuation(details)
         own = details.method.startswith(f"/{_address.SERVICE}/")
-        if handler is None or own or self._door.access is None:
+        if handler is None or own:
             return handler
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         kind = next(name for name in kinds if getattr(handler, name) is not None)
@@ -290,7 +305,7 @@ class _Guard(grpc.ServerInterceptor):
         @functools.wraps(answer)  # with its attributes, which gRPC looks at
         def guarded(said: Any, context: Any, *more: Any) -> Any:
             with _errors_to(context):
-                _caller(self._door, context).check("Health")
+                self._servicer.look(_caller(self._servicer, context))
             return answer(said, context, *more)
 
         return handler._replace(**{kind: guarded})

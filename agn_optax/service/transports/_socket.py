@@ -252,8 +252,14 @@ class SocketListener(_transport.Listener):
             end.settimeout(_PATIENCE)
             tune(end)
             if self._context is not None:
-                end = self._context().wrap_socket(end, server_side=True)
-            if (caller := self._greeted(end)) is None:
+                end = self._context().wrap_socket(
+                    end, server_side=True, do_handshake_on_connect=False
+                )
+            with self._servicer.newcomers.one(_host(end), lambda: shut(end)):
+                if isinstance(end, ssl.SSLSocket):
+                    end.do_handshake()
+                caller = self._greeted(end)
+            if caller is None:
                 return
             end.settimeout(None)
             accepted, number = self.accepted(end), end.fileno()
@@ -288,7 +294,7 @@ class SocketListener(_transport.Listener):
             certificate = end.getpeercert(binary_form=True) or b""
         key = bytes(heard[len(GREETING) :])
         try:
-            caller = self._servicer.door.holder(key, certificate)
+            caller = self._servicer.door.holder(key, certificate, _host(end))
         except errors.NotAllowedError:  # it hears why over gRPC
             return None
         if refused := self.why_not(end):
@@ -392,6 +398,13 @@ class Accepted(Reader):
     def finish(self) -> None:
         """The worker is gone, or about to; more than one thread may say so."""
         self._gone.cancel()
+
+
+def _host(end: socket.socket) -> str:
+    """Whence a connection comes."""
+    if end.family == getattr(socket, "AF_UNIX", None):
+        return "unix"
+    return _address.network(end.getpeername()[0])
 
 
 # Both ends.
