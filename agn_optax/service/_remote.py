@@ -96,6 +96,12 @@ class Remote:
                 f"protocol, and this release {_address.PROTOCOL}"
             )
         _fingerprint.compare(said.rule, self.rule, self.address)
+        if self.connection.timeout <= said.waiting_interval:
+            raise errors.InvalidArgumentError(
+                f"timeout must be longer than the {said.waiting_interval:g} s in which "
+                f"the center at {self.address} may be silent to whoever waits there, "
+                f"got {self.connection.timeout:g}"
+            )
         self.description = said
         offers = {offer.transport: offer for offer in said.offers}
         if offers != self._offers:  # it was started anew

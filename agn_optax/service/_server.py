@@ -30,6 +30,7 @@ from agn_optax.worker import Uplink
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _LOOK = 0.2  # seconds between two looks at what still runs
+_GRACE = 30.0  # seconds, at least, where nobody says how many
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 _LAST = 0.8  # seconds beyond the grace in which connections end, whoever holds them
 
@@ -71,7 +72,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
             time.sleep(min(left, _LOOK))
         return self._stopped.is_set()
 
-    def stop(self, grace: float = 30.0) -> None:
+    def stop(self, grace: float | None = None) -> None:
         """Drains the service and ends it.
 
         Exchanges that are being applied and answered finish; all others are told that
@@ -79,13 +80,16 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
           grace: seconds that running exchanges may take, and what this center owes to
-            its parent. A worker that takes nothing of its answer for two seconds is cut
-            off before; a second after the grace everything has ended, whatever workers
-            do.
+            its parent; None for 30, or twice as long as any of the last messages took
+            to travel, if that is more. A worker that takes nothing of its answer for
+            two seconds is cut off before; a second after the grace everything has
+            ended, whatever workers do.
         """
         with self._stopping:
             if self._stopped.is_set():
                 return
+            if grace is None:
+                grace = max(_GRACE, 2 * self._servicer.transfers.longest)
             end = time.monotonic() + grace
             for listener in self._listeners.values():
                 listener.drain()

@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from agn_optax._internal import in_background
 # Bytes a second. Whoever is slower as long as a packet takes is as good as gone, and
 # holds memory and a thread.
 LEAST_RATE = 32 << 10
+_MANY = 256  # transfers that are remembered
 
 
 class Watched(Protocol):
@@ -90,7 +92,8 @@ class Transfer:
         self.cancel = cancel
         self.is_late = False
         self._patience = patience
-        self._over_by = time.monotonic() + patience + size / LEAST_RATE
+        self.began = time.monotonic()
+        self._over_by = self.began + patience + size / LEAST_RATE
         self.went()
 
     def went(self) -> None:
@@ -104,6 +107,12 @@ class Transfers:
 
     def __init__(self) -> None:
         self._all: set[Transfer] = set()
+        self._took: deque[float] = deque(maxlen=_MANY)  # seconds, each of the last
+
+    @property
+    def longest(self) -> float:
+        """Seconds that one of the last took."""
+        return max(self._took, default=0.0)
 
     @contextlib.contextmanager
     def under_way(
@@ -115,6 +124,7 @@ class Transfers:
         try:
             with watchdog.watching(transfer):
                 yield transfer
+            self._took.append(time.monotonic() - transfer.began)
         finally:
             self._all.discard(transfer)
 

@@ -439,9 +439,15 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
         process.communicate()
 
 
-def test_a_crowd_is_heard_of_while_it_waits(monkeypatch):
-    """For the turn of another, who may have programs to compile."""
+@pytest.fixture
+def lively(monkeypatch):
+    """Centers that say ten times a second that somebody waits there."""
     monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
+
+
+@pytest.mark.usefixtures("lively")
+def test_a_crowd_is_heard_of_while_it_waits():
+    """For the turn of another, who may have programs to compile."""
     ones = {"a": jnp.ones(400_000), "b": jnp.ones(300_001)}
     with made("socket", params=ones) as (server, other):
         other.join("bert")
@@ -580,6 +586,7 @@ class Recorded:
         return self._transport.dial(target)
 
 
+@pytest.mark.usefixtures("lively")
 def test_without_a_way_beside_it_there_is_grpc(caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     with made() as (server, _):
@@ -704,6 +711,7 @@ def test_ports_that_make_no_sense(settings, message, tmp_path, monkeypatch):
 # What it survives.
 
 
+@pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("way_of", network.TRANSPORTS)
 def test_a_connection_that_says_nothing_any_more_is_replaced(way_of):
     """As of a host or a firewall that has forgotten it, and says nothing of that."""
@@ -1117,6 +1125,7 @@ def test_what_is_checked_is_what_is_applied():
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to be another"
 )
+@pytest.mark.usefixtures("lively")
 def test_memory_is_for_processes_of_one_user(caplog):
     """Anybody on this machine reaches the Unix socket, and may ask for its key."""
     program = (

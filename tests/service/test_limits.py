@@ -14,7 +14,15 @@ import shared
 from waiting import wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import _address, _connection, _limits, _servicer, _watchdog
+from agn_optax._internal.background import in_background
+from agn_optax.service import (
+    _address,
+    _connection,
+    _limits,
+    _server,
+    _servicer,
+    _watchdog,
+)
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import GrpcLink, Target, _grpc, _socket
 from agn_optax.service.wire import _packets, _trees
@@ -173,6 +181,40 @@ def test_who_does_not_read_its_answer_is_cut_off(
         wait_until(lambda: not large_server._servicer._talking)
         # Nothing is lost: it asks again.
         assert anna.collect(1, timeout=LIMIT).version == 1
+
+
+def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
+    """The grace that nobody said is as long as answers have taken."""
+    monkeypatch.setattr(_server, "_GRACE", 0.1)
+    monkeypatch.setattr(_server, "_LAST", 0.1)
+    large = np.zeros(8 * SIZE, np.float32)
+    with (
+        service.serve(RULE, large) as server,
+        service.connect(server.address, RULE) as center,
+        Peer(center, "socket") as peer,
+    ):
+        peer.join()
+
+        def exchange(sequence):
+            peer.say(message(server, sequence) + large.tobytes())
+            wait_until(lambda: server.center.version == sequence)
+
+        def read():
+            """A thirtieth of an answer at a time, and so for a second and a half."""
+            link, left = peer.link, large.nbytes
+            assert link.control().HasField("snapshot")
+            link._follows = 0  # bytes that it would read itself
+            while left and (got := len(link._end.recv(min(left, 1 << 20)))):
+                left -= got
+                time.sleep(0.05)
+            return left
+
+        exchange(1)
+        assert not read()
+        exchange(2)
+        reading = in_background(read, "a slow reader")
+        server.stop()
+        assert not reading.result(LIMIT)
 
 
 @transports

@@ -16,6 +16,7 @@ import agn_optax
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
+from agn_optax.service import _servicer
 from agn_optax.service import center_pb2 as pb
 
 RULE = shared.downpour()
@@ -92,6 +93,13 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
         worker.start()
 
 
+@pytest.fixture
+def lively(monkeypatch):
+    """Centers that say five times a second that somebody waits there."""
+    monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.2)
+
+
+@pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_after_giving_up_nothing_is_lost(transport):
     with (
@@ -115,11 +123,9 @@ def test_after_giving_up_nothing_is_lost(transport):
         assert center.pull().params["w"][0] == -4
 
 
+@pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
-def test_the_time_to_come_back_begins_with_the_last_sign_of_life(
-    monkeypatch, transport
-):
-    monkeypatch.setattr("agn_optax.service._servicer.WAITING_INTERVAL", 0.2)
+def test_the_time_to_come_back_begins_with_the_last_sign_of_life(transport):
     with (
         service.serve(RULE, ZEROS, mode=Synchronous()) as server,
         network.Network(server, transport) as net,
@@ -208,6 +214,7 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     assert parent.pull().params["w"][0] == -1
 
 
+@pytest.mark.usefixtures("lively")
 def test_what_a_site_owes_reaches_a_parent_that_is_back_within_the_grace():
     with (
         service.serve(RULE, ZEROS) as parent,

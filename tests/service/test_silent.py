@@ -15,7 +15,7 @@ import talking
 from support import shares
 from waiting import BUSY, wait_until
 
-from agn_optax import service
+from agn_optax import errors, service
 from agn_optax.center import BoundedStaleness, Synchronous
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
@@ -114,3 +114,11 @@ def test_the_end_comes_a_second_after_the_grace(process, transport):
             took = time.monotonic() - began
         process.ask(do="leave")
     assert took < 0.5 + 1.0 + BUSY
+
+
+def test_a_timeout_is_longer_than_a_center_may_be_silent():
+    with (
+        service.serve(RULE, jnp.zeros(3)) as server,
+        pytest.raises(errors.InvalidArgumentError, match=r"than the 2 s .* got 1\.5"),
+    ):
+        service.connect(server.address, RULE, timeout=1.5)
