@@ -206,6 +206,15 @@ class Core:
         with self._changed:
             return self.store.save()
 
+    def write_snapshot(self) -> int:
+        """See `LocalCenter.write_snapshot`."""
+        if self._keeper is None:
+            raise errors.DurabilityError(
+                "this center is kept nowhere: give it a durability (--journal, "
+                "--snapshots)"
+            )
+        return self._keeper.save()
+
     # How it begins and ends.
 
     def initialize(self, params: PyTree, *, worker: str | None) -> int:

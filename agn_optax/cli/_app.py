@@ -63,7 +63,7 @@ def _root(
 
 
 for each in (
-    *(_serve.serve, _status.status, _status.watch, _status.drain),
+    *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
     *(_doctor.doctor, _backup.backup, _plan.plan, _keys.keys),
 ):
     app.command()(_options.spread(each))

@@ -1,4 +1,4 @@
-"""``agn-optax status``, ``watch`` and ``drain``: a center from outside."""
+"""``agn-optax status``, ``watch``, ``save`` and ``drain``: a center from outside."""
 
 from __future__ import annotations
 
@@ -135,6 +135,24 @@ def watch(
                 show(_table.of(said))
     if failure is not None:
         raise failure
+
+
+def save(
+    address: Address,
+    reached: Reached,
+    timeout: Timeout = 600.0,
+    json: _options.Json = False,
+) -> None:
+    """Have a center write a snapshot, where --journal or --snapshots has it.
+
+    Ends when that is on disk. Takes the role of an operator.
+    """
+    with observer(address, reached, timeout) as center:
+        version = center.save()
+    if json:
+        _options.print_json({"event": "saved", "address": address, "version": version})
+    else:
+        typer.echo(f"version {version} of {address} is on its disk")
 
 
 def drain(

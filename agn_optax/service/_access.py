@@ -29,7 +29,7 @@ ROLES = {
     "reader": _READS,
     "worker": _WORKS,
     "chief": _WORKS | {"Initialize"},
-    "operator": _READS | {"Drain"},
+    "operator": _READS | {"Drain", "Save"},
 }
 ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
@@ -119,7 +119,7 @@ class Access:
     | reader | also pull the parameters |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
-    | operator | do what a reader may, and drain the center |
+    | operator | do what a reader may, have a snapshot written, and drain the center |
 
     Args:
       *tokens: files of such lines, which are read again when they change, or bytes of

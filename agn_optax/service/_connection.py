@@ -220,6 +220,10 @@ class Connection:
         """Who is there, in one attempt and in terms of JSON."""
         return _as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
+    def save(self) -> int:
+        """Has the center write a snapshot, in one attempt; returns its version."""
+        return int(self.unary("Save", pb.SaveRequest(), pb.SaveReply).version)
+
     def drain(self) -> None:
         """Ends the center's service, in one attempt."""
         self.unary("Drain", pb.DrainRequest(), pb.DrainReply)

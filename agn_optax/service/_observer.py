@@ -77,6 +77,22 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """
         return self._ask(self._connection.describe)
 
+    def save(self) -> int:
+        """Has the center write a snapshot now, where it is kept; takes an operator.
+
+        The call's ``timeout`` is for all of that. If it is over, the center goes on.
+
+        Returns:
+          The snapshot's version.
+
+        Raises:
+          CenterUnreachableError: nobody answers in time.
+          NotAllowedError: this end is no operator.
+          DurabilityError: it cannot be written, or that center is kept nowhere.
+          NotInitializedError: it has no parameters yet.
+        """
+        return self._ask(self._connection.save)
+
     def drain(self) -> None:
         """Has the center end, as SIGTERM does; takes the role of an operator.
 

@@ -358,6 +358,11 @@ class Servicer:
             ],
         )
 
+    def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
+        """Writes a snapshot, which may take a while."""
+        self._admit(caller, "Save")
+        return pb.SaveReply(version=self.core.write_snapshot())
+
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Ends the service, which may take a while."""
         caller.check("Drain")

@@ -533,6 +533,49 @@ def test_a_snapshot_takes_the_journal_s_place(tmp_path, killed):
     center.close()
 
 
+@pytest.mark.parametrize("kind", [Journal, Snapshots])
+def test_a_snapshot_when_it_is_asked_for(kind, tmp_path, killed):
+    center = kept(kind(tmp_path / "a"), params=jnp.zeros(2))
+    assert center.write_snapshot() == 0
+    for version in (1, 2):
+        send(center)
+        assert center.write_snapshot() == version
+        # A journal goes after the snapshot is there.
+        last = {"lock", f"snapshot-{version + 1:012}"}
+        assert last <= names(tmp_path / "a")
+        again = kept(kind(killed(tmp_path / "a")))
+        assert_identical(again.save(), center.save())
+        again.close()
+    assert center.write_snapshot() == 2  # nothing has happened
+    center.close()
+    with pytest.raises(errors.CenterClosedError):
+        center.write_snapshot()
+
+
+def test_a_snapshot_that_is_asked_for_and_has_no_room(tmp_path):
+    center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
+    send(center)
+    send(center)  # now JAX has read all that it reads from files
+    with (
+        no_more_files(),
+        pytest.raises(errors.DurabilityError, match="no snapshot could be written"),
+    ):
+        center.write_snapshot()
+    send(center)
+    assert center.write_snapshot() == 3
+    assert not center.core.degraded
+    center.close()
+
+
+def test_a_snapshot_of_what_is_kept_nowhere(tmp_path):
+    with pytest.raises(errors.DurabilityError, match="kept nowhere"):
+        LocalCenter(DOWNPOUR, jnp.zeros(2)).write_snapshot()
+    center = kept(Journal(tmp_path / "a"))
+    with pytest.raises(errors.NotInitializedError):
+        center.write_snapshot()
+    center.close()
+
+
 def test_what_is_counted_is_what_is_on_disk(tmp_path):
     """Small exchanges, and joins and leaves, which have no arrays at all."""
     size = 20_000

@@ -106,14 +106,37 @@ def test_tokens_of_a_file(runtime, address, tokens, tmp_path):
         assert not runtime.exists()
         for name in ("status", "doctor"):
             succeeds(name, address, token_file(tmp_path, READS))
-        said = fails("drain", address, token_file(tmp_path, READS), code=1)
-        assert "Drain needs the role operator" in said
-        assert READS not in said
+        for name in ("drain", "save"):
+            said = fails(name, address, token_file(tmp_path, READS), code=1)
+            assert f"{name.title()} needs the role operator" in said
+            assert READS not in said
 
     result = serve(
         address, RULE, "--rule=downpour", f"--tokens={tokens}", then=look, token=READS
     )
     assert result.stdout == f"serving downpour at {address}\n"
+
+
+def test_an_operator_has_a_snapshot_written(runtime, address, tokens, tmp_path):
+    operator = token_file(tmp_path, DRAINS)
+    disk = tmp_path / "disk"
+
+    def look(center):
+        said = fails("save", address, operator, code=1)
+        assert "no parameters yet" in said
+        center.initialize(jnp.zeros(3), worker="a")
+        session = center.join("a")
+        session.exchange(1, jnp.ones(3), anchor_version=0)
+        said = json.loads(succeeds("save", address, operator, "--json"))
+        assert said == {"event": "saved", "address": address, "version": 1}
+        assert (disk / "snapshot-000000000002").exists()
+        assert "version 1 of" in succeeds("save", address, operator)
+
+    serve(
+        *(address, RULE, "--rule=downpour", f"--tokens={tokens}", f"--journal={disk}"),
+        then=look,
+        token="c" * 20,
+    )
 
 
 def test_an_open_center_lets_everybody_in(runtime, address):

@@ -15,7 +15,7 @@ from agn_optax.cli._rules import RuleOptions
 def test_version_and_help():
     assert __version__ in succeeds("--version")
     said = succeeds("--help")
-    names = "serve status watch drain doctor plan keys launch"
+    names = "serve status watch save drain doctor backup plan keys launch"
     for name in names.split():
         assert f" {name} " in said
 
@@ -25,6 +25,7 @@ def test_version_and_help():
     [
         ("serve", ["--rule-from", "--quorum", "--tls-client-ca", "--parent-period"]),
         ("drain", ["ADDRESS", "--tls-ca", "--token-file"]),
+        ("save", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("status", ["ADDRESS", "--tls-ca", "--timeout"]),
         ("watch", ["ADDRESS", "--interval", "--count", "--insecure"]),
         ("doctor", ["ADDRESS", "--rule", "--moving-rate", "--config"]),

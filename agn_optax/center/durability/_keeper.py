@@ -195,10 +195,12 @@ class Keeper:
         self._number = 0  # records so far
         self._written = 0  # ... of which so many are in the journal for good
         self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
+        self._saved_version = 0
         self._saved_at = 0.0  # when the last one was tried
         self._seen = 0  # records that were in it
         self._saved_size = 0
         self._exchanges = 0  # since then
+        self._asked = self._answered = 0  # for so many snapshots; and made, or not
         self._saver: Future[None] | None = None  # once there is a center
 
     def restore(
@@ -319,6 +321,31 @@ class Keeper:
             raise errors.CenterClosedError(self.failure)
         return False
 
+    def save(self) -> int:
+        """Writes a snapshot, in place of the journal; returns when it is on disk.
+
+        Returns:
+          Its version.
+
+        Raises:
+          DurabilityError: it cannot be written.
+          CenterClosedError: the center has ended meanwhile.
+        """
+        with self._changed:
+            if self._saver is None:
+                raise errors.NotInitializedError("there are no parameters yet")
+            self._asked += 1
+            asked = self._asked
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._answered >= asked or self._closed or self.failure
+            )
+            if self._answered < asked:
+                raise errors.CenterClosedError(self.failure or "the center has ended")
+            if self._lost_snapshot:
+                raise errors.DurabilityError(self._lost_snapshot)
+            return self._saved_version
+
     def close(self) -> None:
         """Writes down what has not been, and lets the directory go."""
         with self._changed:
@@ -413,6 +440,7 @@ class Keeper:
                 if self._closed or self.failure:
                     return
                 self._exchanges, self._saved_at = 0, time.monotonic()
+                asked = self._asked
             if self._lost_journal:
                 _log.error("%s", self._lost_journal)
             try:
@@ -425,10 +453,15 @@ class Keeper:
                 _log.error("%s", self._lost_snapshot)
             else:
                 self._lost_snapshot = ""
+            with self._changed:
+                self._answered = asked
+                self._changed.notify_all()
 
     def _time_left(self) -> float | None:
         """Seconds to the next snapshot; None if that is no matter of time."""
         kept, records = self._durability, self._number - self._seen
+        if self._asked > self._answered:
+            return 0.0
         if self._lost_journal:
             return max(0.0, self._saved_at + _REMINDS - time.monotonic())
         if isinstance(kept, Journal):
@@ -475,7 +508,7 @@ class Keeper:
         leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
-        self._saved = number, self.life
+        self._saved, self._saved_version = (number, self.life), int(state.version)
 
 
 def _repeat(record: Record, store: Store) -> None:

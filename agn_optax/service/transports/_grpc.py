@@ -241,6 +241,7 @@ def _handlers(servicer: Servicer) -> Any:
             "Alive": unary(servicer.alive, pb.AliveRequest),
             "Leave": unary(servicer.leave, pb.LeaveRequest),
             "Status": unary(servicer.status, pb.StatusRequest),
+            "Save": unary(servicer.save, pb.SaveRequest),
             "Drain": unary(servicer.drain, pb.DrainRequest),
             "Initialize": grpc.stream_unary_rpc_method_handler(
                 replied(
