@@ -51,7 +51,7 @@ def served(
     codec: str = "",
     **options: Any,
 ) -> Iterator[str]:
-    """A center in another process; gives its address."""
+    """A center in another process; gives its address. ``tokens`` are lines of them."""
     options = {"max_workers": 256, "share": None, **options}
     address = process.call(_serve, size, leaves, address, tls, codec, options)
     try:
@@ -71,6 +71,8 @@ def _serve(
     codec: str,
     options: dict[str, Any],
 ) -> str:
+    if tokens := options.pop("tokens", ""):
+        options["access"] = agn_optax.service.Access(tokens.encode())
     server = agn_optax.service.serve(
         rule(codec), tree(size, leaves), address=address, tls=tls, **options
     )

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "exchange",
     "fan_in",
     "bad_peers",
+    "trust",
     "link",
     "overlap",
     "size",

@@ -1,8 +1,10 @@
 """Whatever reads what others have written, and what it may say of it."""
 
 import contextlib
+import datetime
 import os
 import pathlib
+import ssl
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +20,9 @@ from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.cli import _center_options, _options, _rules, _units
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
-from agn_optax.service import _address, _status
+from agn_optax.service import Access, Tls, _address, _status, _token, _x509
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._access import why_no_token
 from agn_optax.service._connection import Connection
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service._remote import Remote
@@ -128,7 +131,7 @@ def _leaves(tree):
 
 
 def _read_description(data):
-    remote = Remote(Connection("127.0.0.1:1", 1.0), RULE, [])
+    remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
     remote._learn(pb.Description.FromString(data))
 
 
@@ -199,6 +202,51 @@ def _read_config(data):
 
 def _read_rate(data):
     assert _units.rate(data.decode(errors="replace"), "bandwidth") > 0
+
+
+def _read_tokens(data):
+    access = Access(data)
+    for token, grant in access._grants().items():
+        caller = access.caller(token)
+        assert (caller.name, caller.calls) == (grant.name, grant.calls)
+
+
+def _read_token(data):
+    _FILE.write_bytes(data)
+    assert not why_no_token(_token._in_file(_FILE))
+
+
+# Of a worker "anna", until 2126; nobody has ever trusted it.
+PEM = b"""\
+-----BEGIN CERTIFICATE-----
+MIIBpzCCAUygAwIBAgIUZ093LnQiO5xCdzWv78+t5+NVRrAwCgYIKoZIzj0EAwIw
+DTELMAkGA1UEAwwCY2EwIBcNMjYxMTIzMDU1MzUxWhgPMjEyNjEwMzAwNTU4NTFa
+MCAxDTALBgNVBAMMBGFubmExDzANBgNVBAsMBndvcmtlcjBZMBMGByqGSM49AgEG
+CCqGSM49AwEHA0IABCI7eWMKjLbGQWkcntZSt3XSZW2LbykbZSIaVUhMadDOz4DV
+Tp/KSOHWLMDvs0JgyZXWXiWxPFDpb2ifCtocyFOjdTBzMAwGA1UdEwEB/wQCMAAw
+HQYDVR0OBBYEFN8LNGYtlBu3ylgE/6j4ibgkfW5MMA4GA1UdDwEB/wQEAwIHgDAf
+BgNVHSMEGDAWgBRan8NYsqDA5Ua1A60t73hFOVL/uDATBgNVHSUEDDAKBggrBgEF
+BQcDAjAKBggqhkjOPQQDAgNJADBGAiEAprVKV7E/DSoKNNeSwzWVF0B22XxbnOX0
+DeFaXfwh1UMCIQCQG1L3W4Di/OlTPpah0VHF6xofU4+WHDyqySnxv6dG7g==
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgJ3hQQVdLFSrD8yMr
+g44ZQ5qaL1Yxcp9fGUHlf90ek+ehRANCAAQiO3ljCoy2xkFpHJ7WUrd10mVti28p
+G2UiGlVITGnQzs+A1U6fykjh1izA77NCYMmV1l4lsTxQ6W9onwraHMhT
+-----END PRIVATE KEY-----
+"""
+
+
+def _read_pem(data):
+    for tls in (Tls(data), Tls(None, data, data)):
+        tls.context(serves=tls.key is not None)
+        tls.client_credentials()
+
+
+def _read_certificate(data):
+    found = _x509.read(data)
+    assert all(isinstance(each, str) for each in (*found.names, *found.units))
+    assert found.begins.tzinfo is found.ends.tzinfo is datetime.UTC
 
 
 # What was on disk.
@@ -332,7 +380,7 @@ PARSERS = {
     "description": Parser(
         [DESCRIPTION.SerializeToString()],
         _read_description,
-        (*_WIRE, errors.RuleMismatchError, errors.TreeMismatchError),
+        (*_WIRE, *_USER, errors.RuleMismatchError, errors.TreeMismatchError),
     ),
     "refused": Parser(
         [pb.Refused(kind="NameTakenError", details="a").SerializeToString()],
@@ -349,6 +397,22 @@ PARSERS = {
         [b"127.0.0.1:5000\n1\n2\nworker-1\n0"], _read_environment, _USER
     ),
     "config": Parser([CONFIG, OTHER], _read_config, _USER),
+    "tokens": Parser(
+        [
+            b"# all\n\nchief,operator  anna  0123456789abcdef  # hers\n",
+            b"worker anna 0123456789abcdef\nworker anna fedcba9876543210\nreader * "
+            + 32 * b"a",
+        ],
+        _read_tokens,
+        _USER,
+    ),
+    "token": Parser([b"0123456789abcdef\n", 64 * b"f"], _read_token, _USER),
+    "pem": Parser([PEM], _read_pem, _USER),
+    "certificate": Parser(
+        [ssl.PEM_cert_to_DER_cert(PEM.decode().partition("-----BEGIN PRIV")[0])],
+        _read_certificate,
+        _USER,
+    ),
     "rate": Parser([b"1Gbit", b"1.5 GB/s", b"1KiB"], _read_rate, _USER),
     "record": Parser([_SNAPSHOT, _JOURNAL], _read_record, _DISK),
     "journal": Parser([_JOURNAL, _JOURNAL.ljust(1 << 14, b"\0")], _read_journal, _DISK),
