@@ -6,15 +6,21 @@ the same, with a copy. These leave it out.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
+from agn_optax import errors
 from agn_optax._internal import tracing
 
+PyTree = Any
 Axes = tuple[str, ...]
 
 
@@ -49,6 +55,24 @@ def _live(axes: Axes, x: jax.Array) -> Axes:
     # varied over the axis does so no longer.
     own = varying(x)
     return tuple(n for n in axes if jax.lax.axis_size(n) > 1 or n in own)
+
+
+_workers: ContextVar[Axes] = ContextVar("axes of workers", default=())
+
+
+@contextlib.contextmanager
+def workers(axes: Axes) -> Iterator[None]:
+    """Around what is traced for a mesh whose workers are the members of ``axes``."""
+    token = _workers.set(axes)
+    try:
+        yield
+    finally:
+        _workers.reset(token)
+
+
+def unmet(axes: Axes) -> Axes:
+    """The axes of workers around this that ``axes`` leave out."""
+    return tuple(n for n in _workers.get() if n not in axes and size((n,)) > 1)
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -101,6 +125,38 @@ def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
     missing = varying(old) - varying(new)
     return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new
+
+
+def check_alike(tree: PyTree, axis_name: Any) -> None:
+    """The members of an axis that is not bound yet begin alike, as far as is seen.
+
+    That is where a vmap calls this with arrays at hand; in a program, nothing is seen.
+
+    Raises:
+      InvalidArgumentError: they do not.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def seen(tree: PyTree) -> PyTree:
+        return tree
+
+    @seen.def_vmap
+    def of_all(size: int, batched: Any, tree: PyTree) -> Any:
+        del size
+        leaves = zip(*map(tree_leaves_with_path, (tree, batched[0])), strict=True)
+        for (path, rows), (_, is_batched) in leaves:
+            if not is_batched or isinstance(rows, jax.core.Tracer):
+                continue
+            if not np.array_equal(rows, np.broadcast_to(rows[:1], rows.shape)):
+                raise errors.InvalidArgumentError(
+                    f"the workers of {axis_name!r} begin with different parameters, "
+                    f"first in params{keystr(path)}: each would have another center, "
+                    "and for good. Begin with the same, and let them differ by their "
+                    "data"
+                )
+        return tree, batched[0]
+
+    seen(tree)
 
 
 def spoken(program: Any, *, aside: str | None = None) -> set[str]:

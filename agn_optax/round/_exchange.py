@@ -294,6 +294,7 @@ def exchange(
 
     ``extra_args`` are for the center optimizer.
     """
+    layout.check_met(rule.name)
     kept, center_state = layout.load(state.center, state.center_state)
     # Before anything moves, whoever looks at the center needs it cut as the parameters.
     live = None

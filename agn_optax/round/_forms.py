@@ -97,6 +97,8 @@ def phases(
         leaves that are not real floating arrays.
       UnboundAxisError: ``axis_name`` is not bound around ``exchange``, or the axis of a
         sharded center around any of the three.
+      InvalidArgumentError: ``jax.vmap(tx.init)`` got workers that begin with different
+        parameters.
       CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without an
         `ExchangeState`, or with several.
 
@@ -129,6 +131,8 @@ def phases(
 
     def init_fn(params: PyTree) -> ExchangeState:
         check.float_leaves(params, "params")
+        if axis_name is not None:
+            _collectives.check_alike(params, axis_name)
         layout.check_memory()
         if layout.sharded:
             layout.check_bound()
@@ -233,7 +237,8 @@ def exchange_every(
       parameters.
 
     Raises:
-      InvalidArgumentError: ``period`` is not a positive whole number.
+      InvalidArgumentError: ``period`` is not a positive whole number, or
+        ``jax.vmap(tx.init)`` got workers that begin with different parameters.
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` came without ``params``.
       TreeMismatchError: gradients, parameters and state do not belong together, or have

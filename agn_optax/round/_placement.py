@@ -156,6 +156,20 @@ class Layout:
         check.axis_bound(self.axis_name, hint)
         check.axis_bound(self.placement.shard_axis, hint)
 
+    def check_met(self, rule: str) -> None:
+        """All workers of the mesh around this take part in its exchanges.
+
+        Raises:
+          InvalidArgumentError: each would train a model of its own.
+        """
+        if unmet := _collectives.unmet(self.workers):
+            (name,) = unmet
+            raise errors.InvalidArgumentError(
+                f"{rule} exchanges over axis_name={self.axis_name!r}, and the workers "
+                f"are the {_collectives.size(unmet)} members of {name!r}: each would "
+                f"train a model of its own. Give the rule axis_name={name!r}"
+            )
+
     def part(self, tree: PyTree) -> PyTree:
         """What this tower keeps of ``tree``, which its worker's towers have alike."""
         return self._own(tree, self.within, _collectives.size(self.across))

@@ -108,7 +108,8 @@ def apply(
     """A program of state with a row for each tower, and of what ``specs`` lay out."""
 
     def on_tower(state: PyTree, *batches: PyTree) -> Any:
-        return as_row(function(row(state), *batches))
+        with collectives.workers(mesh.axis_names[:1]):
+            return as_row(function(row(state), *batches))
 
     mapped = per_tower(mesh, on_tower, (rows(mesh), *specs), rows(mesh))
 

@@ -172,6 +172,24 @@ def _same(leaf: jax.Array, workers: int) -> jax.Array:
     return (bits == bits[:, :1]).all()
 
 
+def check_centers(state: PyTree) -> None:
+    """All towers have the same center, or pieces of one.
+
+    Raises:
+      InvalidArgumentError: they would have different ones for good.
+    """
+    for path, node in trees.nodes(state, ExchangeState):
+        if isinstance(node.center, ShardedCenter | OnHost):
+            continue
+        found = agreement(node.center, 1)
+        if not found:
+            raise errors.InvalidArgumentError(
+                "towers begin with different centers, first in "
+                f"state{keystr(path)}.center{found.differs}, and would keep them for "
+                "good: make it of the same parameters on each"
+            )
+
+
 def check_pieces(node: PerTower, sizes: Any) -> None:
     """Pieces from `unreplicate` have as many towers along their axes as there are."""
     here = tuple(sizes[name] for name in node.axes if name in sizes)

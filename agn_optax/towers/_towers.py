@@ -137,6 +137,9 @@ class Towers:
           The state, one row per tower. Typed random keys in it are folded with the
           tower's number, but for tower 0's.
 
+        Raises:
+          InvalidArgumentError: the center in it is another one on each tower.
+
         Example:
           >>> import jax.numpy as jnp, optax, agn_optax
           >>> towers = agn_optax.Towers(2)
@@ -145,7 +148,10 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
-        return self._created(make)(*self._place(arguments))
+        state = self._created(make)(*self._place(arguments))
+        if make is not _replicas.own:  # which makes them all alike
+            _replicas.check_centers(state)
+        return state
 
     def replicate(self, state: PyTree) -> PyTree:
         """Gives every tower a replica of ``state``, which stays as it is.

@@ -130,7 +130,7 @@ def test_5_easgd_conserves_the_sum_of_workers_and_center(rho):
     split = agn_optax.phases(
         each_inner(), shared.easgd(0.2, rho=rho), axis_name="workers"
     )
-    state = jax.vmap(split.init)(params)._replace(center=many(one))
+    state = jax.vmap(split.init)(many(one))
     local = jax.jit(jax.vmap(functools.partial(step, split)))
     exchange = jax.jit(jax.vmap(split.exchange, axis_name="workers"))
     for period in PERIODS:
@@ -143,6 +143,23 @@ def test_5_easgd_conserves_the_sum_of_workers_and_center(rho):
         assert_close(total(params, at(state.center, 0)), before)
         for name, c in state.center.items():
             assert np.min(np.abs(c - center[name])) > 1e-4
+
+
+@pytest.mark.parametrize("bound", ["workers", None])
+def test_workers_that_begin_with_different_parameters_are_refused(bound):
+    tx = agn_optax.agn(optax.sgd(0.1), 3, axis_name="workers")
+    init = jax.vmap(tx.init, axis_name=bound)
+    many = {"w": jnp.zeros((3, 2)), "b": {"c": jnp.zeros((3, 5))}}
+    assert init(many).center["w"].shape == (3, 2)
+    many["b"]["c"] = many["b"]["c"].at[2, 4].set(1e-20)
+    with pytest.raises(
+        agn_optax.errors.InvalidArgumentError,
+        match=r"'workers' begin with different parameters, .* params\['b'\]\['c'\]",
+    ):
+        init(many)
+    # What has no axis is alone: a sweep, say.
+    alone = agn_optax.agn(optax.sgd(0.1), 3)
+    assert jax.vmap(alone.init)(many).center["w"].shape == (3, 2)
 
 
 def test_5_easgd_with_rate_0_leaves_workers_alone():

@@ -219,8 +219,7 @@ def test_eamsgd_is_easgd_with_a_nesterov_inner_optimizer():
     tx = agn_optax.easgd(inner, PERIOD, moving_rate=rate, axis_name="workers")
     one = {"w": jnp.array([1.0, -2.0])}
     params = jax.tree.map(lambda x: jnp.stack([x, 3 * x]), one)
-    state = jax.vmap(tx.init)(params)
-    state = state._replace(center=jax.tree.map(lambda x: jnp.stack([x] * 2), one))
+    state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 2), one))
     step = jax.jit(jax.vmap(tx.update, axis_name="workers"))
 
     x = np.asarray(params["w"], np.float64)

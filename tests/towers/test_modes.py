@@ -1,5 +1,7 @@
 """Data parallel, independent and islands: one train step, against one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,6 +188,51 @@ def test_towers_that_never_speak_are_refused():
     problem.train(
         agn_optax.Towers(4, workers=4), tx, problem.batches(1), problem.params()
     )
+
+
+@pytest.mark.parametrize("form", ["drop-in", "split", "round"])
+@pytest.mark.parametrize("workers", [4, 2])
+@pytest.mark.parametrize("axis_name", [None, "towers"])
+def test_workers_whose_rule_has_another_axis_are_refused(form, workers, axis_name):
+    """Each would train a model of its own, and the first one's would be the center."""
+    towers = agn_optax.Towers(4, workers=workers)
+    inner, params = optax.sgd(0.1), problem.params()
+    if form == "drop-in":
+        tx = agn_optax.agn(inner, 3, axis_name=axis_name)
+    else:
+        tx = agn_optax.phases(inner, agn_optax.rules.average(), axis_name=axis_name)
+    step = tx if workers == 4 else optax.chain(agn_optax.all_reduce("towers"), tx)
+    state = towers.replicate((params, step.init(params)))
+    batch, train_step = problem.batches(1)[0], problem.train_step(step)
+
+    def run():
+        if form == "round":
+            run = towers.round(train_step, 1, exchange=lambda s: tx.exchange(*s))
+            return run(state, towers.shard_round([batch]))
+        own, _ = towers.step(train_step)(state, towers.shard(batch))
+        return towers.apply(lambda s: tx.exchange(*s))(own)
+
+    with pytest.raises(
+        agn_optax.errors.InvalidArgumentError,
+        match=f"{workers} members of 'workers': each would train a model of its own",
+    ):
+        run()
+
+
+def test_workers_with_centers_of_their_own_are_refused():
+    """Where state is made, once."""
+    towers = agn_optax.Towers(4, workers=2)
+    tx = problem.agn(optax.sgd(0.1))
+
+    def make(axis, params):
+        own = 1e-9 * jax.lax.axis_index(axis)
+        return tx.init(jax.tree.map(lambda x: x + own, params))
+
+    with pytest.raises(
+        agn_optax.errors.InvalidArgumentError,
+        match=r"different centers, .* state\.center\['hidden'\]",
+    ):
+        towers.create(functools.partial(make, "workers"), problem.params())
 
 
 def test_no_second_compilation_and_the_state_is_donated():
