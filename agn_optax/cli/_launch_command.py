@@ -8,7 +8,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import rich.text
 import typer
@@ -37,7 +37,10 @@ class LaunchOptions:
       restarts: How often a worker that failed is started again.
       restart_delay: Seconds before it is.
       start_delay: Seconds between the starts of two workers.
-      stop_grace: Seconds that programs have to end when told to.
+      stop_grace: Seconds that workers have to end when told to, and the center after
+        them.
+      on_failure WHAT [stop]: Whether a worker that has failed for good is to "stop" the
+        others, or these "go on".
     """
 
     workers: int = _options.at_least(1)
@@ -47,6 +50,7 @@ class LaunchOptions:
     restart_delay: float = _options.at_least(0.0, 1.0)
     start_delay: float = _options.at_least(0.0, 0.0)
     stop_grace: float = _options.at_least(0.0, 10.0)
+    on_failure: str = "stop"
 
 
 def launch_command(
@@ -136,6 +140,7 @@ def launch_command(
                 output=_Output([_CENTER, *names], json),
                 grace=options.stop_grace,
                 restart_delay=options.restart_delay,
+                on_failure=cast(Any, options.on_failure),  # it is checked
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

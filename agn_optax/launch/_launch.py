@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Literal, get_args
 
 from agn_optax import errors
 from agn_optax.launch._guard import Guard
@@ -26,6 +27,7 @@ from agn_optax.launch._signals import handled
 # What a terminal, a shell or a scheduler ends the launcher with. The programs, in
 # sessions of their own, see nothing of it unless it is forwarded.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+OnFailure = Literal["stop", "go on"]
 _LOOK = 0.02  # seconds, at most, until an end, a signal or a moment to act is seen
 
 
@@ -35,12 +37,15 @@ def run(
     output: Callable[[str, str], None],
     grace: float = 10.0,
     restart_delay: float = 1.0,
+    on_failure: OnFailure = "stop",
 ) -> list[Ended]:
     r"""Runs programs side by side until they have ended, and leaves none behind.
 
     A program that fails is started again after ``restart_delay``, up to its bound. When
     one fails beyond that, or the launcher is interrupted, or anything here raises, all
-    are ended: by a signal first, by SIGKILL after ``grace`` seconds. A program ends
+    are ended: by a signal first, by SIGKILL after ``grace`` seconds. Those that are not
+    waited for are ended after all others, by SIGTERM, and have the same grace: what
+    others have to say to a server at their end, it still hears. A program ends
     with its first process: what else is in its process group is ended with it, and has
     the same ``grace`` if it holds the program's output open. Only a process that leaves
     the group and its session can escape.
@@ -49,8 +54,9 @@ def run(
     environment, the number of restarts so far. Should the launcher itself be killed,
     the programs are killed as well.
 
-    SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored. That
-    takes the main thread; in another one, signals are the caller's business.
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored: the
+    first one to those that are waited for, any other one to all. That takes the main
+    thread; in another one, signals are the caller's business.
 
     Args:
       programs: what to run; the names differ, and one at least is waited for, or has
@@ -61,6 +67,8 @@ def run(
         in pieces. While it does not return, programs with much to say wait.
       grace: seconds from the first signal to SIGKILL.
       restart_delay: seconds before a program that failed is started again.
+      on_failure: what becomes of the others when one that is waited for has failed
+        beyond its restarts: ``"stop"``, or ``"go on"`` until they end by themselves.
 
     Returns:
       What became of each program, in the order of ``programs``; followers come last.
@@ -91,7 +99,11 @@ def run(
             raise errors.InvalidArgumentError(
                 f"{what} must be a number of seconds, got {seconds!r}"
             )
-    supervisor = _Supervisor(output, grace, restart_delay)
+    if on_failure not in get_args(OnFailure):
+        raise errors.InvalidArgumentError(
+            f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
+        )
+    supervisor = _Supervisor(output, grace, restart_delay, on_failure)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(_FORWARDED if is_main else (), supervisor.hear):
@@ -118,6 +130,7 @@ class _Course:
     seconds: float = 0.0
     returncode: int = 0
     restarts: int = -1  # the first start is none
+    told: bool = False  # to end
     stopped: bool = False
 
     @property
@@ -127,6 +140,18 @@ class _Course:
     @property
     def waited_for(self) -> bool:
         return self.program.waited_for or self.followers is not None
+
+    def end(self, signum: int, grace: float) -> None:
+        """Does not start any more, and has the grace to end if it runs."""
+        self.told = True
+        if self.process is not None:
+            self.stopped = self.stopped or not self.process.exited
+            self.process.signal(signum)
+            deadline = time.monotonic() + grace
+            self.process.deadline = min(self.process.deadline, deadline)
+        elif self.going_on:
+            self.stopped = True
+            self.start_at = math.inf
 
 
 @dataclasses.dataclass
@@ -139,6 +164,7 @@ class _Supervisor:
     output: Callable[[str, str], None]
     grace: float
     restart_delay: float
+    on_failure: OnFailure
     signals: list[int] = dataclasses.field(default_factory=list)
     _forwarded: int = 0  # of the signals
     _courses: list[_Course] = dataclasses.field(default_factory=list)
@@ -184,14 +210,17 @@ class _Supervisor:
         while True:
             for signum in self.signals[self._forwarded :]:
                 self._forwarded += 1
-                self._stop(signum)
+                self._stop(signum, everybody=self._forwarded > 1)
             for course in self._courses:
                 self._tend(course, time.monotonic())
             going_on = [course for course in self._courses if course.going_on]
             if not going_on:
                 return
-            if not self._stopping and not any(each.waited_for for each in going_on):
-                self._stop(signal.SIGTERM)
+            self._stopping |= not any(each.waited_for for each in going_on)
+            if self._stopping and not any(c.program.waited_for for c in going_on):
+                for course in going_on:
+                    if not course.told:
+                        course.end(signal.SIGTERM, self.grace)
             for key, _ in self._selector.select(_LOOK):
                 self._read(key.data, key.data.process)
 
@@ -247,7 +276,7 @@ class _Supervisor:
             return
         if course.restarts < course.program.restarts:
             course.start_at = now + self.restart_delay
-        else:
+        elif self.on_failure == "stop" or not course.program.waited_for:
             self._stop(signal.SIGTERM)
 
     def _close(self, course: _Course, process: Process) -> None:
@@ -257,19 +286,12 @@ class _Supervisor:
         course.returncode = process.close()
         course.process = None
 
-    def _stop(self, signum: int) -> None:
-        """Nothing starts any more, and what runs has the grace to end."""
+    def _stop(self, signum: int, *, everybody: bool = False) -> None:
+        """Ends those that are waited for; the others are ended once these have."""
         self._stopping = True
-        deadline = time.monotonic() + self.grace
         for course in self._courses:
-            process = course.process
-            if process is not None:
-                course.stopped = course.stopped or not process.exited
-                process.signal(signum)
-                process.deadline = min(process.deadline, deadline)
-            elif course.going_on:
-                course.stopped = True
-                course.start_at = math.inf
+            if course.program.waited_for or everybody:
+                course.end(signum, self.grace)
 
     def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
         lines = process.read(last=last)

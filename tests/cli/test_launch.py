@@ -285,6 +285,69 @@ def test_one_that_is_not_waited_for_is_ended_last(witness):
     assert [e.stopped for e in ended] == [True, False, False]
 
 
+@pytest.mark.parametrize("how", ["failure", "signal"])
+def test_who_ends_has_its_server_until_it_has_ended(how):
+    """It says its last words to it; here by a pipe between the two."""
+    back, front = os.pipe()
+    with os.fdopen(back), os.fdopen(front, "w"):
+        path = f"/proc/{os.getpid()}/fd"
+        server = (
+            "import signal, sys\n"
+            "signal.signal(15, lambda *_: sys.exit('too early'))\n"
+            f"print('up', flush=True)\nprint(open('{path}/{back}').readline())\n"
+            "signal.signal(15, lambda *_: (print('bye'), sys.exit()))\n"
+            "print('heard', flush=True)\nsignal.pause()"
+        )
+        client = (
+            "import signal, sys, time\n"
+            "def flush(*_):\n"
+            "    time.sleep(0.3)\n"
+            f"    open('{path}/{front}', 'w').write('last words\\n')\n"
+            "    sys.exit()\n"
+            "signal.signal(15, flush)\nprint('ready', flush=True)\nsignal.pause()"
+        )
+        ends = {
+            "failure": "input()",  # there is none
+            "signal": "import os, signal; os.kill(os.getppid(), 15); signal.pause()",
+        }
+        last = python("last", ends[how])
+        worker = python("client", client, followers=lambda line: [last])
+        programs = [
+            python("server", server, waited_for=False, followers=lambda line: [worker])
+        ]
+        lines = Lines({})
+        with contextlib.suppress(SystemExit):
+            run(programs, output=lines, grace=PATIENCE)
+        said = lines.of("server")
+    assert said == ["up", "last words", "", "heard", "bye"]
+
+
+def test_when_one_fails_the_others_may_go_on(witness):
+    lines, ended = launch(
+        living(witness, "server", waited_for=False),
+        python("broken", "raise SystemExit(3)"),
+        living(witness, "a", "s.recv(1); print('done')"),
+        on={"agn-optax: exit status 3": lambda: witness.release("a")},
+        on_failure="go on",
+    )
+    assert lines.of("a") == ["done"]
+    returned = {e.name: (e.returncode, e.stopped) for e in ended}
+    assert returned == {
+        "server": (-signal.SIGTERM, True),
+        "broken": (3, False),
+        "a": (0, False),
+    }
+
+
+def test_a_server_that_fails_stops_all(witness):
+    _, ended = launch(
+        python("server", "raise SystemExit(3)", waited_for=False),
+        living(witness, "a"),
+        on_failure="go on",
+    )
+    assert [e.returncode for e in ended] == [3, -signal.SIGTERM]
+
+
 def test_one_that_is_not_waited_for_may_end_earlier(witness):
     # Its exit status stands before the witness sees its end.
     enough = "print('enough'); os._exit(0)"
