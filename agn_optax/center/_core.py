@@ -18,7 +18,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -312,12 +312,21 @@ class Core:
             self._settle()
         return LocalSession(self, worker, incarnation, connection)
 
-    def hear(self, worker: str, incarnation: str) -> bool:
-        """A sign of life of a worker; False if that life is over."""
+    def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:
+        """Signs of life, by worker and incarnation; returns which workers are there."""
         with self._changed:
-            heard = self.ledger.hear(worker, incarnation, time.monotonic())
+            now = time.monotonic()
+            there = [
+                worker for worker, of in lives if self.ledger.hear(worker, of, now)
+            ]
             self._settle()
-            return heard
+            return there
+
+    def knows(self, worker: str, incarnation: str) -> bool:
+        """Whether that life of a worker is there, or may come back."""
+        with self._changed:
+            member = self.ledger.find(worker)
+            return member is not None and member.incarnation == incarnation
 
     def leave(self, worker: str, incarnation: str) -> None:
         """A worker goes, over another connection than that of its session."""

@@ -89,13 +89,19 @@ def host(address: str) -> str:
 
 
 def network(name: str) -> str:
-    """Of the IP address of a peer, what only one host has: of IPv6 that is a /64."""
+    """What is one host, of the IP address of a peer; "" is a Unix socket.
+
+    All of this machine is one. An IPv6 host has as many addresses as it likes, so its
+    /64 counts, which it may share with others.
+    """
     try:
-        address = ipaddress.ip_address(name.partition("%")[0])
+        address = ipaddress.ip_address(name or "127.0.0.1")
     except ValueError:
-        return name  # a Unix socket
-    if isinstance(address, ipaddress.IPv4Address):
+        return name
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_loopback:
+        return "this machine"
+    if address.version == 4 or address.is_link_local:
         return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))

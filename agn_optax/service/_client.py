@@ -51,8 +51,8 @@ def connect(
         assigned to the servers by their sizes, and large ones are cut.
       rule: the rule that the center runs.
       timeout: seconds without a sign of life after which a call gives up, more than the
-        two between those of a center at which it waits. An exchange that finds nobody
-        says so after two seconds; its worker then goes on without.
+        three that a center at which it waits may be silent. An exchange that finds
+        nobody says so after two seconds; its worker then goes on without.
       like: a tree with the containers in which `pull` is to return the parameters, for
         models whose containers are not dicts, lists and tuples. A worker that gives its
         parameters to `start` need not say so.

@@ -21,7 +21,7 @@ CALL = 0.002
 JOIN = 0.010  # with the connection before it, and a message after it
 BYTE = 2e-9  # of a pull
 _SPARE = 2.0  # seconds of calls that may come together, beside those of a start
-_LONGEST = 1.0  # seconds that a call waits; whoever makes it waits longer
+LONGEST = 1.0  # seconds that a call waits; whoever makes it waits longer
 _MOST_HELD = 64  # calls of one caller that wait and are refused then
 _MOST_CALLERS = 4096  # that are remembered
 _QUIET = 60.0  # seconds between two warnings of one caller
@@ -58,32 +58,29 @@ class Shares:
         self._lock = threading.Lock()
         self._accounts: OrderedDict[Hashable, _Account] = OrderedDict()
 
-    def sign_of_life(self, heartbeat: float) -> float:
-        """Seconds of a call so often, by which all workers take half of a share."""
-        if self.share is None:
-            return 0.0
-        return min(CALL, self.share * heartbeat / self._workers / 2)
-
-    def take(self, caller: Hashable, seconds: float, size: int = 0) -> None:
+    def take(self, caller: Hashable, seconds: float, size: int | None = None) -> None:
         """A call of a caller; returns when it is its turn.
 
         Args:
           caller: who makes it.
           seconds: that it costs.
-          size: bytes of the center, which every worker pulls when it starts.
+          size: bytes of the center, which every worker pulls when it starts; None if
+            the caller is none.
 
         Raises:
           CenterUnreachableError: that is not soon. It may try again.
         """
         if self.share is None:
             return
-        free = _SPARE + self._workers * (3 * CALL + JOIN + size * BYTE)
+        free = _SPARE
+        if size is not None:
+            free += self._workers * (3 * CALL + JOIN + size * BYTE)
         with self._lock:
             account, now = self._of(caller), time.monotonic()
             paid = self.share * (now - account.at)
             account.owed, account.at = max(0.0, account.owed - paid), now
             wait = (account.owed - free) / self.share
-            is_soon = wait <= _LONGEST
+            is_soon = wait <= LONGEST
             if is_soon:
                 account.owed += seconds
             if wait <= 0.0:
@@ -99,7 +96,7 @@ class Shares:
                 self.share,
             )
         if is_soon or is_held:
-            time.sleep(min(wait, _LONGEST))
+            time.sleep(min(wait, LONGEST))
         if is_soon:
             return
         with self._lock:
@@ -188,6 +185,20 @@ class Places:
             got = self._changed.wait_for(is_free, timeout)
             self._taken[caller] += got
             return got
+
+    @contextlib.contextmanager
+    def one(self, caller: Hashable, what: str) -> Iterator[None]:
+        """In one of them, at once.
+
+        Raises:
+          CenterUnreachableError: none is free; there are too many of ``what``.
+        """
+        if not self.take(caller, 0.0):
+            raise errors.CenterUnreachableError(f"too many {what} already; try again")
+        try:
+            yield
+        finally:
+            self.give_back(caller)
 
     def give_back(self, caller: Hashable) -> None:
         """What it took."""

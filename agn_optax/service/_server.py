@@ -31,6 +31,7 @@ PyTree = Any
 _log = logging.getLogger("agn_optax")
 _LOOK = 0.2  # seconds between two looks at what still runs
 _GRACE = 30.0  # seconds, at least, where nobody says how many
+_LONGEST_GRACE = 600.0  # and at most
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 _LAST = 0.8  # seconds beyond the grace in which connections end, whoever holds them
 
@@ -80,16 +81,17 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
         Args:
           grace: seconds that running exchanges may take, and what this center owes to
-            its parent; None for 30, or twice as long as any of the last messages took
-            to travel, if that is more. A worker that takes nothing of its answer for
-            two seconds is cut off before; a second after the grace everything has
+            its parent; None for 30, or twice as long as any of the last answers took to
+            travel if that is more, up to 600. A worker that takes nothing of its answer
+            for two seconds is cut off before; a second after the grace everything has
             ended, whatever workers do.
         """
         with self._stopping:
             if self._stopped.is_set():
                 return
             if grace is None:
-                grace = max(_GRACE, 2 * self._servicer.transfers.longest)
+                longest = 2 * self._servicer.transfers.longest
+                grace = min(max(_GRACE, longest), _LONGEST_GRACE)
             end = time.monotonic() + grace
             for listener in self._listeners.values():
                 listener.drain()
@@ -156,9 +158,9 @@ def serve(
         together: a worker for whose message there is no room is refused, and those that
         are there go on. None for any number.
       share: of the center's time, that one caller may take with calls beside its
-        exchanges (status, pulls, joins). Whoever makes more waits for his turn, and
-        so does whoever shares his token; without any, his host. As many as all workers
-        make when they start are free. None for any number.
+        exchanges (status, pulls, joins). Whoever makes more waits for his turn, and so
+        does whoever shares his token or, without any, his host. As many calls as all
+        workers make when they start are free. None for no bound.
       tls: this center's certificate and key, and who vouches for workers if they must
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but

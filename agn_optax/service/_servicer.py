@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +24,15 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller, Door
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
 from agn_optax.service._fingerprint import fingerprint
-from agn_optax.service._limits import BYTE, CALL, JOIN, Newcomers, Places, Shares
+from agn_optax.service._limits import (
+    BYTE,
+    CALL,
+    JOIN,
+    LONGEST,
+    Newcomers,
+    Places,
+    Shares,
+)
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
@@ -45,11 +53,14 @@ _LONGEST_BEAT = 5.0  # seconds
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 # What a peer may do to a center.
 _STALLED = 30.0  # seconds in which some of a packet must move
-_UNKNOWN = 5.0  # seconds in which a worker must say who it is
+_UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
 _MOST_NAME = 256  # bytes of a worker's name
-_MOST_LIVES = 4096  # of which one call says that they are there
 _MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
 _MOST_OF_ONE = 3  # of a caller, who may read slowly
+_MOST_WAITING = 1024  # pulls
+_LONGEST_WAIT = 60.0  # seconds that a pull may wait for the first parameters
+_SAVED = 8e-9  # seconds that a byte of a snapshot costs others
+_PARSED = 1e-7  # and one of a schema
 _MANY = 1024  # workers, where nobody says how many there may be
 _OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
 
@@ -81,7 +92,6 @@ class Servicer:
 
     Attributes:
       transfers: packets that are on their way.
-      newcomers: who has not said yet who he is.
       workers: that there may be.
     """
 
@@ -98,10 +108,11 @@ class Servicer:
         self.door = door
         self.transfers = Transfers()
         self.workers = core.ledger.max_workers or _MANY
-        self.newcomers = Newcomers(self.workers)
+        self._newcomers = Newcomers(self.workers)
         self._shares = Shares(share, self.workers)
         self._memory = memory
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
+        self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
         self._initializations = Places(1, 1)
         self._dtype = dtype
         self._parent = parent
@@ -112,14 +123,14 @@ class Servicer:
         lease = core.ledger.lease
         self._heartbeat = min(max(lease / _SILENT_BEATS, 0.5), _LONGEST_BEAT)
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
-        self._sign_of_life = self._shares.sign_of_life(self._heartbeat)
         self._idle = threading.Condition()
         self._busy = 0  # exchanges that are being applied and answered
         self._talking = 0  # and those whose message is still coming
         # Around a large message and the copy of its answer, which the next one's move
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
+        self._traffic: dict[str, _Traffic] = {}  # of workers that are there
+        self._total = _Traffic()  # of all that ever were
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
@@ -144,12 +155,43 @@ class Servicer:
           cancel: ends the connection to that worker, from any thread.
           parcel: to be sent.
         """
-        with self.transfers.under_way(cancel, parcel.nbytes, _STALLED) as transfer:
+        is_answer = parcel.control.snapshot.sequence > 0
+        with self.transfers.under_way(
+            cancel, parcel.nbytes, _STALLED, counts=is_answer
+        ) as transfer:
             yield transfer.went
+
+    def admit(self, caller: Caller) -> None:
+        """A call, but for those that are paid for apart; returns when it is its turn.
+
+        Raises:
+          CenterUnreachableError: that is not soon.
+        """
+        self._take(caller, CALL)
+
+    def refusal(
+        self, error: errors.NotAllowedError, host: str
+    ) -> errors.NotAllowedError:
+        """Of somebody whom nobody knows, who waits for it if he asks too often."""
+        self._shares.take(host, CALL)
+        return error
+
+    @contextmanager
+    def introduced(self, host: str, cut: Callable[[], None]) -> Iterator[None]:
+        """Around what a host's connection or call has to say first, or to hear last.
+
+        It has a few seconds for all of that, and where too many have not done with it,
+        the oldest is cut off.
+        """
+        with (
+            self._newcomers.one(host, cut),
+            self.transfers.under_way(cut, 0, _UNKNOWN),
+        ):
+            yield
 
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
         """What this center is."""
-        self._admit(caller, "Describe")
+        caller.check("Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
         return pb.Description(
@@ -157,12 +199,12 @@ class Servicer:
             release=__version__,
             center=self.core.life,
             rule=self._rule,
-            schema=None if schema is None else _trees.to_proto(schema),
+            schema=None if schema is None else self._schema_proto,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
             lease=self.core.ledger.lease,
             heartbeat=self._heartbeat,
-            waiting_interval=WAITING_INTERVAL,
+            waiting_interval=WAITING_INTERVAL + LONGEST,
             mode=repr(self.core.ledger.mode),
             dtype=self._dtype,
             barrier=self.core.ledger.barrier,
@@ -173,7 +215,7 @@ class Servicer:
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
         """The chief's parameters."""
-        self._admit(caller, "Initialize")
+        caller.check("Initialize")
         with self._receiving(reader, context.cancel):
             if not self._initializations.take(caller.key, timeout=_STALLED / 2):
                 raise errors.CenterFullError(
@@ -191,6 +233,7 @@ class Servicer:
             start = _first(reader, "start", MOST_SCHEMA)
         _check_name(start.worker, least=0)
         caller.check("Initialize", start.worker)
+        self._take(caller, _PARSED * start.ByteSize())
         schema = _trees.from_proto(start.schema)
         own = self.schema()
         params: PyTree = ()  # which are not looked at any more, if there are some
@@ -221,8 +264,12 @@ class Servicer:
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
-        self._admit(caller, "Pull")
-        end = time.monotonic() + request.wait
+        caller.check("Pull")
+        with self._pulling.one(caller.key, "pulls wait"):
+            yield from self._pull(request, caller)
+
+    def _pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
+        end = time.monotonic() + min(request.wait, _LONGEST_WAIT)
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
@@ -248,20 +295,26 @@ class Servicer:
             ``cancel()`` ends the connection.
           caller: the worker, which says no other name than its own.
         """
-        caller.check("Exchange")
         with self._receiving(reader, context.cancel):
-            yield from self._live(reader, context, caller)
+            try:
+                with self.introduced(caller.host, context.cancel):
+                    caller.check("Exchange")
+                    join = _first(reader, "join")
+                _check_name(join.worker)
+                _check_name(join.incarnation)
+                caller.check("Exchange", join.worker)
+            except (errors.AgnOptaxError, OSError, EOFError):
+                self._take(caller, JOIN)
+                raise
+            if self.core.knows(join.worker, join.incarnation):
+                self._shares.take((join.worker, "back"), JOIN)
+            else:
+                self._take(caller, JOIN)
+            yield from self._live(join, reader, context, caller)
 
-    def _live(self, reader: Reader, context: Any, caller: Caller) -> Iterator[Parcel]:
-        with (
-            self.newcomers.one(caller.host, context.cancel),
-            self.transfers.under_way(context.cancel, 0, _UNKNOWN),
-        ):
-            join = _first(reader, "join")
-        _check_name(join.worker)
-        _check_name(join.incarnation)
-        caller.check("Exchange", join.worker)
-        self._take(caller, JOIN)
+    def _live(
+        self, join: pb.Join, reader: Reader, context: Any, caller: Caller
+    ) -> Iterator[Parcel]:
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
                 f"this center is not the one that worker {join.worker!r} joined: it "
@@ -278,6 +331,7 @@ class Servicer:
             cut=context.cancel,
             room=self._room(),
         )
+        self._forget_traffic()
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -299,43 +353,48 @@ class Servicer:
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
         """Signs of life of workers that have nothing else to say."""
-        caller.check("Alive")
-        if len(request.lives) > _MOST_LIVES:
-            raise errors.ProtocolError(
-                f"a call is for {_MOST_LIVES} lives at most, got {len(request.lives)}"
-            )
-        for life in request.lives:
-            caller.check("Alive", life.worker)
-        # Apart from other calls: no caller's others make its workers look dead.
-        self._shares.take((caller.key, "Alive"), self._sign_of_life)
-        for life in request.lives:
-            self.core.hear(life.worker, life.incarnation)
+        lives = [(life.worker, life.incarnation) for life in request.lives]
+        there: list[str] = []
+        try:
+            caller.check("Alive")
+            if len(lives) > self.workers:
+                raise errors.ProtocolError(
+                    f"this center has {self.workers} workers at most, got signs of "
+                    f"life of {len(lives)}"
+                )
+            for worker, _ in lives:
+                caller.check("Alive", worker)
+            there = self.core.hear(lives)
+        finally:
+            # Apart from other calls: nobody's others make a worker look dead.
+            if there:
+                self._shares.take((there[0], "alive"), CALL)
+            else:
+                self._take(caller, CALL)
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """A worker goes for good."""
         caller.check("Leave", request.worker)
-        self._take(caller, CALL)
         self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
         """Who is there."""
-        self._admit(caller, "Status")
+        caller.check("Status")
         version, members, waiting = self.core.members()
         now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
-        schema = self.schema()
-        leaves = () if schema is None else schema.leaves
+        is_there = self.core.is_initialized
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
             mode=repr(self.core.ledger.mode),
             uptime=now - self._started,
-            parameters=sum(int(np.prod(leaf.shape)) for leaf in leaves),
-            parameter_bytes=sum(leaf.nbytes for leaf in leaves),
-            bytes_received=sum(t["bytes_received"] for t in traffic.values()),
-            bytes_sent=sum(t["bytes_sent"] for t in traffic.values()),
+            parameters=self._sizes[0] if is_there else 0,
+            parameter_bytes=self._sizes[1] if is_there else 0,
+            bytes_received=self._total.bytes_received,
+            bytes_sent=self._total.bytes_sent,
             parent=self._parent,
             listens_at=self.listens_at,
             direct_address=self.direct_address,
@@ -360,7 +419,8 @@ class Servicer:
 
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
         """Writes a snapshot, which may take a while."""
-        self._admit(caller, "Save")
+        caller.check("Save")
+        self._take(caller, JOIN + _SAVED * self._size)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
@@ -370,24 +430,18 @@ class Servicer:
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
 
-    def look(self, caller: Caller) -> None:
-        """A call of gRPC's own services, such as health checking."""
-        self._admit(caller, "Health")
-
-    def refusal(
-        self, error: errors.NotAllowedError, host: str
-    ) -> errors.NotAllowedError:
-        """Of somebody whom nobody knows, who waits for it if he asks too often."""
-        self._shares.take(host, CALL)
-        return error
-
-    def _admit(self, caller: Caller, call: str) -> None:
-        """A call, once it is its turn."""
-        caller.check(call)
-        self._take(caller, CALL)
-
     def _take(self, caller: Caller, seconds: float) -> None:
-        self._shares.take(caller.key, seconds, self._size)
+        """A call that costs so much, once it is its turn."""
+        size = self._size if "Exchange" in caller.calls else None
+        self._shares.take(caller.key, seconds, size)
+
+    def _forget_traffic(self) -> None:
+        """Of workers that have gone, once there are many."""
+        if len(self._traffic) > 2 * self.workers:
+            _, members, _ = self.core.members()
+            for worker in list(self._traffic):
+                if worker not in members:
+                    self._traffic.pop(worker, None)
 
     def _offers_to(self, caller: Caller) -> list[pb.Offer]:
         """With the key by which a connection is known as this caller's."""
@@ -411,6 +465,17 @@ class Servicer:
         except errors.NotAllowedError as error:
             raise errors.CenterUnreachableError(f"not any more: {error}") from None
         return now
+
+    @functools.cached_property
+    def _schema_proto(self) -> pb.Schema:
+        return _trees.to_proto(self._travels.center)
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """How many numbers the center has, and their bytes."""
+        leaves = self._travels.center.leaves
+        numbers = sum(math.prod(leaf.shape) for leaf in leaves)
+        return numbers, sum(leaf.nbytes for leaf in leaves)
 
     @property
     def _size(self) -> int:
@@ -484,7 +549,7 @@ class Servicer:
     def _exchange(
         self, session: LocalSession, message: pb.Message, reader: Reader
     ) -> Iterator[Parcel]:
-        traffic = self._traffic[session.worker]
+        traffic = self._traffic.setdefault(session.worker, _Traffic())
         with self._counting("_talking"), ExitStack() as busy:
             answer = yield from self._settled(session, message, reader, busy)
             norm = None if answer.norm is None else float(answer.norm)
@@ -504,6 +569,7 @@ class Servicer:
                     # busy.
                     parcel.until = functools.partial(session.wait_until_kept, answer)
                 traffic.bytes_sent += parcel.nbytes
+                self._total.bytes_sent += parcel.nbytes
                 yield parcel
 
     def _settled(
@@ -517,8 +583,9 @@ class Servicer:
         schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
-        traffic = self._traffic[session.worker]
+        traffic = self._traffic.setdefault(session.worker, _Traffic())
         traffic.bytes_received += schema.size
+        self._total.bytes_received += schema.size
         traffic.period = message.steps
         submit = functools.partial(
             session.submit,

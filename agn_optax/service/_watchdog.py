@@ -107,24 +107,30 @@ class Transfers:
 
     def __init__(self) -> None:
         self._all: set[Transfer] = set()
-        self._took: deque[float] = deque(maxlen=_MANY)  # seconds, each of the last
+        self._took: deque[float] = deque(maxlen=_MANY)  # seconds
 
     @property
     def longest(self) -> float:
-        """Seconds that one of the last took."""
+        """Seconds that one of the last took that count."""
         return max(self._took, default=0.0)
 
     @contextlib.contextmanager
     def under_way(
-        self, cancel: Callable[[], None], size: int, patience: float
+        self,
+        cancel: Callable[[], None],
+        size: int,
+        patience: float,
+        *,
+        counts: bool = False,
     ) -> Iterator[Transfer]:
-        """Around one packet's way: see `Transfer`."""
+        """Around one packet's way, see `Transfer`; `longest` is of those that count."""
         transfer = Transfer(cancel, size, patience)
         self._all.add(transfer)
         try:
             with watchdog.watching(transfer):
                 yield transfer
-            self._took.append(time.monotonic() - transfer.began)
+            if counts:
+                self._took.append(time.monotonic() - transfer.began)
         finally:
             self._all.discard(transfer)
 

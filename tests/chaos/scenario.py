@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 LEASE = 4.0  # seconds
-TIMEOUT = 3.0  # seconds after which a silent center is tried on another connection
+TIMEOUT = 3.5  # seconds after which a silent center is tried on another connection
 BEGIN, END = 0.3, 4.0  # seconds in which faults begin
 
 _MODES = {

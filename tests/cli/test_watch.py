@@ -215,7 +215,7 @@ def test_doctor_compares_rules(server, tmp_path):
 
 def test_doctor_of_timeouts(server):
     found = checks(server.address, "--client-timeout=2", code=1)
-    assert "give connect() a timeout above 2" in found["timeouts"][1]
+    assert "give connect() a timeout above 3" in found["timeouts"][1]
     found = checks(server.address, "--client-timeout=15", code=0)
     assert found["timeouts"][0] == "warning"
     with service.serve(RULE, lease=1.0) as hasty:

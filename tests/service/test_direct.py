@@ -443,6 +443,7 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
 def lively(monkeypatch):
     """Centers that say ten times a second that somebody waits there."""
     monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
+    monkeypatch.setattr(service._servicer, "LONGEST", 0.05)
 
 
 @pytest.mark.usefixtures("lively")
@@ -886,7 +887,7 @@ def test_who_looks_is_answered_however_many_calls_are_open():
             ended.wait(2 * LIMIT)
 
         calls = [begin(nothing()) for _ in range(200)]
-        newcomers = server._servicer.newcomers
+        newcomers = server._servicer._newcomers
         wait_until(lambda: len(newcomers._all) == newcomers.each)  # of one host
         with service.Observer(server.address, timeout=LIMIT) as observer:
             assert observer.status()["version"] == 0
@@ -1135,7 +1136,7 @@ def test_memory_is_for_processes_of_one_user(caplog):
         f"ones = {{'w': jnp.ones({SIZE}), 'b': jnp.ones(3)}}\n"
         "for names in (['memory'], ['memory', 'socket']):\n"
         "    with service.connect(\n"
-        "        sys.argv[1], rules.downpour(), timeout=1.0, transports=names\n"
+        "        sys.argv[1], rules.downpour(), timeout=1.5, transports=names\n"
         "    ) as center:\n"
         "        try:\n"
         "            session = center.join('eve')\n"

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import grpc
 import numpy as np
 import pytest
 import sessions
@@ -21,9 +22,11 @@ from agn_optax.service import (
     _limits,
     _server,
     _servicer,
+    _status,
     _watchdog,
 )
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service._address import SERVICE
 from agn_optax.service.transports import GrpcLink, Target, _grpc, _socket
 from agn_optax.service.wire import _packets, _trees
 from agn_optax.service.wire._buffers import Buffers
@@ -250,9 +253,9 @@ def test_a_control_part_is_small(server, center, transport):
     assert "at most 65536 bytes" in str(why)
 
 
-def test_one_call_is_for_few_lives(center):
-    lives = [pb.Life(worker="anna", incarnation="life")] * 5000
-    with pytest.raises(errors.ProtocolError, match="4096 lives at most, got 5000"):
+def test_one_call_is_for_as_many_lives_as_there_may_be(center):
+    lives = [pb.Life(worker="anna", incarnation="life")] * 5
+    with pytest.raises(errors.ProtocolError, match=r"has 4 workers at most, .* 5$"):
         center._connection.unary("Alive", pb.AliveRequest(lives=lives), pb.AliveReply)
 
 
@@ -333,6 +336,7 @@ def test_one_caller_leaves_a_pull_for_others(server, center):
 
 SMALL = np.zeros(10, np.float32)
 TOKENS = b"worker anna 0123456789abcdef\nobserver * fedcba9876543210"
+READERS = TOKENS.replace(b"observer", b"reader")
 ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 
 
@@ -429,11 +433,11 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
     ):
         anna = center.join("anna")
         with Peer(center, "grpc"), Peer(center, "grpc"):
-            wait_until(lambda: len(server._servicer.newcomers._all) == 2)
+            wait_until(lambda: len(server._servicer._newcomers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
             assert anna.exchange(1, SMALL, anchor_version=0).version == 1
-        wait_until(lambda: not server._servicer.newcomers._all)
+        wait_until(lambda: not server._servicer._newcomers._all)
         assert observer.status()["version"] == 1
 
 
@@ -450,11 +454,151 @@ def test_as_many_calls_as_a_start_makes_are_free(caplog):
     assert "has to wait" not in caplog.text
 
 
-def test_signs_of_life_of_many_workers_are_never_too_many():
-    heartbeat = 3.0
-    for workers in (1, 64, 100_000):
-        shares = _limits.Shares(0.1, workers)
-        assert workers * shares.sign_of_life(heartbeat) / heartbeat <= 0.1 / 2 + 1e-9
+@contextlib.contextmanager
+def asking(server, what):
+    """A call that is refused, to be made again and again."""
+    token = ANNA if what == "lives that nobody has" else EVE
+    lives = [pb.Life(worker="anna", incarnation="of another")]
+    with (
+        service.Observer(server.address, token=token) as observer,
+        service.connect(server.address, RULE, token=ANNA) as center,
+    ):
+        unary = observer._connection.unary
+        yield {
+            "lives that nobody has": lambda: unary(
+                "Alive", pb.AliveRequest(lives=lives), pb.AliveReply
+            ),
+            "what it may not": observer.save,
+            "nothing that makes sense": lambda: unary(
+                "Status", _Junk(), pb.StatusReply
+            ),
+            "by no token": lambda: grpc_call(server.address, "Status", "Basic abc"),
+            "joins that are none": lambda: junk(center),
+        }[what]
+
+
+class _Junk:
+    def SerializeToString(self):  # noqa: N802 as that of protobuf
+        return b"\xff" * 9
+
+
+def grpc_call(address, name, authorization):
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/{name}")
+        try:
+            call(b"", metadata=[("authorization", authorization)])
+        except grpc.RpcError as error:
+            raise _status.exception_of(error, address) from None
+
+
+def junk(center):
+    with Peer(center, "socket") as peer:
+        peer.say(packet(pb.Frame(acknowledge=1)))
+        peer.link.control()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "lives that nobody has",
+        "what it may not",
+        "nothing that makes sense",
+        "by no token",
+        "joins that are none",
+    ],
+)
+def test_what_is_refused_is_paid_for_too(little, what):
+    refused = errors.NotAllowedError, errors.ProtocolError
+    with (
+        little(access=service.Access(TOKENS)) as server,
+        asking(server, what) as call,
+        too_many(),
+    ):
+        again_and_again(call, refused)
+
+
+def test_pulls_that_wait_are_counted(monkeypatch):
+    """Each has a thread; and one caller cannot have all of them."""
+    monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.1)
+    with (
+        service.serve(RULE, max_workers=1, access=service.Access(READERS)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        places = server._servicer._pulling
+        monkeypatch.setattr(places, "_each", 3)
+        centers = [
+            stack.enter_context(
+                service.connect(server.address, RULE, token=token, timeout=LIMIT)
+            )
+            for token in (ANNA, EVE)
+        ]
+        for count in range(1, 4):
+            request = iter([pb.PullRequest(wait=1e9).SerializeToString()])
+            link = GrpcLink(centers[0]._connection, "Pull", Buffers(), request)
+            stack.callback(link.cancel)
+            assert link.control().HasField("waiting")
+            assert places._taken.total() == count
+        with pytest.raises(errors.CenterUnreachableError, match="too many pulls wait"):
+            centers[0]._remote.pull(0.0)
+        with pytest.raises(errors.NotInitializedError):
+            centers[1]._remote.pull(0.0)
+
+
+def test_a_worker_comes_back_whatever_its_host_does(little):
+    """It is known by its life, and not only by where it is."""
+    with (
+        little() as server,
+        service.Observer(server.address) as eve,
+        service.connect(server.address, RULE, transports=["socket"]) as center,
+    ):
+        anna = center.join("anna")
+        with too_many():
+            again_and_again(eve.status)
+        anna._link.cancel()
+        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+
+
+def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkeypatch):
+    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
+    with Peer(center, "socket") as peer:
+        peer.say(packet(pb.Frame(join=pb.Join(protocol=_address.PROTOCOL))))
+        begin, ended = time.monotonic(), threading.Event()
+
+        def drip():
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.05):
+                    peer.say(b"\0")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        accepted = server._listeners["socket"]._accepted
+        wait_until(lambda: not accepted)
+        assert time.monotonic() - begin < LIMIT / 2
+        ended.set()
+        dripping.join()
+
+
+def test_a_greeting_may_not_take_long(server, monkeypatch):
+    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
+    port = int(server.direct_address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as end:
+        with contextlib.suppress(OSError):
+            for byte in _socket.GREETING:
+                end.sendall(bytes([byte]))
+                time.sleep(0.1)
+        with contextlib.suppress(ConnectionResetError):
+            assert not end.recv(1)
+    wait_until(lambda: not server._servicer._newcomers._all)
+
+
+def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
+    ones = np.ones(SIZE, np.float32)
+    for number in range(20):
+        session = center.join(f"worker {number}")
+        session.exchange(1, ones, anchor_version=number)
+        session.leave()
+    assert len(server._servicer._traffic) <= 2 * server._servicer.workers + 1
+    assert center.status()["bytes_received"] == 20 * ones.nbytes
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
@@ -475,7 +619,7 @@ def test_no_share_is_no_limit(monkeypatch):
 
 def test_of_many_silent_connections_the_oldest_are_cut_off(server):
     """Long before their time is over; and a worker comes in between."""
-    newcomers = server._servicer.newcomers
+    newcomers = server._servicer._newcomers
     port = int(server.direct_address.rpartition(":")[2])
     with contextlib.ExitStack() as stack:
         ends = [
@@ -494,11 +638,13 @@ def test_of_many_silent_connections_the_oldest_are_cut_off(server):
     ("address", "of"),
     [
         ("10.0.0.7", "10.0.0.7"),
-        ("::1", "::/64"),
         ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
         ("::ffff:10.0.0.7", "10.0.0.7"),
-        ("", ""),
+        *(
+            (each, "this machine")
+            for each in ("", "::1", "127.0.0.5", "::ffff:127.0.0.1")
+        ),
     ],
 )
 def test_what_one_host_has(address, of):

@@ -97,6 +97,7 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
 def lively(monkeypatch):
     """Centers that say five times a second that somebody waits there."""
     monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.2)
+    monkeypatch.setattr(_servicer, "LONGEST", 0.2)
 
 
 @pytest.mark.usefixtures("lively")

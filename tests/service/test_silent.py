@@ -119,6 +119,6 @@ def test_the_end_comes_a_second_after_the_grace(process, transport):
 def test_a_timeout_is_longer_than_a_center_may_be_silent():
     with (
         service.serve(RULE, jnp.zeros(3)) as server,
-        pytest.raises(errors.InvalidArgumentError, match=r"than the 2 s .* got 1\.5"),
+        pytest.raises(errors.InvalidArgumentError, match=r"than the 3 s .* got 2\.5"),
     ):
-        service.connect(server.address, RULE, timeout=1.5)
+        service.connect(server.address, RULE, timeout=2.5)

@@ -162,7 +162,7 @@ def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
         for names, expected in ((("socket", "grpc"), "grpc"), (("grpc",), "grpc")):
             assert exchanged(server, None, *names, **settings)[1] == expected
         with (
-            connected(server, None, "socket", timeout=2.5, **settings) as center,
+            connected(server, None, "socket", timeout=3.5, **settings) as center,
             pytest.raises(errors.CenterUnreachableError, match="give tls="),
         ):
             center.join("anna")

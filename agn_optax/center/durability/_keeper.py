@@ -200,7 +200,7 @@ class Keeper:
         self._seen = 0  # records that were in it
         self._saved_size = 0
         self._exchanges = 0  # since then
-        self._asked = self._answered = 0  # for so many snapshots; and made, or not
+        self._askers: list[Future[int]] = []  # who wait for a snapshot
         self._saver: Future[None] | None = None  # once there is a center
 
     def restore(
@@ -331,20 +331,18 @@ class Keeper:
           DurabilityError: it cannot be written.
           CenterClosedError: the center has ended meanwhile.
         """
+        asker: Future[int] = Future()
         with self._changed:
             if self._saver is None:
                 raise errors.NotInitializedError("there are no parameters yet")
-            self._asked += 1
-            asked = self._asked
+            if self._closed or self.failure:
+                raise self._no_snapshot()
+            self._askers.append(asker)
             self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self._answered >= asked or self._closed or self.failure
-            )
-            if self._answered < asked:
-                raise errors.CenterClosedError(self.failure or "the center has ended")
-            if self._lost_snapshot:
-                raise errors.DurabilityError(self._lost_snapshot)
-            return self._saved_version
+        return asker.result()
+
+    def _no_snapshot(self) -> errors.CenterClosedError:
+        return errors.CenterClosedError(self.failure or "the center has ended")
 
     def close(self) -> None:
         """Writes down what has not been, and lets the directory go."""
@@ -437,10 +435,12 @@ class Keeper:
             with self._changed:
                 while not (self._closed or self.failure) and self._time_left() != 0.0:
                     self._changed.wait(self._time_left())
+                askers, self._askers = self._askers, []
                 if self._closed or self.failure:
+                    for asker in askers:
+                        asker.set_exception(self._no_snapshot())
                     return
                 self._exchanges, self._saved_at = 0, time.monotonic()
-                asked = self._asked
             if self._lost_journal:
                 _log.error("%s", self._lost_journal)
             try:
@@ -451,16 +451,17 @@ class Keeper:
                     f"one will be tried in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
+                for asker in askers:
+                    asker.set_exception(errors.DurabilityError(self._lost_snapshot))
             else:
                 self._lost_snapshot = ""
-            with self._changed:
-                self._answered = asked
-                self._changed.notify_all()
+                for asker in askers:
+                    asker.set_result(self._saved_version)
 
     def _time_left(self) -> float | None:
         """Seconds to the next snapshot; None if that is no matter of time."""
         kept, records = self._durability, self._number - self._seen
-        if self._asked > self._answered:
+        if self._askers:
             return 0.0
         if self._lost_journal:
             return max(0.0, self._saved_at + _REMINDS - time.monotonic())

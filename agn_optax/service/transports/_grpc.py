@@ -117,6 +117,8 @@ class GrpcListener(_transport.Listener):
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.server_handshake_timeout_ms", 5_000),
+                # Workers say more often that they are there.
+                ("grpc.max_connection_idle_ms", 60_000),
             ],
             interceptors=[_Guard(servicer)],
             # More than all limits of callers let be there, but for a very few.
@@ -193,21 +195,28 @@ def _handlers(servicer: Servicer) -> Any:
     def reader(messages: Iterator[bytes]) -> Reader:
         return Reader(_Messages(messages), servicer.buffers)
 
-    def replied(call: Callable[..., Any]) -> Callable[..., Any]:
-        """Whose answer is one reply."""
+    def replied(call: Callable[..., Any], *, is_paid: bool = False) -> Any:
+        """Whose answer is one reply; whether its caller pays for it apart."""
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
-                return call(said, context, _caller(servicer, context))
+                caller = _caller(servicer, context)
+                if not is_paid:
+                    servicer.admit(caller)
+                return call(said, context, caller)
 
         return answer
 
-    def streamed(call: Callable[..., Iterator[Parcel]]) -> Callable[..., Any]:
-        """Whose answer is a stream of packets."""
+    def streamed(
+        call: Callable[..., Iterator[Parcel]], *, is_paid: bool = False
+    ) -> Callable[..., Any]:
+        """Whose answer is a stream of packets; as above."""
 
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
                 caller = _caller(servicer, context)
+                if not is_paid:
+                    servicer.admit(caller)
                 for parcel in call(said, context, caller):
                     with parcel, servicer.sending(context.cancel, parcel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
@@ -229,16 +238,17 @@ def _handlers(servicer: Servicer) -> Any:
 
         return answer
 
-    def unary(call: Callable[..., Any], request: Any) -> Any:
+    def unary(call: Callable[..., Any], request: Any, *, is_paid: bool = False) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            replied(parsed(call, request)), response_serializer=serialized
+            replied(parsed(call, request), is_paid=is_paid),
+            response_serializer=serialized,
         )
 
     return grpc.method_handlers_generic_handler(
         _address.SERVICE,
         {
             "Describe": unary(servicer.describe, pb.DescribeRequest),
-            "Alive": unary(servicer.alive, pb.AliveRequest),
+            "Alive": unary(servicer.alive, pb.AliveRequest, is_paid=True),
             "Leave": unary(servicer.leave, pb.LeaveRequest),
             "Status": unary(servicer.status, pb.StatusRequest),
             "Save": unary(servicer.save, pb.SaveRequest),
@@ -254,7 +264,8 @@ def _handlers(servicer: Servicer) -> Any:
             ),
             "Exchange": grpc.stream_stream_rpc_method_handler(
                 streamed(
-                    lambda said, call, by: servicer.exchange(reader(said), call, by)
+                    lambda said, call, by: servicer.exchange(reader(said), call, by),
+                    is_paid=True,
                 )
             ),
         },
@@ -273,7 +284,8 @@ def _caller(servicer: Servicer, context: Any) -> Caller:
     said = dict(context.invocation_metadata()).get("authorization", "")
     kind, _, token = said.partition(" ")
     if said and kind.lower() != "bearer":
-        raise errors.NotAllowedError("authorization must be `Bearer` and a token")
+        error = errors.NotAllowedError("authorization must be `Bearer` and a token")
+        raise servicer.refusal(error, host)
     (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
     certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
     try:
@@ -285,7 +297,7 @@ def _caller(servicer: Servicer, context: Any) -> Caller:
 def _host(context: Any) -> str:
     """Whence a call comes."""
     kind, _, where = urllib.parse.unquote(context.peer()).partition(":")
-    return kind if kind.startswith("unix") else _address.network(_address.host(where))
+    return _address.network("" if kind.startswith("unix") else _address.host(where))
 
 
 class _Guard(grpc.ServerInterceptor):
@@ -306,7 +318,9 @@ class _Guard(grpc.ServerInterceptor):
         @functools.wraps(answer)  # with its attributes, which gRPC looks at
         def guarded(said: Any, context: Any, *more: Any) -> Any:
             with _errors_to(context):
-                self._servicer.look(_caller(self._servicer, context))
+                caller = _caller(self._servicer, context)
+                self._servicer.admit(caller)
+                caller.check("Health")
             return answer(said, context, *more)
 
         return handler._replace(**{kind: guarded})

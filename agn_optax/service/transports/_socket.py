@@ -255,7 +255,7 @@ class SocketListener(_transport.Listener):
                 end = self._context().wrap_socket(
                     end, server_side=True, do_handshake_on_connect=False
                 )
-            with self._servicer.newcomers.one(_host(end), lambda: shut(end)):
+            with self._servicer.introduced(_host(end), lambda: shut(end)):
                 if isinstance(end, ssl.SSLSocket):
                     end.do_handshake()
                 caller = self._greeted(end)
@@ -316,7 +316,8 @@ class SocketListener(_transport.Listener):
         except Exception as error:
             _log.exception("a worker's call failed")
             refused = _status.refused(error)
-        accepted.refuse(refused)
+        with self._servicer.introduced(caller.host, accepted.cancel):
+            accepted.refuse(refused)
 
     def _look(self) -> None:
         assert self._watch is not None
@@ -403,7 +404,7 @@ class Accepted(Reader):
 def _host(end: socket.socket) -> str:
     """Whence a connection comes."""
     if end.family == getattr(socket, "AF_UNIX", None):
-        return "unix"
+        return _address.network("")
     return _address.network(end.getpeername()[0])
 
 
