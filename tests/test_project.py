@@ -39,7 +39,7 @@ EXTRAS = {
         "grpc_reflection",
         "ml_dtypes",
     },
-    "cli": {"cryptography", "grpc", "rich", "typer"},
+    "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 
 

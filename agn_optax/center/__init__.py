@@ -23,7 +23,7 @@ from agn_optax.center._store import CenterState
 from agn_optax.center._store import Store as Store
 from agn_optax.center._store import Version as Version
 from agn_optax.center.durability import Durability as Durability
-from agn_optax.center.durability import Journal, Snapshots, backup
+from agn_optax.center.durability import Journal, Snapshots, backup, read
 
 __all__ = [
     "Asynchronous",
@@ -38,4 +38,5 @@ __all__ = [
     "Snapshots",
     "Synchronous",
     "backup",
+    "read",
 ]

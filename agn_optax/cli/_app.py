@@ -12,6 +12,7 @@ from agn_optax._version import __version__
 from agn_optax.cli import (
     _backup,
     _doctor,
+    _export,
     _keys,
     _launch_command,
     _options,
@@ -64,7 +65,7 @@ def _root(
 
 for each in (
     *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
-    *(_doctor.doctor, _backup.backup, _plan.plan, _keys.keys),
+    *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
 ):
     app.command()(_options.spread(each))
 # What follows the program's name is the program's.

@@ -130,6 +130,8 @@ class CenterOptions:
       snapshot_exchanges: Of --snapshots: exchanges between two of them.
       snapshots_kept [2]: Of --snapshots: how many stay there.
       snapshots_kept_seconds [0]: Of --snapshots: those that are younger stay, too.
+      save DIRECTORY: Where its parameters are written at its end, as a checkpoint that
+        Orbax reads; needs agn_optax[flax].
 
     Parent:
       parent HOST:PORT|unix:PATH: A center that this one is a worker of.
@@ -181,6 +183,7 @@ class CenterOptions:
     snapshot_exchanges: int | None = None
     snapshots_kept: int | None = None
     snapshots_kept_seconds: float | None = None
+    save: pathlib.Path | None = None
     parent: str | None = None
     parent_period: int | None = None
     parent_name: str | None = None

@@ -14,7 +14,7 @@ import rich.text
 import typer
 
 from agn_optax import errors, launch
-from agn_optax.cli import _center_options, _options, _rules, _table
+from agn_optax.cli import _center_options, _export, _options, _rules, _table
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.launch import Ended, Program
@@ -196,6 +196,8 @@ def _check(
         _rules.make(rule)
     center = _options.filled(center, values)
     _center_options.settings(center)
+    if center.save is not None:
+        _export.check(center.save)
     _center_options.access(center, tokens.generated())
 
 

@@ -11,7 +11,7 @@ import jax
 import typer
 
 from agn_optax import errors, launch, service
-from agn_optax.cli import _center_options, _options, _rules
+from agn_optax.cli import _center_options, _export, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 
@@ -37,6 +37,8 @@ def serve(
     center = _options.filled(center, values)
     made = _rules.make(_options.filled(rule, values))
     settings = _center_options.settings(center)
+    if center.save is not None:
+        _export.check(center.save)
     address = str(settings.get("address", ":0"))
     # One that workers know must be known before anybody listens there.
     is_fixed = service.address.is_fixed(address)
@@ -86,8 +88,13 @@ def serve(
         if signals:
             name = signal.Signals(signals[0]).name
             typer.echo(f"draining after {name}; again to end at once", err=True)
-    if server.center.core.failure:
-        raise errors.DurabilityError(server.center.core.failure)
+    core = server.center.core
+    if center.save is not None and core.is_initialized:
+        snapshot = server.center.pull()
+        _export.write(snapshot.params, center.save)
+        typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
+    if core.failure:
+        raise errors.DurabilityError(core.failure)
 
 
 def _leave(

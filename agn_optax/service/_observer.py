@@ -10,10 +10,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
+from agn_optax.center import Snapshot
 from agn_optax.service import _address, _tls, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
+from agn_optax.service._remote import pull
 from agn_optax.service._tls import Tls
+from agn_optax.service.wire import _trees
 
 T = TypeVar("T")
 
@@ -76,6 +79,22 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           ProtocolError: what answers is no center, or one of another release.
         """
         return self._ask(self._connection.describe)
+
+    def pull(self) -> Snapshot:
+        """One version of the center, in dicts, lists and tuples; takes a reader.
+
+        Raises:
+          CenterUnreachableError: nobody answers.
+          NotAllowedError: this end may not.
+          NotInitializedError: the center has no parameters yet.
+        """
+
+        def attempt() -> Snapshot:
+            schema = _trees.from_proto(self._connection.describe().schema)
+            said, arrays = pull(self._connection, lambda: schema)
+            return Snapshot(_trees.build(schema, arrays), said.version)
+
+        return self._ask(attempt)
 
     def save(self) -> int:
         """Has the center write a snapshot now, where it is kept; takes an operator.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -168,18 +168,6 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
-    def version_in(
-        self, said: pb.Frame, link: Link, schema: Schema
-    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """A version as it came: what is said of it, and its arrays."""
-        if not said.HasField("snapshot"):
-            raise errors.ProtocolError("a snapshot was expected, got another packet")
-        if said.snapshot.schema_hash != schema.hash:
-            raise errors.TreeMismatchError(
-                f"the center at {self.address} holds another tree than it did before"
-            )
-        return said.snapshot, schema.views(link.buffer(schema, "an answer"))
-
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """What travelled narrow, as wide as the center again, its values rounded."""
         schema, _, answer = self.travels()
@@ -206,12 +194,7 @@ class Remote:
 
     def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """One version of the center, in one attempt."""
-        request = iter([pb.PullRequest(wait=wait).SerializeToString()])
-        link = GrpcLink(self.connection, "Pull", Buffers(), request)
-        with self.connection.watching(link):
-            while (said := link.control()).HasField("waiting"):
-                pass
-            return self.version_in(said, link, self.travels().center)
+        return pull(self.connection, lambda: self.travels().center, wait)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""
@@ -261,6 +244,31 @@ class Remote:
             f"no way to the center at {self.address}: "
             f"{why or 'none of the transports works there'}"
         )
+
+
+def pull(
+    connection: Connection, schema: Callable[[], Schema], wait: float = 0.0
+) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    """One version of a center, in one attempt; its schema is asked for at the end."""
+    request = iter([pb.PullRequest(wait=wait).SerializeToString()])
+    link = GrpcLink(connection, "Pull", Buffers(), request)
+    with connection.watching(link):
+        while (said := link.control()).HasField("waiting"):
+            pass
+        return version_in(said, link, schema(), connection.address)
+
+
+def version_in(
+    said: pb.Frame, link: Link, schema: Schema, address: str
+) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    """A version as it came: what is said of it, and its arrays."""
+    if not said.HasField("snapshot"):
+        raise errors.ProtocolError("a snapshot was expected, got another packet")
+    if said.snapshot.schema_hash != schema.hash:
+        raise errors.TreeMismatchError(
+            f"the center at {address} holds another tree than it did before"
+        )
+    return said.snapshot, schema.views(link.buffer(schema, "an answer"))
 
 
 def _abstract(leaf: Any) -> Any:

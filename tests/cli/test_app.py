@@ -15,7 +15,7 @@ from agn_optax.cli._rules import RuleOptions
 def test_version_and_help():
     assert __version__ in succeeds("--version")
     said = succeeds("--help")
-    names = "serve status watch save drain doctor backup plan keys launch"
+    names = "serve status watch save drain doctor backup export plan keys launch"
     for name in names.split():
         assert f" {name} " in said
 

@@ -6,6 +6,12 @@ earlier process has left, and `_backup` copies it.
 """
 
 from agn_optax.center.durability._backup import backup
-from agn_optax.center.durability._keeper import Durability, Journal, Keeper, Snapshots
+from agn_optax.center.durability._keeper import (
+    Durability,
+    Journal,
+    Keeper,
+    Snapshots,
+    read,
+)
 
-__all__ = ["Durability", "Journal", "Keeper", "Snapshots", "backup"]
+__all__ = ["Durability", "Journal", "Keeper", "Snapshots", "backup", "read"]

@@ -7,12 +7,16 @@ import itertools
 import math
 import os
 import pathlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
 from agn_optax.center.durability._found import Found, explained, this_boot
+from agn_optax.center.durability._records import Record
 
+T = TypeVar("T")
 _TRIES = 20
 
 
@@ -57,15 +61,39 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
             raise errors.InvalidArgumentError(
                 f"{to} is not empty: back up into a directory of its own"
             )
+    return settled(directory, lambda: _try(directory, to))
+
+
+def settled(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
+    """What ``read`` makes of a directory that somebody may be writing to meanwhile."""
     for tries in itertools.count(1):
         before = _state(directory)
         try:
-            return _try(directory, to)
+            return read()
         except errors.DurabilityError:
             # What was read may have been replaced by something newer meanwhile.
             if tries == _TRIES or _state(directory) == before:
                 raise
     raise AssertionError
+
+
+def kept_records(source: Found, snapshot: Record) -> Iterator[Record]:
+    """What happened after a snapshot, as far as that was promised to be there.
+
+    Raises:
+      DurabilityError: some of it is not.
+    """
+    number, kept, promise = snapshot.number, math.inf, source.promise
+    if promise is not None and promise.boot == this_boot():
+        # There are exactly so many, or somebody is in the middle of writing the rest.
+        kept = promise.kept
+    if number < kept:
+        for record in source.replay(number):
+            number = record.number + 1
+            yield record
+            if number >= kept:
+                break
+    source.lost(number)
 
 
 def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
@@ -88,28 +116,23 @@ def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
 
 def _copy(source: Found, target: Directory) -> None:
     """The snapshot, by which the copy is known to be whole, comes last."""
-    snapshot, promise = source.load(), source.promise
+    snapshot = source.load()
     assert snapshot is not None
-    number, kept = snapshot.number, math.inf
-    if promise is not None and promise.boot == this_boot():
-        # There are exactly so many, or somebody is in the middle of writing the rest.
-        kept = promise.kept
-    if number < kept:
+    number = snapshot.number
+    records = kept_records(source, snapshot)
+    if (first := next(records, None)) is not None:
         file, size = target.begin_journal(number)
         try:
             end = 0
-            for record in source.replay(snapshot.number):
+            for record in itertools.chain([first], records):
                 pieces, more = _records.encode(*record[:3], on_disk=end, file_size=size)
                 if end + more > size:
                     size = reserve(file, size, end + more)
                 _records.write(file, pieces, end)
                 end, number = end + more, record.number + 1
-                if number >= kept:
-                    break
             os.fsync(file)
         finally:
             os.close(file)
-    source.lost(number)
     target.make_promise("backup", number)
     target.save(*snapshot[:3])
 

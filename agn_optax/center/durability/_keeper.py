@@ -26,8 +26,9 @@ from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
+from agn_optax.center.durability._backup import kept_records, settled
 from agn_optax.center.durability._directory import Directory
-from agn_optax.center.durability._found import Kind, explained
+from agn_optax.center.durability._found import Found, Kind, explained
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -224,11 +225,7 @@ class Keeper:
         if snapshot is None:
             return None
         where = f"the center in {self._directory.path}"
-        if other := difference(snapshot.about["rule"], self._rule):
-            raise errors.RuleMismatchError(
-                f"{where} is one of another rule: {other}. Give it the same optimizers "
-                "and settings, or another directory"
-            )
+        _check_rule(snapshot, self._rule, where)
         state = _state(snapshot, self._rule, params, dtype, where)
         store = Store.restore(self._rule, state, device, packs=packs)
         now = time.monotonic()
@@ -526,10 +523,7 @@ def _state(
 ) -> CenterState:
     """A snapshot as the center that it is of."""
     about = snapshot.about
-    described = description.Description(
-        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
-        about["containers"],
-    )
+    described = _described(snapshot)
     count = len(described.leaves)
     for array in snapshot.arrays:
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
@@ -561,6 +555,84 @@ def _state(
         )
     center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
     return CenterState(restored, center_state, about["version"])
+
+
+def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:
+    """The center that is kept in a directory, where somebody may go on with it.
+
+    Args:
+      directory: of a `Journal` or of `Snapshots`; nothing in it is changed.
+      rule: of the center, which makes the exchanges since the last snapshot again. None
+        if there are none, as after `LocalCenter.write_snapshot`; the state of the
+        center's optimizer is left out then.
+
+    Returns:
+      Its parameters in dicts, lists and tuples, and its version.
+
+    Raises:
+      DurabilityError: there is no center, or it cannot be read.
+      RuleMismatchError: it is one of another rule.
+      InvalidArgumentError: there are exchanges since the last snapshot, and no rule.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, agn_optax
+      >>> rule = agn_optax.rules.downpour()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     kept = agn_optax.center.Journal(folder)
+      ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
+      ...     _ = center.join("w").exchange(1, jnp.ones(2), anchor_version=0)
+      ...     print(agn_optax.center.read(folder, rule).params)
+      ...     center.close()
+      [0. 0.]
+    """
+    return settled(directory, lambda: _read(directory, rule))
+
+
+def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
+    found = Found(directory)
+    snapshot = found.load()
+    if snapshot is None:
+        raise errors.DurabilityError(f"there is no center in {found.path}")
+    where = f"the center in {found.path}"
+    if rule is None:
+        described = _described(snapshot)
+        if described.structure is None:
+            raise errors.DurabilityError(
+                f"{where} has parameters in containers other than dicts, lists and "
+                "tuples, which only its program knows"
+            )
+        params = description.rebuild(described.structure, iter(snapshot.arrays))
+        for record in kept_records(found, snapshot):
+            if record.about["staleness"]:
+                raise errors.InvalidArgumentError(
+                    f"{where} has exchanges since its last snapshot, which its rule "
+                    "makes again: give the rule, or have a snapshot written first "
+                    "(`agn-optax save`)"
+                )
+        return CenterState(params, None, snapshot.about["version"])
+    _check_rule(snapshot, rule, where)
+    state = _state(snapshot, rule, None, None, where)
+    store = Store.restore(rule, state, None)
+    for record in kept_records(found, snapshot):
+        _repeat(record, store)
+    return store.save()
+
+
+def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
+    if other := difference(snapshot.about["rule"], rule):
+        raise errors.RuleMismatchError(
+            f"{where} is one of another rule: {other}. Give it the same optimizers "
+            "and settings, or another directory"
+        )
+
+
+def _described(snapshot: Record) -> description.Description:
+    """The parameters in a snapshot."""
+    about = snapshot.about
+    return description.Description(
+        [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],
+        about["containers"],
+    )
 
 
 def _check_directory(value: Any) -> None:

@@ -1,0 +1,112 @@
+"""``agn-optax export``: a center's parameters as an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from agn_optax import center, errors, service
+from agn_optax.cli import _options, _rules, _status
+from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._rules import RuleOptions
+from agn_optax.cli._status import Reached
+from agn_optax.rules import Rule
+
+PyTree = Any
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY|ADDRESS",
+            help="What --journal or --snapshots named, or where a center is; of a "
+            "center in shards all addresses, with commas between them.",
+        ),
+    ],
+    to: Annotated[pathlib.Path, typer.Argument(help="A directory that is not there.")],
+    rule: RuleOptions,
+    reached: Reached,
+    config: _options.Config = None,
+    timeout: _status.Timeout = 600.0,
+    json: _options.Json = False,
+) -> None:
+    """Write a center's parameters as a checkpoint that Orbax reads.
+
+    They are in it under their own names: `orbax.checkpoint.v1.load(TO)` returns the
+    tree of the model. The rule is needed for a directory with exchanges since its last
+    snapshot, and for a center in shards. Of a center that runs it takes the role of a
+    reader. Needs agn_optax[flax].
+
+    Example: agn-optax export center.example:5000 checkpoint
+    """
+    given = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    made = _rules.make(given) if _rules.is_given(given) else None
+    check(to)
+    if pathlib.Path(source).is_dir():
+        params, _, version = center.read(source, made)
+    else:
+        params, version = _pulled(source, made, reached, timeout)
+    write(params, to)
+    if json:
+        _options.print_json({"version": version, "directory": str(to)})
+    else:
+        typer.echo(f"version {version} is in {to}")
+
+
+def check(to: pathlib.Path) -> None:
+    """A checkpoint can be written there.
+
+    Raises:
+      InvalidArgumentError: there is something, or no Orbax here.
+    """
+    if to.exists():
+        raise errors.InvalidArgumentError(
+            f"{to} is there already: a checkpoint takes a directory of its own"
+        )
+    if importlib.util.find_spec("orbax") is None:
+        raise errors.InvalidArgumentError(
+            "checkpoints are written by the package orbax-checkpoint: pip install "
+            "agn_optax[flax]"
+        )
+
+
+def write(params: PyTree, to: pathlib.Path) -> None:
+    """Writes a checkpoint.
+
+    Raises:
+      DurabilityError: it cannot be written.
+    """
+    from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
+
+    try:
+        v1.save(to.resolve(), params)
+    except (OSError, ValueError) as error:
+        raise errors.DurabilityError(f"cannot write {to}: {error}") from error
+
+
+def _pulled(
+    source: str, rule: Rule | None, reached: Reached, timeout: float
+) -> tuple[PyTree, Any]:
+    """The parameters of a center that runs, and their version."""
+    addresses = source.split(",")
+    if len(addresses) == 1:
+        with _status.observer(source, reached, timeout) as observer:
+            return observer.pull()[:2]
+    if rule is None:
+        raise errors.InvalidArgumentError(
+            "a center in shards is put together by its rule: give --rule, as for "
+            "`agn-optax serve`"
+        )
+    with service.connect(
+        addresses,
+        rule,
+        timeout=timeout,
+        tls=_status.tls_of(reached),
+        insecure=bool(reached.insecure),
+        token=reached.token_file,
+    ) as whole:
+        return whole.pull()[:2]

@@ -1,0 +1,182 @@
+"""``agn-optax export`` and ``--save``: checkpoints that a plain program reads."""
+
+import json
+import signal
+import subprocess
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from commands import PATIENCE, fails, python, serve, succeeds
+from orbax.checkpoint import v1 as ocp
+from support import assert_identical
+
+import agn_optax
+from agn_optax import rules, service
+from agn_optax.center import Journal, Snapshots, read
+
+RULE = rules.agn(optax.adam(0.1))
+AGN = ["--rule=agn", "--center-optimizer=adam", "--learning-rate=0.1"]
+MODEL = nn.Sequential([nn.Dense(4), nn.Dense(2)])
+INPUT = np.ones((1, 3), np.float32)
+
+
+@pytest.fixture
+def params():
+    return MODEL.init(jax.random.key(0), INPUT)
+
+
+def loaded(path, like=None):
+    """As a program would that knows the model and not agn_optax."""
+    like = MODEL.init(jax.random.key(0), INPUT) if like is None else like
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
+    )
+    return ocp.load(path, abstract)
+
+
+def moved(center, params, exchanges=2):
+    """A center after some exchanges."""
+    session = center.join("anna")
+    ones = jax.tree.map(jnp.ones_like, params)
+    for number in range(1, exchanges + 1):
+        anchor = center.pull().version
+        session.exchange(number, ones, anchor_version=anchor)
+    return center.pull()
+
+
+def test_a_directory_in_which_a_center_goes_on(tmp_path, params):
+    kept, to = tmp_path / "kept", tmp_path / "checkpoint"
+    center = agn_optax.LocalCenter(RULE, params, durability=Journal(kept))
+    center.write_snapshot()
+    now = moved(center, params)
+    said = fails("export", kept, to, code=2)
+    assert "exchanges since its last snapshot" in said
+    assert not to.exists()
+    said = fails("export", kept, to, "--rule=downpour", code=1)
+    assert "another rule" in said
+    assert not to.exists()
+    said = json.loads(succeeds("export", kept, to, *AGN, "--json"))
+    assert said == {"version": 2, "directory": str(to)}
+    assert_identical(loaded(to), now.params)
+    assert MODEL.apply(loaded(to), INPUT).shape == (1, 2)
+    # The optimizer's state was made again, too; after a snapshot nobody need know it.
+    assert_identical(read(kept, RULE), center.save())
+    center.write_snapshot()
+    assert "version 2 is in" in succeeds("export", kept, tmp_path / "other")
+    assert_identical(loaded(tmp_path / "other"), now.params)
+    center.close()
+
+
+def test_what_cannot_be_exported(tmp_path):
+    to = tmp_path / "checkpoint"
+    (tmp_path / "empty").mkdir()
+    assert "there is no center in" in fails("export", tmp_path / "empty", to, code=1)
+    assert "an address must be" in fails("export", tmp_path / "nowhere", to, code=2)
+    to.mkdir()
+    assert "is there already" in fails("export", "127.0.0.1:1", to, code=2)
+
+
+def test_a_center_that_runs(tmp_path, params):
+    reads, looks = "reader-0123456789", "observer-0123456789"
+    access = service.Access(f"reader * {reads}\nobserver * {looks}".encode())
+    to = tmp_path / "checkpoint"
+    with service.serve(RULE, params, access=access) as server:
+        now = moved(server.center, params)
+        (tmp_path / "token").write_text(looks)
+        token = f"--token-file={tmp_path / 'token'}"
+        said = fails("export", server.address, to, token, code=1)
+        assert "Pull needs the role" in said
+        (tmp_path / "token").write_text(reads)
+        assert f"version 2 is in {to}" in succeeds("export", server.address, to, token)
+        assert_identical(loaded(to), now.params)
+        with service.Observer(server.address, token=reads) as observer:
+            assert_identical(observer.pull().params, now.params)
+
+
+def test_a_center_in_shards_that_runs(tmp_path, params):
+    with service.serve(RULE) as one, service.serve(RULE) as other:
+        addresses = f"{one.address},{other.address}"
+        with service.connect(addresses, RULE) as center:
+            center.initialize(params, worker="chief")
+            now = moved(center, params)
+        to = tmp_path / "checkpoint"
+        assert "put together by its rule" in fails("export", addresses, to, code=2)
+        succeeds("export", addresses, to, *AGN)
+        assert_identical(loaded(to), now.params)
+
+
+def test_serve_saves_its_center_at_its_end(tmp_path, params):
+    to, address = tmp_path / "checkpoint", f"unix:{tmp_path}/center"
+    seen = []
+
+    def work(center):
+        center.initialize(params, worker="anna")
+        seen.append(moved(center, params))
+
+    arguments = [*AGN, "--open", f"--save={to}"]
+    result = serve(address, RULE, *arguments, then=work)
+    assert f"version 2 is in {to}" in result.stderr
+    assert_identical(loaded(to), seen[0].params)
+    assert "is there already" in fails("serve", *arguments, code=2)
+
+
+WORKER = """
+import signal, sys, jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+me = service.environment()
+center = service.connect(me.address, agn_optax.rules.downpour())
+worker = agn_optax.Worker(center, optax.sgd(1.0), period=1000, name=me.worker)
+params, state = worker.start({"w": jnp.zeros(3)}, chief=me.rank == 0)
+for _ in range(5):
+    updates, state = worker.tx.update({"w": jnp.ones(3)}, state, params)
+    params = optax.apply_updates(params, updates)
+    params, state = worker.exchange(params, state)  # the period is not full
+
+def end(*_):
+    worker.flush(params, state)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_what_workers_say_at_the_end_is_saved(tmp_path):
+    """The launcher is told to end; its workers go first, and their center last."""
+    (tmp_path / "train.py").write_text(WORKER)
+    to = tmp_path / "checkpoint"
+    arguments, environment = python(
+        *("-m", "agn_optax.cli", "launch", "--workers=2", "--rule=downpour"),
+        *(f"--save={to}", f"--stop-grace={PATIENCE}", tmp_path / "train.py"),
+    )
+    with subprocess.Popen(  # noqa: S603 our own program
+        arguments, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            ready = 0
+            while ready < 2:
+                ready += "ready" in process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            said = process.stdout.read()
+        finally:
+            process.kill()
+    assert "version 2 is in" in said
+    restored = loaded(to, {"w": jnp.zeros(3)})
+    assert restored["w"].tolist() == [-10.0] * 3
+
+
+def test_reading_changes_nothing(tmp_path):
+    kept = Snapshots(tmp_path / "kept", seconds=3600.0)
+    center = agn_optax.LocalCenter(rules.downpour(), jnp.ones(2), durability=kept)
+    center.write_snapshot()
+    files = {each.name: each.read_bytes() for each in (tmp_path / "kept").iterdir()}
+    found = read(tmp_path / "kept")
+    assert (found.version, found.params.tolist()) == (0, [1.0, 1.0])
+    assert files == {e.name: e.read_bytes() for e in (tmp_path / "kept").iterdir()}
+    center.close()
