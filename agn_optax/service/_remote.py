@@ -168,6 +168,12 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
+    def version_in(
+        self, said: pb.Frame, link: Link, schema: Schema
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """A version as it came: what is said of it, and its arrays."""
+        return _version_in(said, link, schema, self.address)
+
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """What travelled narrow, as wide as the center again, its values rounded."""
         schema, _, answer = self.travels()
@@ -255,10 +261,10 @@ def pull(
     with connection.watching(link):
         while (said := link.control()).HasField("waiting"):
             pass
-        return version_in(said, link, schema(), connection.address)
+        return _version_in(said, link, schema(), connection.address)
 
 
-def version_in(
+def _version_in(
     said: pb.Frame, link: Link, schema: Schema, address: str
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """A version as it came: what is said of it, and its arrays."""

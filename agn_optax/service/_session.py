@@ -18,7 +18,7 @@ from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import FIRST_WORD, SOON
-from agn_optax.service._remote import Exchange, Remote, version_in
+from agn_optax.service._remote import Exchange, Remote
 from agn_optax.service.transports import Link
 from agn_optax.service.wire._packets import Parcel
 from agn_optax.service.wire._trees import to_device
@@ -209,7 +209,7 @@ class RemoteSession(Session):
                 if time.monotonic() >= until:
                     return None
             schema = self._remote.travels().answer
-            answer = version_in(said, link, schema, self._remote.address)
+            answer = self._remote.version_in(said, link, schema)
             self._check_sequence(answer[0].sequence)
         self._sent_over = None  # asked for again, it is to be sent again
         return answer

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.round import LocalState
@@ -37,16 +38,28 @@ class Left(NamedTuple):
     steps: jax.Array  # int32: local steps that it was made of
 
 
+class InnerState(NamedTuple):
+    """Of the inner optimizer, and of what is done to gradients before it."""
+
+    gradients: PyTree
+    inner: PyTree
+
+
 @functools.lru_cache(maxsize=32)
-def programs(rule: Rule, inner: optax.GradientTransformation) -> SimpleNamespace:
-    """Those of all workers with one rule and one inner optimizer.
+def programs(
+    rule: Rule,
+    inner: optax.GradientTransformation,
+    gradients: optax.GradientTransformation | None = None,
+) -> SimpleNamespace:
+    """Those of all workers with one rule, one inner optimizer, and what is before it.
 
     Nothing compiles before it is called.
 
     Raises:
-      InvalidTypeError: ``inner`` is not an optimizer.
+      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
+    before = None if gradients is None else check.optimizer(gradients, "gradients")
     # Only a penalty reads the anchor at every step, and then it travels with the state.
     # For a contribution the worker holds on to the snapshot, which costs no copy.
     keep_anchor = rule.penalty is not None
@@ -55,13 +68,38 @@ def programs(rule: Rule, inner: optax.GradientTransformation) -> SimpleNamespace
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
-        return rounds.init_local(rule, inner, params, anchor)
+        state = rounds.init_local(rule, inner, params, anchor)
+        if trees.nodes(state.inner_state, rounds.ExchangeState):
+            raise errors.InvalidArgumentError(
+                "inner must be an optimizer that makes local steps alone, got one that "
+                "exchanges with a center of its own: give the optimizer inside it, as "
+                "in Worker(center, optax.adam(1e-3), period=10)"
+            )
+        if before is not None:
+            both = InnerState(before.init(trees.copy(params)), state.inner_state)
+            state = state._replace(inner_state=both)
+        return state
 
     def update(
         updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LocalState]:
         rounds.check_step(updates, params, "worker.tx")
-        return rounds.local_step(rule, inner, updates, state, params, None, extra_args)
+        if before is None:
+            return rounds.local_step(
+                rule, inner, updates, state, params, None, extra_args
+            )
+        both = state.inner_state
+        updates, first = before.update(updates, both.gradients, params, **extra_args)
+        updates, state = rounds.local_step(
+            rule,
+            inner,
+            updates,
+            state._replace(inner_state=both.inner),
+            params,
+            None,
+            extra_args,
+        )
+        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(

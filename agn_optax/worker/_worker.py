@@ -54,6 +54,10 @@ class Worker:
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the round that
         begins.
+      gradients: what is done to a gradient before anything else, such as
+        ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
+        which the center gets, see what comes out. In ``inner``, it would change the
+        local steps alone. None for nothing.
       name: the worker's name, unique among the workers of the center; None makes one
         up.
       overlap: sends in the background while local steps go on. When the answer comes,
@@ -86,7 +90,8 @@ class Worker:
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
         or ``give_up`` is negative.
-      InvalidTypeError: ``inner`` is not an optimizer, or ``center`` not a center.
+      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center``
+        not a center.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -107,6 +112,7 @@ class Worker:
         inner: optax.GradientTransformation,
         *,
         period: Any,
+        gradients: optax.GradientTransformation | None = None,
         name: str | None = None,
         overlap: bool = False,
         patience: int | None = None,
@@ -120,7 +126,7 @@ class Worker:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
-        self._programs = programs(center.rule, inner)
+        self._programs = programs(center.rule, inner, gradients)
         self.center = center
         self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
@@ -178,6 +184,7 @@ class Worker:
           TreeMismatchError: ``params`` does not belong to this center.
           NameTakenError: another worker has this one's name.
           CenterFullError: the center has no room for one more.
+          InvalidArgumentError: the inner optimizer exchanges with a center itself.
         """
         self._length(self.exchanges)  # or it raises before anything changes
         if chief and params is None:

@@ -351,3 +351,82 @@ def test_a_flush_asks_for_no_next_round(overlap):
     worker.exchange(params, state)
     assert asked[-1] == 1
     assert worker.due
+
+
+def clip():
+    """With a state, which travels with the worker's."""
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.trace(0.3))
+
+
+@pytest.mark.parametrize("rule", ["agn", "downpour", "easgd_rho"])
+def test_what_is_done_to_gradients_is_done_before_the_record(rule):
+    """As in a chain before a drop-in, or by hand; and it is saved with the rest."""
+    params, period = tree(), 3
+    targets = feeds(params, 2 * period)
+    inner, make = shared.sgd(0.1, 0.9), RULES[rule]
+
+    center = agn_optax.LocalCenter(make(), params)
+    worker = agn_optax.Worker(center, inner, period=period, gradients=clip())
+    ends = run_worker(worker, *worker.start(), targets)
+
+    other = agn_optax.LocalCenter(make(), params)
+    by_hand = agn_optax.Worker(other, inner, period=period)
+    clipped = optax.chain(clip(), by_hand.tx)
+    loop, own = by_hand.start()
+    state = (clip().init(params), own)
+    jitted = jax.jit(functools.partial(step, clipped))
+    for i in range(2 * period):
+        loop, state = jitted(loop, state, jax.tree.map(lambda x, i=i: x[i], targets))
+        loop, own = by_hand.exchange(loop, state[1])
+        state = (state[0], own)
+    assert_identical(ends[0], loop)
+    assert_identical(center.pull().params, other.pull().params)
+
+    saved = worker.save(*ends)
+    again = agn_optax.Worker(center, inner, period=period, gradients=clip())
+    assert_identical(again.restore(saved)[1], ends[1])
+    without = agn_optax.Worker(center, inner, period=period)
+    with pytest.raises(errors.TreeMismatchError):
+        without.restore(saved)
+
+
+def test_gradients_are_clipped_for_the_center_too():
+    """In the inner optimizer alone they are not: the record is of what came."""
+    agn = agn_optax.rules.agn(optax.sgd(1.0))
+    for settings, moved in (
+        ({"inner": optax.sgd(1.0), "gradients": optax.clip(1.0)}, 1.0),
+        ({"inner": optax.chain(optax.clip(1.0), optax.sgd(1.0))}, 100.0),
+    ):
+        center = agn_optax.LocalCenter(agn, jnp.zeros(4))
+        worker = agn_optax.Worker(center, **settings, period=1)
+        params, state = worker.start()
+        updates, state = worker.tx.update(jnp.full(4, 100.0), state, params)
+        worker.exchange(optax.apply_updates(params, updates), state)
+        assert center.pull().params[0] == -moved
+
+
+def test_a_refused_message_makes_what_is_done_to_gradients_anew(caplog):
+    center = agn_optax.LocalCenter(agn_optax.rules.downpour(), jnp.zeros(2))
+    trace = optax.trace(1.0)
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, gradients=trace)
+    params, state = worker.start()
+    for gradient, expected in ((jnp.nan, 0.0), (1.0, -1.0)):
+        updates, state = worker.tx.update(jnp.full(2, gradient), state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+        assert params[0] == expected
+    assert worker.refused == 1
+
+
+def test_an_inner_optimizer_that_exchanges_itself_is_refused():
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    for inner in (
+        agn_optax.agn(shared.sgd(0.1), 3),
+        optax.chain(optax.clip(1.0), agn_optax.average(shared.sgd(0.1), 3)),
+    ):
+        worker = agn_optax.Worker(center, inner, period=2)
+        with pytest.raises(errors.InvalidArgumentError, match="local steps alone"):
+            worker.start()
+    assert not center.workers
+    with pytest.raises(errors.InvalidTypeError, match="gradients"):
+        agn_optax.Worker(center, shared.sgd(0.1), period=2, gradients=1.0)
