@@ -10,8 +10,8 @@ help: ## list these targets
 demo: venv ## train on real data: two worker processes, a center, gRPC, one kill
 	@$(python) -B examples/digits.py $(ARGS)
 
-test: venv ## run the tests, in random order, on three processes (some of them wait)
-	@$(python) -B -m pytest -n 3 --dist worksteal $(ARGS)
+test: venv ## run the tests, in random order, in three processes (some of them wait)
+	@$(python) -B -m pytest -n 3 --dist loadfile $(ARGS)
 
 nox: venv ## run them on the oldest and newest versions, on the wheel (needs Python 3.11 and 3.13)
 	@$(python) -m nox $(ARGS)

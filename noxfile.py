@@ -45,7 +45,7 @@ def run_tests(session: nox.Session, *versions: str) -> None:
     session.chdir(copy)
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     where = () if session.posargs else ("tests", "--pyargs", "agn_optax")
-    options = ("-n", "2", "--dist", "worksteal", *where, *session.posargs)
+    options = ("-n", "2", "--dist", "loadfile", *where, *session.posargs)
     session.run("python", "-B", "-m", "pytest", *options, env=environment)
 
 
