@@ -186,6 +186,20 @@ def float_leaves(tree: PyTree, what: str) -> None:
             )
 
 
+def array_leaves(tree: PyTree, what: str) -> None:
+    """Every leaf of ``tree`` is an array or a number."""
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+            continue
+        if not isinstance(leaf, numbers.Number):
+            raise errors.InvalidTypeError(
+                f"{what}{keystr(path)} is {show(leaf)}, which no device can hold; "
+                "arrays and numbers are expected. Keep the rest beside them: static "
+                "fields of a dataclass (pytree_node=False in Flax), nnx.split, or "
+                "equinox.partition(tree, equinox.is_array)"
+            )
+
+
 def same_kinds(tree: PyTree, like: PyTree, what: str) -> None:
     """Leaves of ``tree`` are floating where those of ``like`` are, else of its dtype.
 

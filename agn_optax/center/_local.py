@@ -231,5 +231,6 @@ class LocalCenter:
         self.core.close(reason)
 
     def __repr__(self) -> str:
-        store = f"version {self.version}" if self.core.is_initialized else "no center"
-        return f"<LocalCenter {self.rule.name}, {store}>"
+        is_there = self.core.is_initialized
+        version = f"version {self.version}" if is_there else "no parameters yet"
+        return f"LocalCenter({self.rule.name}, {version}, {len(self.workers)} workers)"

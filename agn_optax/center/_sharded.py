@@ -56,6 +56,10 @@ class ShardedCenter:
         self._message_like: PyTree
         self._own: parts.Parts
 
+    def __repr__(self) -> str:
+        """Its shards."""
+        return f"ShardedCenter({', '.join(map(repr, self.centers))})"
+
     def join(
         self, worker: str, params: PyTree = None, *, timeout: float | None = None
     ) -> ShardedSession:

@@ -229,7 +229,9 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<RemoteCenter {self.rule.name} at {self.address}>"
+        by = {name: each.transport for name, each in list(self._sessions.items())}
+        workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
+        return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
     def _pull(self, wait: float) -> Snapshot:
         said, arrays = self._connection.retry(lambda: self._remote.pull(wait))

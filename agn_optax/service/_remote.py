@@ -239,6 +239,7 @@ class Remote:
             else:
                 if failed:
                     _log.info("%s: not by %s", self.address, failed)
+                link.transport = transport.name
                 return link, set(failed)
             if len(failed) == 1:  # it may have been started anew, somewhere else
                 known = self._offers

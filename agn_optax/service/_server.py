@@ -61,6 +61,11 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._stopped = threading.Event()
         atexit.register(self.stop, grace=5.0)
 
+    def __repr__(self) -> str:
+        """Where it listens, and its center."""
+        ended = ", which has ended" if self._stopped.is_set() else ""
+        return f"Server(at {self.address}{ended}, {self.center!r})"
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time.
 

@@ -54,6 +54,11 @@ class RemoteSession(Session):
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
 
+    @property
+    def transport(self) -> str:
+        """By which its exchanges travel; "" while there is no connection."""
+        return "" if self._link is None else self._link.transport
+
     def join(self, timeout: float | None) -> None:
         """As `Center.join`."""
         within = math.inf if timeout is None else timeout

@@ -167,11 +167,15 @@ class Towers:
           random keys (`jax.random.key`) are folded with the tower's number, but for
           tower 0's, so that towers draw different dropout masks.
 
+        Raises:
+          InvalidTypeError: a leaf is no array and no number; names it.
+
         Example:
           >>> import jax.numpy as jnp, agn_optax
           >>> agn_optax.Towers(2).replicate({"w": jnp.ones(3)})["w"].shape
           (2, 3)
         """
+        check.array_leaves(state, "state")
         return self.create(_replicas.own, state)
 
     @_mesh.on_own_mesh

@@ -150,6 +150,14 @@ class Worker:
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
 
+    def __repr__(self) -> str:
+        """Its name and rule, and how far it is."""
+        where = "not started" if self._session is None else f"version {self.version}"
+        return (
+            f"Worker({self.name!r}, {self.center.rule.name}, {self.exchanges} "
+            f"exchanges, {where}, at {self.center!r})"
+        )
+
     def start(
         self,
         params: PyTree = None,

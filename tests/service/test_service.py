@@ -26,7 +26,7 @@ from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Refuse, Synchronous
+from agn_optax.center import BoundedStaleness, Refuse, ShardedCenter, Synchronous
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _trees
@@ -737,3 +737,35 @@ def test_a_request_that_is_none_is_refused_and_forgotten(serve, name):
         del raised
     server.stop()
     assert calls_that_are_kept() <= before
+
+
+def test_what_they_say_of_themselves():
+    """Rule, version, workers, address and transport: what one would ask first."""
+    rule, zeros = shared.downpour(), jnp.zeros(2)
+    local = agn_optax.LocalCenter(rule)
+    assert repr(local) == "LocalCenter(downpour, no parameters yet, 0 workers)"
+    with (
+        service.serve(rule, zeros) as server,
+        service.connect(server.address, rule, transports=["socket"]) as center,
+    ):
+        worker = agn_optax.Worker(center, shared.sgd(0.1), period=1, name="anna")
+        assert repr(worker).startswith("Worker('anna', downpour, 0 exchanges, not st")
+        assert repr(center) == f"RemoteCenter(downpour, at {server.address})"
+        worker.exchange(*worker.start())
+        assert repr(worker) == (
+            "Worker('anna', downpour, 1 exchanges, version 1, at RemoteCenter(downpour,"
+            f" at {server.address}, 'anna' by socket))"
+        )
+        its_center = "LocalCenter(downpour, version 1, 1 workers)"
+        assert repr(server) == f"Server(at {server.address}, {its_center})"
+        both = ShardedCenter([center, center])
+        assert repr(both) == f"ShardedCenter({center!r}, {center!r})"
+    assert "which has ended" in repr(server)
+    assert set(public(agn_optax.LocalCenter)) == {
+        *("close", "initialize", "join", "pull", "restore", "save", "version", "wait"),
+        *("workers", "write_snapshot"),
+    }
+
+
+def public(kind):
+    return [name for name in dir(kind) if not name.startswith("_")]

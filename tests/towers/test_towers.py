@@ -285,3 +285,15 @@ def test_workers_that_never_meet_in_a_round_are_refused():
     forgotten = towers.round(problem.train_step(tx), 2)
     with pytest.raises(errors.InvalidArgumentError, match=r"over 'workers'.*exchange="):
         forgotten(state, batches)
+
+
+@pytest.mark.parametrize("leaf", [print, "adam", object()])
+def test_a_leaf_that_is_no_array_is_named(leaf):
+    towers = agn_optax.Towers(2)
+    with pytest.raises(
+        agn_optax.errors.InvalidTypeError,
+        match=r"state\['b'\]\['apply'\] is .*nnx\.split, or equinox\.partition",
+    ):
+        towers.replicate({"a": 1.0, "b": {"apply": leaf, "w": np.ones(2)}})
+    key = jax.random.key(0)
+    assert towers.replicate({"a": True, "k": key, "n": None})["k"].shape == (2,)

@@ -120,7 +120,10 @@ class Link(Reader, abc.ABC):
       sent: called when something went out, as ``heard`` is when something came.
       deadline: when whoever watches it cancels it; monotonic seconds.
       is_late: whether that has happened.
+      transport: its name, once it is dialled for a worker.
     """
+
+    transport = ""
 
     ended: tuple[type[Exception], ...]
 
