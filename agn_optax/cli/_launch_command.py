@@ -54,16 +54,25 @@ class LaunchOptions:
 
 
 def launch_command(
+    rule: RuleOptions,
+    center: CenterOptions,
+    options: LaunchOptions,
     command: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PROGRAM.py [ARGUMENTS]...",
             help="What each worker runs, as after `python`; its own options follow it.",
         ),
-    ],
-    rule: RuleOptions,
-    center: CenterOptions,
-    options: LaunchOptions,
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            metavar="MODULE",
+            help="What each worker runs instead, as after `python -m`; its own "
+            "arguments follow --.",
+        ),
+    ] = None,
     config: _options.Config = None,
     json: _options.Json = False,
 ) -> None:
@@ -77,6 +86,11 @@ def launch_command(
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
     """
+    run = [*([] if module is None else ["-m", module]), *(command or [])]
+    if not run:
+        raise errors.InvalidArgumentError(
+            "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
+        )
     own = options.center == "embedded"
     _check(rule, center, config, options)
     names = [f"worker-{rank}" for rank in range(options.workers)]
@@ -97,7 +111,7 @@ def launch_command(
         return [
             Program(
                 name,
-                [sys.executable, *command],
+                [sys.executable, *run],
                 {
                     "AGN_OPTAX_CENTER": address,
                     "AGN_OPTAX_RANK": str(rank),
@@ -231,6 +245,8 @@ class _Output:
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
+        if name == _CENTER and (address := _address_in(line)):
+            line = f"serving at {address}"  # to a person, and not to us
         prefix = (f"{name:<{self._width}} | ", self._styles[name])
         # A program's own colors are kept on a terminal, and only there.
         said = rich.text.Text.assemble(prefix, rich.text.Text.from_ansi(line))

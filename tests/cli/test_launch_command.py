@@ -54,6 +54,8 @@ def test_two_workers_around_a_center_of_our_own(here):
         "worker-1",
     ]
     assert [each["returncode"] for each in said["programs"]] == [0, 0, 0]
+    assert "center   | serving at 127.0.0.1:" in result.stderr
+    assert '{"event"' not in result.stderr
     for rank in range(2):
         prefix = f"worker-{rank} | "
         assert f"{prefix}argv --json -- -x\n" in result.stderr
@@ -107,6 +109,15 @@ def test_the_exit_code_is_that_of_the_failed_worker(here, death, code):
     said = json.loads(result.stdout)
     assert said["returncode"] == code
     assert [each["stopped"] for each in said["programs"]] == [True, False, True]
+
+
+def test_a_module(here):
+    (here / "says.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
+    result = command(
+        *("launch", "--workers=1", ELSEWHERE, "-m", "says", "--", "--epochs", "3")
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "worker-0 | __main__ --epochs 3\n"
 
 
 @pytest.mark.parametrize(
