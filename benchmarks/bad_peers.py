@@ -170,13 +170,7 @@ def main() -> None:
             center, centers.tree(size, args.leaves, 1e-6), "anna"
         )
 
-        def count() -> float:
-            """Seconds that one takes."""
-            begin, done = time.perf_counter(), 0
-            while (now := time.perf_counter()) < begin + args.window:
-                exchange()
-                done += 1
-            return (now - begin) / done
+        count = functools.partial(centers.seconds_of_one, exchange, args.window)
 
         def beside(act: str) -> float:
             bad.call(_begin, act, args.rate, address, size, args.leaves)

@@ -84,6 +84,15 @@ def _stop(address: str) -> None:
     _servers.pop(address).stop(grace=1.0)
 
 
+def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
+    """What one takes, of as many as a window of seconds has room for."""
+    begin, done = time.perf_counter(), 0
+    while (now := time.perf_counter()) < begin + window:
+        exchange()
+        done += 1
+    return (now - begin) / done
+
+
 def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:
     """One exchange after the other, each of a worker that is up to date."""
     session, version = center.join(worker), 0

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import pathlib
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import centers
@@ -88,21 +87,9 @@ def _forms(
             center = stack.enter_context(centers.connect(address, transport, **own))
             exchange = centers.exchanging(center, contribution, "anna")
             name = f"{transport}, {way}"
-            forms.append(Form(name, f"{transport}, open", _counted(exchange, window)))
+            run = functools.partial(centers.seconds_of_one, exchange, window)
+            forms.append(Form(name, f"{transport}, open", run))
     return forms
-
-
-def _counted(exchange: Callable[[], None], window: float) -> Callable[[], float]:
-    """Seconds that one takes, of as many as a window has room for."""
-
-    def run() -> float:
-        begin, done = time.perf_counter(), 0
-        while (now := time.perf_counter()) < begin + window:
-            exchange()
-            done += 1
-        return (now - begin) / done
-
-    return run
 
 
 if __name__ == "__main__":

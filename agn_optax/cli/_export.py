@@ -101,12 +101,6 @@ def _pulled(
             "a center in shards is put together by its rule: give --rule, as for "
             "`agn-optax serve`"
         )
-    with service.connect(
-        addresses,
-        rule,
-        timeout=timeout,
-        tls=_status.tls_of(reached),
-        insecure=bool(reached.insecure),
-        token=reached.token_file,
-    ) as whole:
+    how = _status.settings(reached)
+    with service.connect(addresses, rule, timeout=timeout, **how) as whole:
         return whole.pull()[:2]

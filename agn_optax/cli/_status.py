@@ -50,13 +50,20 @@ def observer(address: str, reached: Reached, timeout: float) -> service.Observer
     Raises:
       InvalidArgumentError: options do not go together, or a file cannot be read.
     """
-    return service.Observer(
-        address,
-        timeout=timeout,
-        tls=tls_of(reached),
-        insecure=bool(reached.insecure),
-        token=reached.token_file,
-    )
+    return service.Observer(address, timeout=timeout, **settings(reached))
+
+
+def settings(reached: Reached) -> dict[str, Any]:
+    """How a connection is made, whatever it is for.
+
+    Raises:
+      InvalidArgumentError: options do not go together, or a file cannot be read.
+    """
+    return {
+        "tls": tls_of(reached),
+        "insecure": bool(reached.insecure),
+        "token": reached.token_file,
+    }
 
 
 def tls_of(reached: Reached) -> service.Tls | None:

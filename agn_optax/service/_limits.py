@@ -187,14 +187,12 @@ class Places:
             return got
 
     @contextlib.contextmanager
-    def one(self, caller: Hashable, what: str) -> Iterator[None]:
-        """In one of them, at once.
-
-        Raises:
-          CenterUnreachableError: none is free; there are too many of ``what``.
-        """
-        if not self.take(caller, 0.0):
-            raise errors.CenterUnreachableError(f"too many {what} already; try again")
+    def one(
+        self, caller: Hashable, otherwise: errors.AgnOptaxError, timeout: float = 0.0
+    ) -> Iterator[None]:
+        """In one of them, or raises ``otherwise`` if none is free in time."""
+        if not self.take(caller, timeout):
+            raise otherwise
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -129,7 +130,8 @@ class Servicer:
         # Around a large message and the copy of its answer, which the next one's move
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        self._traffic: dict[str, _Traffic] = {}  # of workers that are there
+        # Of workers that are there.
+        self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
         self._total = _Traffic()  # of all that ever were
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
@@ -216,15 +218,14 @@ class Servicer:
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        with self._receiving(reader, context.cancel):
-            if not self._initializations.take(caller.key, timeout=_STALLED / 2):
-                raise errors.CenterFullError(
-                    "another worker initializes this center; try again"
-                )
-            try:
-                return self._initialize(reader, context, caller)
-            finally:
-                self._initializations.give_back(caller.key)
+        busy = errors.CenterFullError(
+            "another worker initializes this center; try again"
+        )
+        with (
+            self._initializations.one(caller.key, busy, _STALLED / 2),
+            self._receiving(reader, context.cancel),
+        ):
+            return self._initialize(reader, context, caller)
 
     def _initialize(
         self, reader: Reader, context: Any, caller: Caller
@@ -265,7 +266,8 @@ class Servicer:
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
         caller.check("Pull")
-        with self._pulling.one(caller.key, "pulls wait"):
+        many = errors.CenterUnreachableError("too many pulls wait already; try again")
+        with self._pulling.one(caller.key, many):
             yield from self._pull(request, caller)
 
     def _pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
@@ -549,7 +551,7 @@ class Servicer:
     def _exchange(
         self, session: LocalSession, message: pb.Message, reader: Reader
     ) -> Iterator[Parcel]:
-        traffic = self._traffic.setdefault(session.worker, _Traffic())
+        traffic = self._traffic[session.worker]
         with self._counting("_talking"), ExitStack() as busy:
             answer = yield from self._settled(session, message, reader, busy)
             norm = None if answer.norm is None else float(answer.norm)
@@ -583,7 +585,7 @@ class Servicer:
         schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
-        traffic = self._traffic.setdefault(session.worker, _Traffic())
+        traffic = self._traffic[session.worker]
         traffic.bytes_received += schema.size
         self._total.bytes_received += schema.size
         traffic.period = message.steps

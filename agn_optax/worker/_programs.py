@@ -84,22 +84,17 @@ def programs(
         updates: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LocalState]:
         rounds.check_step(updates, params, "worker.tx")
-        if before is None:
-            return rounds.local_step(
-                rule, inner, updates, state, params, None, extra_args
-            )
-        both = state.inner_state
-        updates, first = before.update(updates, both.gradients, params, **extra_args)
+        first: PyTree = None
+        if before is not None:
+            first, own = state.inner_state
+            updates, first = before.update(updates, first, params, **extra_args)
+            state = state._replace(inner_state=own)
         updates, state = rounds.local_step(
-            rule,
-            inner,
-            updates,
-            state._replace(inner_state=both.inner),
-            params,
-            None,
-            extra_args,
+            rule, inner, updates, state, params, None, extra_args
         )
-        return updates, state._replace(inner_state=InnerState(first, state.inner_state))
+        if before is not None:
+            state = state._replace(inner_state=InnerState(first, state.inner_state))
+        return updates, state
 
     def start(center: PyTree, like: PyTree) -> tuple[PyTree, LocalState]:
         params = jax.tree.map(

@@ -439,13 +439,6 @@ def test_without_file_descriptors_messages_go_over_the_socket(monkeypatch):
         process.communicate()
 
 
-@pytest.fixture
-def lively(monkeypatch):
-    """Centers that say ten times a second that somebody waits there."""
-    monkeypatch.setattr(service._servicer, "WAITING_INTERVAL", 0.1)
-    monkeypatch.setattr(service._servicer, "LONGEST", 0.05)
-
-
 @pytest.mark.usefixtures("lively")
 def test_a_crowd_is_heard_of_while_it_waits():
     """For the turn of another, who may have programs to compile."""
@@ -1124,7 +1117,8 @@ def test_what_is_checked_is_what_is_applied():
 
 @shares
 @pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to be another"
+    not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="needs root to be another user",
 )
 @pytest.mark.usefixtures("lively")
 def test_memory_is_for_processes_of_one_user(caplog):
@@ -1174,7 +1168,9 @@ def test_a_refusal_is_heard_although_the_message_is_still_being_sent():
             sessions.exchange(center, other, anchor_version=0, worker="anna")
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="Linux only")
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_CONGESTION"), reason="needs TCP_CONGESTION"
+)
 def test_nothing_is_congested_within_a_host():
     with made("socket") as (_, center):
         center.join("w")

@@ -106,6 +106,25 @@ def message(server, sequence=1):
     return packet(pb.Frame(message=said), schema.size)
 
 
+@contextlib.contextmanager
+def dripping(say):
+    """Says a byte now and then meanwhile."""
+    ended = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.05):
+                say(b"\0")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def others_go_on(center, versions=3):
     before = center.pull().version
     for version in range(before, before + versions):
@@ -136,20 +155,8 @@ def test_a_byte_now_and_then_is_too_slow(server, center, transport, monkeypatch)
     with Peer(center, transport) as peer:
         peer.join()
         peer.say(message(server))
-        ended = threading.Event()
-
-        def drip():
-            with contextlib.suppress(OSError):
-                while not ended.wait(0.05):
-                    peer.say(b"\0")
-
-        dripping = threading.Thread(target=drip)
-        dripping.start()
-        try:
+        with dripping(peer.say):
             peer.has_ended()
-        finally:
-            ended.set()
-            dripping.join()
     wait_until(lambda: not server._servicer._talking)
 
 
@@ -562,20 +569,10 @@ def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkey
     monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
     with Peer(center, "socket") as peer:
         peer.say(packet(pb.Frame(join=pb.Join(protocol=_address.PROTOCOL))))
-        begin, ended = time.monotonic(), threading.Event()
-
-        def drip():
-            with contextlib.suppress(OSError):
-                while not ended.wait(0.05):
-                    peer.say(b"\0")
-
-        dripping = threading.Thread(target=drip)
-        dripping.start()
-        accepted = server._listeners["socket"]._accepted
-        wait_until(lambda: not accepted)
+        begin, accepted = time.monotonic(), server._listeners["socket"]._accepted
+        with dripping(peer.say):
+            wait_until(lambda: not accepted)
         assert time.monotonic() - begin < LIMIT / 2
-        ended.set()
-        dripping.join()
 
 
 def test_a_greeting_may_not_take_long(server, monkeypatch):
@@ -655,24 +652,12 @@ def test_a_center_that_sends_a_byte_now_and_then_is_as_good_as_gone(monkeypatch)
     monkeypatch.setattr(_connection, "LEAST_RATE", 1 << 40)
     connection = _connection.Connection("127.0.0.1:1", timeout=0.5)
     end, other = socket.socketpair()
-    over = threading.Event()
-
-    def drip():
-        with contextlib.suppress(OSError):
-            other.sendall(HEAD.pack(60_000, 0))
-            while not over.wait(0.05):
-                other.sendall(b"\0")
-
     with other:
-        dripping = threading.Thread(target=drip)
-        dripping.start()
+        other.sendall(HEAD.pack(60_000, 0))
         link = _socket.SocketLink(end, Buffers())
-        try:
-            with (
-                pytest.raises(errors.CenterUnreachableError, match="far too slowly"),
-                connection.watching(link),
-            ):
-                link.control()
-        finally:
-            over.set()
-            dripping.join()
+        with (
+            dripping(other.sendall),
+            pytest.raises(errors.CenterUnreachableError, match="far too slowly"),
+            connection.watching(link),
+        ):
+            link.control()

@@ -16,7 +16,6 @@ import agn_optax
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
-from agn_optax.service import _servicer
 from agn_optax.service import center_pb2 as pb
 
 RULE = shared.downpour()
@@ -91,13 +90,6 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
         assert not server.center.core.members()[1]
         assert server.center.version == 1
         worker.start()
-
-
-@pytest.fixture
-def lively(monkeypatch):
-    """Centers that say five times a second that somebody waits there."""
-    monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.2)
-    monkeypatch.setattr(_servicer, "LONGEST", 0.2)
 
 
 @pytest.mark.usefixtures("lively")

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
 from agn_optax.center.durability._directory import Directory, reserve
-from agn_optax.center.durability._found import Found, explained, this_boot
+from agn_optax.center.durability._found import Found, explained, settled
 from agn_optax.center.durability._records import Record
-
-T = TypeVar("T")
-_TRIES = 20
 
 
 def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int:
@@ -64,49 +58,16 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
     return settled(directory, lambda: _try(directory, to))
 
 
-def settled(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
-    """What ``read`` makes of a directory that somebody may be writing to meanwhile."""
-    for tries in itertools.count(1):
-        before = _state(directory)
-        try:
-            return read()
-        except errors.DurabilityError:
-            # What was read may have been replaced by something newer meanwhile.
-            if tries == _TRIES or _state(directory) == before:
-                raise
-    raise AssertionError
-
-
-def kept_records(source: Found, snapshot: Record) -> Iterator[Record]:
-    """What happened after a snapshot, as far as that was promised to be there.
-
-    Raises:
-      DurabilityError: some of it is not.
-    """
-    number, kept, promise = snapshot.number, math.inf, source.promise
-    if promise is not None and promise.boot == this_boot():
-        # There are exactly so many, or somebody is in the middle of writing the rest.
-        kept = promise.kept
-    if number < kept:
-        for record in source.replay(number):
-            number = record.number + 1
-            yield record
-            if number >= kept:
-                break
-    source.lost(number)
-
-
 def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
     """Copies all or nothing; returns the version."""
     source = Found(directory)
-    if source.newest() is None:
-        raise errors.DurabilityError(f"there is no center in {source.path}")
+    snapshot = source.load_center()
     with (
         explained(f"cannot write to {to}"),
         contextlib.closing(Directory(to)) as target,
     ):
         try:
-            _copy(source, target)
+            _copy(source, snapshot, target)
             return _version(Found(to))
         except BaseException:
             for each in to.iterdir():
@@ -114,12 +75,10 @@ def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
             raise
 
 
-def _copy(source: Found, target: Directory) -> None:
+def _copy(source: Found, snapshot: Record, target: Directory) -> None:
     """The snapshot, by which the copy is known to be whole, comes last."""
-    snapshot = source.load()
-    assert snapshot is not None
     number = snapshot.number
-    records = kept_records(source, snapshot)
+    records = source.replay_kept(number)
     if (first := next(records, None)) is not None:
         file, size = target.begin_journal(number)
         try:
@@ -139,20 +98,10 @@ def _copy(source: Found, target: Directory) -> None:
 
 def _version(copy: Found) -> int:
     """Of the center in a copy, all of which is read."""
-    snapshot = copy.load()
-    assert snapshot is not None
+    snapshot = copy.load_center()
     version, number = snapshot.about["version"], snapshot.number
     for record in copy.replay(number):
         version += bool(record.about["staleness"])
         number = record.number + 1
     copy.lost(number)
     return version
-
-
-def _state(directory: str | os.PathLike[str]) -> object:
-    """What changes whenever files do."""
-    try:
-        found = Found(directory)
-        return found.newest(), found.promise
-    except errors.DurabilityError as error:  # the lock is being written
-        return str(error)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import math
 import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from agn_optax import errors
 from agn_optax.center.durability import _records
@@ -31,6 +33,8 @@ _WAY_OUT = (
     "on as another center, whose workers start again"
 )
 _LINE = 64  # bytes of a lock
+_TRIES = 20  # to read what changes meanwhile
+T = TypeVar("T")
 
 # What is promised of the records that are made: "whole" that there will be no more of
 # them, "journal" that each is on disk before it is answered, "interval" that the system
@@ -125,6 +129,35 @@ class Found:
         self._end = f"{path} at byte {record.size}"
         return record
 
+    def load_center(self) -> Record:
+        """As `load`, of a directory that must have a center.
+
+        Raises:
+          DurabilityError: it has none, or it cannot be read.
+        """
+        snapshot = self.load()
+        if snapshot is None:
+            raise errors.DurabilityError(f"there is no center in {self.path}")
+        return snapshot
+
+    def replay_kept(self, number: int) -> Iterator[Record]:
+        """As `replay`, as far as was promised; somebody may be writing the rest.
+
+        Raises:
+          DurabilityError: some of what was promised is not there.
+        """
+        kept: float = math.inf
+        if self.promise is not None and self.promise.boot == this_boot():
+            # There are exactly so many, or somebody is in the middle of writing more.
+            kept = self.promise.kept
+        if number < kept:
+            for record in self.replay(number):
+                number = record.number + 1
+                yield record
+                if number >= kept:
+                    break
+        self.lost(number)
+
     def replay(self, number: int) -> Iterator[Record]:
         """What happened after snapshot ``number``, in order.
 
@@ -214,6 +247,28 @@ class Found:
                 yield file
         except _records.DamagedError as error:
             raise errors.DurabilityError(f"{path}: {error}. {_ADVICE}") from None
+
+
+def settled(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
+    """What ``read`` makes of a directory that somebody may be writing to meanwhile."""
+    for tries in itertools.count(1):
+        before = _state(directory)
+        try:
+            return read()
+        except errors.DurabilityError:
+            # What was read may have been replaced by something newer meanwhile.
+            if tries == _TRIES or _state(directory) == before:
+                raise
+    raise AssertionError
+
+
+def _state(directory: str | os.PathLike[str]) -> object:
+    """What changes whenever files do."""
+    try:
+        found = Found(directory)
+        return found.newest(), found.promise
+    except errors.DurabilityError as error:  # the lock is being written
+        return str(error)
 
 
 @functools.cache

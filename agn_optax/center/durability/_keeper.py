@@ -26,9 +26,8 @@ from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
-from agn_optax.center.durability._backup import kept_records, settled
 from agn_optax.center.durability._directory import Directory
-from agn_optax.center.durability._found import Found, Kind, explained
+from agn_optax.center.durability._found import Found, Kind, explained, settled
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
 from agn_optax.rules import Rule, difference, fingerprint
@@ -196,7 +195,6 @@ class Keeper:
         self._number = 0  # records so far
         self._written = 0  # ... of which so many are in the journal for good
         self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
-        self._saved_version = 0
         self._saved_at = 0.0  # when the last one was tried
         self._seen = 0  # records that were in it
         self._saved_size = 0
@@ -441,7 +439,7 @@ class Keeper:
             if self._lost_journal:
                 _log.error("%s", self._lost_journal)
             try:
-                self._replace_journal()
+                version = self._replace_journal()
             except Exception as error:  # whatever it is, the next one may go well
                 self._lost_snapshot = (
                     f"no snapshot could be written to {self._directory.path}; the next "
@@ -453,7 +451,7 @@ class Keeper:
             else:
                 self._lost_snapshot = ""
                 for asker in askers:
-                    asker.set_result(self._saved_version)
+                    asker.set_result(version)
 
     def _time_left(self) -> float | None:
         """Seconds to the next snapshot; None if that is no matter of time."""
@@ -472,8 +470,12 @@ class Keeper:
                 return max(0.0, self._saved_at + kept.seconds - time.monotonic())
         return 0.0 if is_due else None
 
-    def _replace_journal(self) -> None:
-        """Writes a snapshot, after which nobody needs the records before it."""
+    def _replace_journal(self) -> int:
+        """Writes a snapshot, after which nobody needs the records before it.
+
+        Returns:
+          Its version.
+        """
         with self._changed:
             self._seen = begin = number = self._number
             writer = None if self._lost_journal else self._writer
@@ -490,6 +492,7 @@ class Keeper:
         if promise is not None and promise.kind == "memory":
             self._directory.note(number)
         self._forget(begin)
+        return int(image[0].version)
 
     def _save(self, number: int, image: Image) -> None:
         state, ledger, chief = image
@@ -506,7 +509,7 @@ class Keeper:
         leaves = jax.tree.leaves((state.params, state.center_state))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
-        self._saved, self._saved_version = (number, self.life), int(state.version)
+        self._saved = number, self.life
 
 
 def _repeat(record: Record, store: Store) -> None:
@@ -590,9 +593,7 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
 
 def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
     found = Found(directory)
-    snapshot = found.load()
-    if snapshot is None:
-        raise errors.DurabilityError(f"there is no center in {found.path}")
+    snapshot = found.load_center()
     where = f"the center in {found.path}"
     if rule is None:
         described = _described(snapshot)
@@ -602,7 +603,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
                 "tuples, which only its program knows"
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
-        for record in kept_records(found, snapshot):
+        for record in found.replay_kept(snapshot.number):
             if record.about["staleness"]:
                 raise errors.InvalidArgumentError(
                     f"{where} has exchanges since its last snapshot, which its rule "
@@ -613,7 +614,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
     _check_rule(snapshot, rule, where)
     state = _state(snapshot, rule, None, None, where)
     store = Store.restore(rule, state, None)
-    for record in kept_records(found, snapshot):
+    for record in found.replay_kept(snapshot.number):
         _repeat(record, store)
     return store.save()
 
