@@ -26,6 +26,7 @@ from agn_optax.round import (
 from agn_optax.rules import (
     AccumulateState,
     accumulate,
+    by_local_steps,
     codecs,
     elastic_pull,
     normalize,
@@ -68,6 +69,7 @@ __all__ = [
     "agn_window",
     "all_reduce",
     "average",
+    "by_local_steps",
     "center_params",
     "codecs",
     "densify",

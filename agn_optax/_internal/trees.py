@@ -30,7 +30,7 @@ def kinds(tree: PyTree) -> Any:
     return treedef, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def nodes(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
+def nodes(tree: PyTree, kind: Any) -> list[tuple[Any, Any]]:
     """The nodes of a type, with their paths, wherever wrappers have put them."""
     leaves = tree_flatten_with_path(tree, is_leaf=lambda n: isinstance(n, kind))[0]
     return [(path, node) for path, node in leaves if isinstance(node, kind)]

@@ -32,7 +32,7 @@ from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center.durability import Durability, Keeper
-from agn_optax.rules import Rule, check_rule
+from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
@@ -89,6 +89,7 @@ class Core:
         **decides: Any,
     ) -> None:
         check_rule(rule)
+        check_outside(rule.center)
         self.rule = rule
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)

@@ -132,9 +132,12 @@ def _exchange(rule: Rule, params: PyTree) -> PyTree:
     _, record = rule.record.update(params, rule.record.init(params), params)
     steps = jnp.ones((), jnp.int32)
     contribution = rule.contribution(record, params, params, steps)
-    return _move(rule, params, contribution), record
+    return _move(rule, params, contribution, steps=steps), record
 
 
-def _move(rule: Rule, params: PyTree, contribution: PyTree) -> PyTree:
+def _move(
+    rule: Rule, params: PyTree, contribution: PyTree, **extra_args: Any
+) -> PyTree:
     sent, _ = rule.codec.encode(contribution, rule.codec.init(params))
-    return move_center(rule, sent, params, rule.center.init(params))
+    state = rule.center.init(params)
+    return move_center(rule, sent, params, state, extra_args=extra_args)

@@ -318,7 +318,12 @@ def exchange(
         )
 
     moved, center_state = move_center(
-        rule, contribution, kept, center_state, combine=combine, extra_args=extra_args
+        rule,
+        contribution,
+        kept,
+        center_state,
+        combine=combine,
+        extra_args={**extra_args, "steps": local.local_steps},
     )
     adopted = live if rule.adopts == "before" else layout.unite(moved, params)
     adopted = answer_of(rule, layout.whole(adopted, params))

@@ -15,6 +15,7 @@ All have the same state and give the same numbers:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,10 @@ from agn_optax.round import (
 )
 from agn_optax.round._exchange import ExchangeState
 from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
-from agn_optax.rules import Rule, check_rule
+from agn_optax.rules import Rule, check_rule, counts_exchanges
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -138,6 +140,13 @@ def phases(
             layout.check_bound()
             piece = jax.eval_shape(layout.piece, params)
             _elementwise.check(rule, params, [piece])
+        if counts_exchanges(rule.center, params):
+            _log.warning(
+                "the center optimizer of rule %r has a schedule, which is asked once "
+                "an exchange: after N local steps with period P it is at N / P. "
+                "agn_optax.by_local_steps(optimizer) has it count local steps",
+                rule.name,
+            )
         whole = trees.copy(params, center_dtype)
         piece = layout.piece(whole)
         center, center_state = layout.store(

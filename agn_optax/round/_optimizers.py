@@ -39,7 +39,9 @@ def agn(
     Args:
       inner: the inner optimizer; its state is kept across exchanges.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      center: the center optimizer; None is the inner one, with a state of its own.
+      center: the center optimizer; None is the inner one, with a state of its own, at
+        the rate that its schedules give the local step before
+        (`agn_optax.by_local_steps`).
       axis_name: mesh axis of the workers, whose mean gradients are summed; None for one
         worker.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
@@ -66,9 +68,9 @@ def agn(
       Normalization*, 2017.
     """
     inner = check.optimizer(inner, "inner")
-    rule = rules.agn(
-        inner if center is None else center, record_dtype=record_dtype, codec=codec
-    )
+    if center is None:
+        center = rules.by_local_steps(inner)  # at the rate of the local steps
+    rule = rules.agn(center, record_dtype=record_dtype, codec=codec)
     return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
 
 

@@ -1,7 +1,8 @@
 """What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
 `_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
-which form contributions travel. `_fingerprint` tells two rules apart.
+which form contributions travel, and `_schedules` what a center optimizer counts.
+`_fingerprint` tells two rules apart.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
 `agn_optax`. What is imported `as` itself is for the layers above.
@@ -28,6 +29,9 @@ from agn_optax.rules._rule import (
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
+from agn_optax.rules._schedules import by_local_steps as by_local_steps
+from agn_optax.rules._schedules import check_outside as check_outside
+from agn_optax.rules._schedules import counts_exchanges as counts_exchanges
 
 __all__ = [
     "Rule",

@@ -47,7 +47,8 @@ class Rule:
       name: shown in messages.
       center: the center optimizer. ``update`` gets the message, its own state, the
         center, and the extra argument ``staleness`` (int32 scalar): that of the
-        message, or 0 if it is the one of a whole round.
+        message, or 0 if it is the one of a whole round. In an optimizer state it also
+        gets ``steps`` (int32 scalar), the local steps of the round that ends.
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and

@@ -120,7 +120,7 @@ def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
     """On a mesh, summed before or after it is decoded, and outside of the program."""
     seen = []
 
-    def update(updates, state, params=None, *, staleness):
+    def update(updates, state, params=None, *, staleness, **extra_args):
         seen.append(jax.tree.map(lambda u: u.dtype, (updates, params)))
         assert staleness.dtype == jnp.int32
         return updates, state

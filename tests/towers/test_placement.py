@@ -238,6 +238,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
     [
         optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
         optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True),
+        agn_optax.by_local_steps(optax.sgd(optax.linear_schedule(0.1, 0.0, 6))),
         optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
         optax.lion(0.1),
     ],
@@ -248,7 +249,7 @@ def test_elementwise_optimizers_are_not_refused(center):
     params = []
     for axes in (None, "towers"):
         placement = agn_optax.Placement(shard_axis=axes)
-        tx = make(rule, placement, period=1, inner=optax.sgd(0.1))
+        tx = make(rule, placement, period=2, inner=optax.sgd(0.1))
         params.append(problem.train(towers, tx, data, problem.params())[0][0])
     support.assert_close(*params)
 

@@ -1,0 +1,102 @@
+"""Schedules of center optimizers: at exchanges, at the rate of the local steps."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import support
+
+import agn_optax
+from agn_optax import errors, rules
+from agn_optax.round import _leafwise
+
+RATES = jnp.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02])
+
+
+def rate(count):
+    return RATES[count]
+
+
+SGD = {
+    "sgd": lambda: optax.sgd(rate),
+    "injected": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
+    "in a chain": lambda: optax.chain(optax.clip(1e6), optax.sgd(rate)),
+}
+
+
+def center_after(tx, steps):
+    """Of one parameter whose gradient is 1 at every step."""
+    params = jnp.zeros(())
+    feeds = jnp.zeros((steps,))
+
+    def body(carry, _):
+        params, state = carry
+        updates, state = tx.update(jnp.ones(()), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (_, state), _ = jax.jit(lambda c: jax.lax.scan(body, c, feeds))(
+        (params, tx.init(params))
+    )
+    return float(agn_optax.center_params(state))
+
+
+@pytest.mark.parametrize("name", SGD)
+def test_the_center_moves_at_the_rate_of_the_last_local_step(name):
+    tx = agn_optax.agn(SGD[name](), period=3)
+    assert center_after(tx, 6) == pytest.approx(-float(RATES[2] + RATES[5]))
+
+
+def test_rounds_of_other_lengths():
+    tx = agn_optax.agn(SGD["sgd"](), period=lambda exchanges: 2 + 2 * exchanges)
+    assert center_after(tx, 6) == pytest.approx(-float(RATES[1] + RATES[5]))
+
+
+def test_a_center_of_ones_own_counts_exchanges_and_is_told_of(caplog):
+    tx = agn_optax.agn(optax.sgd(0.1), period=3, center=SGD["injected"]())
+    with caplog.at_level(logging.WARNING, "agn_optax"):
+        assert center_after(tx, 6) == pytest.approx(-float(RATES[0] + RATES[1]))
+    assert "by_local_steps" in caplog.text
+    caplog.clear()
+    by_steps = rules.by_local_steps(SGD["sgd"]())
+    tx = agn_optax.agn(optax.sgd(0.1), period=3, center=by_steps)
+    assert center_after(tx, 6) == pytest.approx(-float(RATES[2] + RATES[5]))
+    assert not caplog.text
+    assert rules.by_local_steps(by_steps) is by_steps
+
+
+def test_only_schedules_are_moved_on():
+    """Adam tells by its count how many updates its moments are made of."""
+    by_steps = rules.by_local_steps(optax.adam(rate))
+    _, state = by_steps.update(
+        jnp.ones(()), by_steps.init(jnp.ones(())), steps=jnp.int32(4)
+    )
+    counts = [int(value) for _, value in optax.tree.get_all_with_path(state, "count")]
+    assert sorted(counts) == [1, 4]
+
+
+def test_the_same_by_groups_of_leaves(monkeypatch):
+    params = support.tree()
+    feeds = support.feeds(params, 6)
+    by_steps = rules.by_local_steps(optax.adam(rate))
+    found = []
+    for least in (1, 1 << 40):
+        monkeypatch.setattr(_leafwise, "LEAST", least)
+        tx = agn_optax.diloco(optax.sgd(0.1), 3, center=by_steps)
+        _, _, state = support.run(tx, params, feeds)
+        found.append(agn_optax.center_params(state))
+    support.assert_close(*found)
+
+
+def test_where_nobody_counts_local_steps_it_is_refused():
+    rule = rules.agn(rules.by_local_steps(SGD["sgd"]()))
+    with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
+        agn_optax.LocalCenter(rule, {"w": jnp.ones(2)})
+    with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
+        agn_optax.service.serve(rule, {"w": jnp.ones(2)}, address="127.0.0.1:0")
+    one = jnp.ones(())
+    with pytest.raises(errors.MissingArgumentError, match="got steps=None"):
+        rule.center.update(one, rule.center.init(one), one)
+    with pytest.raises(errors.InvalidTypeError, match="optimizer must be"):
+        rules.by_local_steps("adam")
