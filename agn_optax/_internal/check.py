@@ -89,6 +89,18 @@ def _scalar(value: Any, wanted: str) -> Any:
     return value.item()
 
 
+def real_scalar(value: Any, argument: str) -> None:
+    """``value`` is one real number; that of a device is not waited for."""
+    wanted = f"{argument} must be a real number, got "
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape != () or not is_real(value.dtype):
+            raise errors.InvalidTypeError(
+                f"{wanted}an array {value.dtype}{list(value.shape)}"
+            )
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise errors.InvalidTypeError(wanted + show(value))
+
+
 def positive_int(value: Any, argument: str) -> Any:
     """``value`` if it is a positive whole number.
 

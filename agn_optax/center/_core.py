@@ -18,7 +18,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -564,9 +564,10 @@ class LocalSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        reported: Mapping[str, Any] | None = None,
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
-        del steps
+        del steps, reported
         core = self._core
         message = core._examine(contribution)
         is_int = isinstance(anchor_version, int | np.integer)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from agn_optax.rules import Rule
 
 PyTree = Any
+
+MOST_REPORTED = 64  # numbers that a worker reports, and characters of a name
 
 
 class Snapshot(NamedTuple):
@@ -46,6 +49,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
 
@@ -55,6 +59,7 @@ class Session(abc.ABC):
             shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
           steps: local steps that the worker made, for whoever watches.
+          reported: numbers of the worker's own by their names, for whoever watches.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
@@ -104,9 +109,16 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        reported: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
-        self.submit(sequence, contribution, anchor_version=anchor_version, steps=steps)
+        self.submit(
+            sequence,
+            contribution,
+            anchor_version=anchor_version,
+            steps=steps,
+            reported=reported,
+        )
         snapshot = self.collect(sequence)
         assert snapshot is not None  # it waits for good
         self.acknowledge(sequence)

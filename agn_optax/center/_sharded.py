@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
@@ -201,6 +201,7 @@ class ShardedSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
@@ -214,7 +215,13 @@ class ShardedSession(Session):
             own = jax.tree.map(_not_finite, own)
 
         def submit(session: Session, part: PyTree, version: int) -> None:
-            session.submit(sequence, part, anchor_version=version, steps=steps)
+            session.submit(
+                sequence,
+                part,
+                anchor_version=version,
+                steps=steps,
+                reported=reported,
+            )
 
         self._center.all(submit, self._sessions, own, anchor_version)
 

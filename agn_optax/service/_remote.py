@@ -117,8 +117,8 @@ class Remote:
 
     # What travels.
 
-    def as_message(self, contribution: PyTree, worker: str, **numbers: int) -> Exchange:
-        """A contribution as it travels, and the numbers of its message.
+    def as_message(self, contribution: PyTree, worker: str, **said: Any) -> Exchange:
+        """A contribution as it travels, and what its message says besides.
 
         Raises:
           TreeMismatchError: it does not belong to this center.
@@ -136,7 +136,7 @@ class Remote:
             (dtype,) = own.dtypes if is_narrow else ("",)
             self._known = {kind: dtype}
         schema = travelling.message.cast(dtype)
-        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **numbers)
+        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **said)
         return Exchange(message, schema, _trees.host_arrays(contribution, schema))
 
     def check_model(self, params: PyTree, worker: str) -> None:

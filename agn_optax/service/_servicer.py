@@ -20,7 +20,15 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
-from agn_optax.center import Answer, Core, LocalSession, Packed, Version, let_go
+from agn_optax.center import (
+    MOST_REPORTED,
+    Answer,
+    Core,
+    LocalSession,
+    Packed,
+    Version,
+    let_go,
+)
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller, Door
 from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
@@ -74,6 +82,8 @@ class _Traffic:
     bytes_sent: int = 0
     period: int = 0  # local steps
     norm: float | None = None
+    transport: str = ""
+    reported: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Servicer:
@@ -286,7 +296,7 @@ class Servicer:
             self._pulls.give_back(caller.key)
 
     def exchange(
-        self, reader: Reader, context: Any, caller: Caller
+        self, reader: Reader, context: Any, caller: Caller, transport: str
     ) -> Iterator[Parcel]:
         """The life of a worker, or a part of it between two connections.
 
@@ -296,6 +306,7 @@ class Servicer:
             ``add_callback(gone)``, which returns whether it will be called; and
             ``cancel()`` ends the connection.
           caller: the worker, which says no other name than its own.
+          transport: by which it talks.
         """
         with self._receiving(reader, context.cancel):
             try:
@@ -312,10 +323,15 @@ class Servicer:
                 self._shares.take((join.worker, "back"), JOIN)
             else:
                 self._take(caller, JOIN)
-            yield from self._live(join, reader, context, caller)
+            yield from self._live(join, reader, context, caller, transport)
 
     def _live(
-        self, join: pb.Join, reader: Reader, context: Any, caller: Caller
+        self,
+        join: pb.Join,
+        reader: Reader,
+        context: Any,
+        caller: Caller,
+        transport: str,
     ) -> Iterator[Parcel]:
         if join.center not in ("", self.core.life):
             raise errors.WorkerStateError(
@@ -334,6 +350,7 @@ class Servicer:
             room=self._room(),
         )
         self._forget_traffic()
+        self._traffic[join.worker].transport = transport
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -589,6 +606,7 @@ class Servicer:
         traffic.bytes_received += schema.size
         self._total.bytes_received += schema.size
         traffic.period = message.steps
+        traffic.reported.update(_reported(message))
         submit = functools.partial(
             session.submit,
             message.sequence,
@@ -661,6 +679,12 @@ class Servicer:
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
+
+
+def _reported(message: pb.Message) -> dict[str, float]:
+    """What a worker says of itself, as far as anybody will look at it."""
+    said = sorted(message.reported.items())[:MOST_REPORTED]
+    return {name[:MOST_REPORTED]: value for name, value in said}
 
 
 def _check_name(name: str, least: int = 1) -> None:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class RemoteSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        reported: Mapping[str, Any] | None = None,
     ) -> None:
         """As `Session.submit`."""
         if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
@@ -98,6 +99,7 @@ class RemoteSession(Session):
                 sequence=sequence,
                 anchor_version=int(anchor_version),
                 steps=steps,
+                reported={k: float(v) for k, v in (reported or {}).items()},
             )
             self._remote.connection.retry(self._send, within=SOON)
 

@@ -20,7 +20,7 @@ import optax
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.center import Center, Session, Snapshot
+from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message
 from agn_optax.worker._programs import Left, programs
@@ -143,6 +143,7 @@ class Worker:
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
+        self._reported: dict[str, Any] = {}
         self._message: Message | None = None  # whose answer has not been adopted
         # Buffers of a message that is over, and of the parameters it was made of: the
         # next one that departs is written over them.
@@ -278,6 +279,39 @@ class Worker:
             return params, state
         self._length(self.exchanges + 1)  # no exchange if the next round cannot begin
         return self._exchange(params, state)
+
+    def report(self, **numbers: Any) -> None:
+        """Numbers of this worker's own, such as its loss, for whoever watches.
+
+        They travel with its next exchange, and later ones, until they are reported
+        anew; a served center shows them in ``agn-optax watch`` and on its page.
+
+        Args:
+          numbers: real scalars by their names. An array is waited for when it is sent,
+            and not here.
+
+        Raises:
+          InvalidTypeError: one of them is no real scalar.
+          InvalidArgumentError: there are more than 64 by now, or a name has more than
+            64 characters.
+
+        Example:
+          >>> import optax, agn_optax
+          >>> center = agn_optax.LocalCenter(agn_optax.rules.downpour())
+          >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+          >>> worker.report(loss=0.7, accuracy=0.9)
+        """
+        for name, number in numbers.items():
+            check.real_scalar(number, f"report({name}=...)")
+        reported = {**self._reported, **numbers}
+        if len(reported) > (most := MOST_REPORTED) or any(
+            len(name) > most for name in numbers
+        ):
+            raise errors.InvalidArgumentError(
+                f"a worker reports {most} numbers at most, whose names have {most} "
+                f"characters at most, got {len(reported)}: {sorted(reported)}"
+            )
+        self._reported = reported
 
     def flush(
         self, params: PyTree, state: LocalState, *, steps: int | None = None
@@ -452,6 +486,7 @@ class Worker:
             contribution,
             anchor_version=anchor.version,
             steps=self._local_steps,
+            reported=dict(self._reported),
         )
         return Message(send, contribution, codec_state)
 

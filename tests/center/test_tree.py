@@ -29,10 +29,16 @@ class Parent(agn_optax.LocalCenter):
         session = super().join(*args, **kwargs)
         submit = session.submit
 
-        def seen(sequence, contribution, *, anchor_version, steps=0):
+        def seen(sequence, contribution, *, anchor_version, steps=0, **said):
             sent = jax.tree.map(np.array, contribution)
             self.sent.append((sent, anchor_version, steps))
-            submit(sequence, contribution, anchor_version=anchor_version, steps=steps)
+            submit(
+                sequence,
+                contribution,
+                anchor_version=anchor_version,
+                steps=steps,
+                **said,
+            )
             while self.meanwhile:
                 self.meanwhile.pop()()
 

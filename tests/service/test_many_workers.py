@@ -332,7 +332,7 @@ def joining(worker="anna"):
 
 def life(server, call):
     servicer = server._servicer
-    return servicer.exchange(joining(), call, servicer.door.caller())
+    return servicer.exchange(joining(), call, servicer.door.caller(), "grpc")
 
 
 def test_the_end_of_an_old_call_does_not_disconnect_its_successor():

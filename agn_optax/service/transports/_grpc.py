@@ -264,7 +264,9 @@ def _handlers(servicer: Servicer) -> Any:
             ),
             "Exchange": grpc.stream_stream_rpc_method_handler(
                 streamed(
-                    lambda said, call, by: servicer.exchange(reader(said), call, by),
+                    lambda said, call, by: servicer.exchange(
+                        reader(said), call, by, "grpc"
+                    ),
                     is_paid=True,
                 )
             ),

@@ -194,6 +194,7 @@ class SocketListener(_transport.Listener):
             where = f":{bound[1]}"
             host = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
             self.address = f"{host}:{bound[1]}"
+        self._transport = name
         self.offer = pb.Offer(transport=name, address=where)
         self._threads.submit(self._accept)
         # Whether a worker is gone is seen while its thread waits for the center, too.
@@ -306,7 +307,9 @@ class SocketListener(_transport.Listener):
 
     def _talk(self, accepted: Accepted, caller: Caller) -> None:
         try:
-            for parcel in self._servicer.exchange(accepted, accepted, caller):
+            for parcel in self._servicer.exchange(
+                accepted, accepted, caller, self._transport
+            ):
                 accepted.send(parcel)
             return
         except (errors.AgnOptaxError, MemoryError) as error:

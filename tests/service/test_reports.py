@@ -1,0 +1,60 @@
+"""What workers say of themselves, and by which way: for whoever watches."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import agn_optax
+from agn_optax import errors, service
+from agn_optax.service import _servicer
+from agn_optax.service import center_pb2 as pb
+
+RULE = agn_optax.rules.downpour()
+PARAMS = {"w": jnp.ones(3)}
+
+
+def exchanged(worker, params, state):
+    updates, state = worker.tx.update(PARAMS, state, params)
+    return worker.exchange(optax.apply_updates(params, updates), state)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_a_worker_reports_is_seen_from_outside(transport, overlap):
+    with (
+        service.serve(RULE, PARAMS, address="127.0.0.1:0") as server,
+        service.connect(server.address, RULE, transports=[transport]) as center,
+        agn_optax.Worker(
+            center, optax.sgd(0.1), period=1, name="anna", overlap=overlap
+        ) as worker,
+        service.Observer(server.address) as observer,
+    ):
+        params, state = worker.start()
+        assert observer.status()["workers"][0]["transport"] == transport
+        worker.report(loss=jnp.float32(0.5), accuracy=1)
+        params, state = exchanged(worker, params, state)
+        worker.report(loss=0.25)
+        params, state = worker.flush(*exchanged(worker, params, state))
+        (said,) = observer.status()["workers"]
+        assert said["reported"] == {"loss": 0.25, "accuracy": 1.0}
+
+
+def test_what_is_no_number_is_refused_by_name():
+    center = agn_optax.LocalCenter(RULE, PARAMS)
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=1)
+    for wrong in ("a", None, True, 1j, jnp.ones(2), jnp.array(True)):
+        with pytest.raises(errors.InvalidTypeError, match=r"report\(loss=...\) must"):
+            worker.report(loss=wrong)
+    with pytest.raises(errors.InvalidArgumentError, match="64 characters at most"):
+        worker.report(**{"a" * 65: 1.0})
+    worker.report(**{f"n{i}": i for i in range(64)})
+    worker.report(n0=1.0)
+    with pytest.raises(errors.InvalidArgumentError, match="64 numbers at most"):
+        worker.report(another=1.0)
+
+
+def test_a_center_keeps_no_more_than_anybody_looks_at():
+    said = pb.Message(reported={f"{i:03}" + "x" * 100: float(i) for i in range(100)})
+    kept = _servicer._reported(said)
+    assert len(kept) == 64
+    assert {len(name) for name in kept} == {64}
