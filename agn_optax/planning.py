@@ -33,7 +33,7 @@ import optax
 
 from agn_optax import errors, rules
 from agn_optax import round as rounds
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.rules import Rule, check_rule
 
 PyTree = Any
@@ -239,14 +239,14 @@ def plan(
     anchored = rule.needs_anchor or rule.penalty is not None
     center = _cast(params, center_dtype)
     center_state = jax.eval_shape(rule.center.init, center)
-    message = _nbytes(rounds.contribution_like(rule, center, params))
-    answer = _nbytes(_cast(center, rule.codec.answers))
+    message = trees.nbytes(rounds.contribution_like(rule, center, params))
+    answer = trees.nbytes(center, rule.codec.answers)
 
     machine, workers = cluster.machine, cluster.workers
     ends = machine.overhead + (message + answer) / machine.endpoint_rate
     # The message is read twice (its norm is taken first), and the center and its
     # optimizer's state go there and back.
-    applied = 2 * (message + _nbytes(center) + _nbytes(center_state))
+    applied = 2 * (message + trees.nbytes(center) + trees.nbytes(center_state))
     apply = applied / machine.apply_rate
     link = (message + answer) / min(cluster.bandwidth, cluster.shared)
     exchange = cluster.latency + link + ends + apply
@@ -268,18 +268,18 @@ def plan(
         utilization=steps / max(steps + exchange, workers * service),
         utilization_overlapping=steps / max(steps, longest),
         worker=WorkerMemory(
-            params=_nbytes(params),
-            inner_state=_nbytes(state.inner_state),
-            record=_nbytes(state.record),
-            codec_state=_nbytes(state.codec_state),
-            anchor=_nbytes(center) if anchored else 0,
-            staged=message + _nbytes(center),
-            overlap=_nbytes(params),
+            params=trees.nbytes(params),
+            inner_state=trees.nbytes(state.inner_state),
+            record=trees.nbytes(state.record),
+            codec_state=trees.nbytes(state.codec_state),
+            anchor=trees.nbytes(center) if anchored else 0,
+            staged=message + trees.nbytes(center),
+            overlap=trees.nbytes(params),
         ),
         center=CenterMemory(
-            center=_nbytes(center),
-            center_state=_nbytes(center_state),
-            version=_nbytes(center),
+            center=trees.nbytes(center),
+            center_state=trees.nbytes(center_state),
+            version=trees.nbytes(center),
             messages=workers * message,
         ),
     )
@@ -329,7 +329,7 @@ def all_reduce(
     params = _shapes(params)
     inner = check.optimizer(inner, "inner")
     wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
-    gradients = _nbytes(_cast(params, wire_dtype))
+    gradients = trees.nbytes(params, wire_dtype)
     others = cluster.workers - 1
     sent = 2 * others * gradients // cluster.workers
     exchange = others * cluster.latency + sent / cluster.bandwidth
@@ -346,8 +346,8 @@ def all_reduce(
         utilization=step / (step + exchange),
         utilization_overlapping=step / max(step, exchange),
         worker=WorkerMemory(
-            params=_nbytes(params),
-            inner_state=_nbytes(jax.eval_shape(inner.init, params)),
+            params=trees.nbytes(params),
+            inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
         ),
         center=CenterMemory(),
     )
@@ -416,10 +416,6 @@ def _shapes(params: PyTree) -> PyTree:
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
     return jax.eval_shape(lambda tree: optax.tree.cast(tree, dtype), tree)
-
-
-def _nbytes(tree: PyTree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _positive(record: Any, *fields: str) -> None:

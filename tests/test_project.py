@@ -22,6 +22,7 @@ LAYERS = {
     "rules": {"_internal"},
     "round": {"_internal", "rules"},
     "planning": {"_internal", "rules", "round"},
+    "sinks": {"_internal"},
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},

@@ -86,6 +86,12 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
+def nbytes(tree: PyTree, dtype: Any = None) -> int:
+    """Of all leaves, as they are or in one dtype."""
+    leaves = jax.tree.leaves(tree)
+    return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in leaves)
+
+
 def describe(tree: PyTree, dtype: Any = None) -> Description:
     """Which leaves a tree has, and in which containers.
 

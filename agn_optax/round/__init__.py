@@ -36,6 +36,8 @@ from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
+from agn_optax.round._measure import codec_error as codec_error
+from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn
 from agn_optax.round._optimizers import agn_window as agn_window
 from agn_optax.round._optimizers import average as average

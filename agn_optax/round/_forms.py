@@ -36,6 +36,7 @@ from agn_optax.round import (
     _placement,
 )
 from agn_optax.round._exchange import ExchangeState
+from agn_optax.round._measure import measure
 from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
@@ -50,14 +51,21 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
       init: ``params -> state``.
       update: ``(grads, state, params, **extra) -> (updates, state)``: a local step.
       exchange: ``(params, state, **extra) -> (params, state)``: the end of a round.
+      measure: ``(params, state) -> {name: scalar}``: of the exchange that would be made
+        now, float32 scalars, pure: jit it, with ``exchange`` if you like.
+        ``message_norm`` is the norm of this worker's message, ``distance`` that of
+        worker and center, ``codec_error`` what the codec changes of the contribution as
+        a share of its norm, and ``momentum_cosine`` the cosine of message and center
+        optimizer's momentum, if it has one: below zero, they pull against each other.
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]
+    measure: Callable[[PyTree, PyTree], dict[str, jax.Array]]
 
-    def __new__(cls, init: Any, update: Any, exchange: Any) -> Phases:
+    def __new__(cls, init: Any, update: Any, exchange: Any, measure: Any) -> Phases:
         """A pair of functions, as every optimizer, and one that is not in the tuple."""
         self = super().__new__(cls, init, update)
-        self.exchange = exchange
+        self.exchange, self.measure = exchange, measure
         return self
 
 
@@ -197,7 +205,18 @@ def phases(
         own = _with_inner(own, inner_state)
         return params, trees.map_nodes(lambda _: own, state, ExchangeState)
 
-    return Phases(init_fn, update_fn, exchange_fn)
+    def measure_fn(params: PyTree, state: PyTree) -> dict[str, jax.Array]:
+        check.params_given(params, rule.name)
+        own = find_state(state)
+        layout.check_center(params, own.center)
+        if layout.placement != Placement():
+            raise errors.InvalidArgumentError(
+                "measure needs the center whole on every device, got placement="
+                f"{layout.placement}"
+            )
+        return measure(rule, own.local, params, own.center, own.center_state)
+
+    return Phases(init_fn, update_fn, exchange_fn, measure_fn)
 
 
 def exchange_every(

@@ -33,11 +33,19 @@ class Message:
 
     send: Callable[[], Snapshot]  # returns when the answer is there
     contribution: PyTree
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
     codec_state: PyTree = None  # once it is sent; where local steps go on, they have it
     answer: Snapshot | None = None
     left: Left | None = None  # None unless local steps go on meanwhile
     flight: Future[Snapshot] | None = None  # its way on a thread of its own
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def exchange(self) -> Snapshot:
+        """Sends it, and says how long that took with the answer."""
+        begin = time.monotonic()
+        answer = self.send()
+        self.measured["seconds"] = time.monotonic() - begin
+        return answer
 
     def take_off(self, give_up: float) -> None:
         """Sends in the background until there is an answer, or no hope."""
@@ -62,7 +70,7 @@ class Message:
         jax.block_until_ready(self.contribution)
         while True:
             try:
-                return self.send()
+                return self.exchange()
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:

@@ -159,6 +159,8 @@ def programs(
         holds_anchor=rule.needs_anchor and not keep_anchor,
         start=jax.jit(start),
         contribute=jax.jit(functools.partial(rounds.contribute, rule)),
+        codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
+        distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="has_sent"),
         depart=jax.jit(depart, donate_argnums=(0, 2)),

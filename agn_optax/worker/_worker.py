@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ from agn_optax.worker._flight import Message
 from agn_optax.worker._programs import Left, programs
 
 PyTree = Any
+# Told of something, with its number and what there is to say of it.
+Callback = Callable[[int, Mapping[str, float]], object]
 _log = logging.getLogger("agn_optax")
 
 
@@ -70,6 +72,17 @@ class Worker:
         exchanges overlap or the center is lost. Then it waits. None is one round of
         steps. With 0, `exchange` raises as soon as the center counts as lost.
       give_up: seconds that it waits for a lost center before it raises.
+      callbacks: what is told of each exchange once it is over, as
+        ``callback(step, values)``: the number of the exchange, and float values by
+        their names. ``steps`` were made in the round; the message had this
+        ``message_norm`` and ``staleness``, and was ``applied`` or ``refused`` (0 or 1);
+        ``distance`` was that of worker and center before it was adopted, and
+        ``version`` the center's; ``codec_error`` is what the codec changed of the
+        contribution as a share of its norm, ``seconds`` is the time from sending to
+        the answer, and ``bytes_sent`` and ``bytes_received`` are those of the arrays;
+        and whatever was reported (`report`). They cost a pass over the parameters an
+        exchange, and wait for the device. One that raises is logged: the exchange has
+        been made. `agn_optax.sinks` has some.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
@@ -117,6 +130,7 @@ class Worker:
         overlap: bool = False,
         patience: int | None = None,
         give_up: float = 600.0,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")
@@ -143,6 +157,7 @@ class Worker:
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
+        self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
         self._message: Message | None = None  # whose answer has not been adopted
         # Buffers of a message that is over, and of the parameters it was made of: the
@@ -432,13 +447,15 @@ class Worker:
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state)
         if message is None:
+            measured = self._measured(params, state)
             contribution, codec_state = self._programs.contribute(
                 state, params, anchor.params
             )
-            message = self._message = self._new_message(contribution, codec_state)
+            message = self._new_message(contribution, measured, codec_state)
+            self._message = message
         if message.answer is None:
             try:
-                message.answer = message.send()
+                message.answer = message.exchange()
             except errors.CenterUnreachableError as error:
                 if self._patience == 0 or isinstance(error, errors.CenterClosedError):
                     raise
@@ -449,7 +466,7 @@ class Worker:
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
-        answer = _placed(message.answer, params)
+        answer = self._taken(message, message.answer, params)
         if answer.refused:
             return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
@@ -478,7 +495,12 @@ class Worker:
         self._local_steps = 0
         return params, state
 
-    def _new_message(self, contribution: PyTree, codec_state: PyTree = None) -> Message:
+    def _new_message(
+        self,
+        contribution: PyTree,
+        measured: dict[str, Any],
+        codec_state: PyTree = None,
+    ) -> Message:
         anchor, session = self._require_start()
         send = functools.partial(
             session.exchange,
@@ -488,7 +510,7 @@ class Worker:
             steps=self._local_steps,
             reported=dict(self._reported),
         )
-        return Message(send, contribution, codec_state)
+        return Message(send, contribution, measured, codec_state)
 
     @property
     def _in_flight(self) -> bool:
@@ -502,12 +524,13 @@ class Worker:
             contribution, _ = self._programs.contribute(state, params, anchor.params)
             kept = None if self._programs.recovers else params
             spare = trees.copy((contribution, kept))
+        measured = self._measured(params, state)
         contribution, left, state = self._programs.depart(
             spare, params, state, anchor.params
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(self._new_message(contribution), left)
+        self._take_off(self._new_message(contribution, measured), left)
         return params, state
 
     def _take_off(self, message: Message, left: Left) -> None:
@@ -531,7 +554,7 @@ class Worker:
         except Exception:
             self._message = None  # it is lost, and local steps may go on
             raise
-        answer, left = _placed(answer, params), message.left
+        answer, left = self._taken(message, answer, params), message.left
         if answer.refused:
             params, state = self._give_in(params, state, answer, has_sent=True)
         else:
@@ -543,8 +566,50 @@ class Worker:
             self._spare = message.contribution, left.params
         return params, state
 
+    def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
+        """What callbacks want to know of a message before it is made."""
+        if not self._callbacks:
+            return {}
+        anchor, _ = self._require_start()
+        measured: dict[str, Any] = {"steps": self._local_steps, **self._reported}
+        if not self.center.rule.codec.is_identity:
+            measured["codec_error"] = self._programs.codec_error(
+                state, params, anchor.params
+            )
+        return measured
+
+    def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
+        """An answer where the parameters are that it is to be adopted by."""
+        if self._callbacks:
+            dtype = self.center.rule.codec.answers
+            message.measured["bytes_received"] = trees.nbytes(answer.params, dtype)
+        answer = _placed(answer, params)
+        if self._callbacks:
+            distance = self._programs.distance(params, answer.params)
+            message.measured["distance"] = distance
+        return answer
+
+    def _tell(self, message: Message, answer: Snapshot) -> None:
+        """Callbacks, of an exchange that is over."""
+        said = {
+            **message.measured,
+            "staleness": answer.staleness,
+            "message_norm": answer.norm,
+            "applied": answer.applied,
+            "refused": bool(answer.refused),
+            "version": max(jax.tree.leaves(answer.version)),
+            "bytes_sent": trees.nbytes(message.contribution),
+        }
+        values = {k: float(v) for k, v in said.items() if v is not None}
+        for callback in self._callbacks:
+            try:
+                callback(self.exchanges, values)
+            except Exception:  # the center has moved, and the loop needs its arrays
+                _log.exception("%r failed; training goes on", callback)
+
     def _adopted(self, answer: Snapshot) -> None:
         """An exchange is over."""
+        message = self._message
         self._sent += 1
         self.exchanges += 1
         self.dropped += not (answer.applied or answer.refused)
@@ -553,6 +618,8 @@ class Worker:
         self.staleness = answer.staleness
         self.norm = answer.norm
         self._message = None
+        if message is not None and self._callbacks:
+            self._tell(message, answer)
         self._keep_anchor(answer)
 
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
@@ -588,6 +655,16 @@ class Worker:
                 "local step"
             )
         return self._anchor, self._session
+
+
+def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
+    for each in given:
+        if not callable(each):
+            raise errors.InvalidTypeError(
+                "callbacks must be functions of a step and its values, or objects of "
+                f"agn_optax.sinks, got {check.show(each)}"
+            )
+    return tuple(given)
 
 
 def _lengths(period: Any) -> Callable[[int], int]:

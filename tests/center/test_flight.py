@@ -36,7 +36,7 @@ class Link(Session):
         self.worker, self.incarnation = session.worker, session.incarnation
         self.center, self.session = center, session
 
-    def submit(self, sequence, contribution, *, anchor_version, steps=0):
+    def submit(self, sequence, contribution, *, anchor_version, steps=0, **said):
         seen = jax.tree.map(np.array, contribution)
         self.center.sent.append((sequence, seen, int(steps)))
         if self.center.refuses:
@@ -44,7 +44,11 @@ class Link(Session):
         if not self.center.there.is_set():
             raise errors.CenterUnreachableError("nobody answers")
         self.session.submit(
-            sequence, contribution, anchor_version=anchor_version, steps=steps
+            sequence,
+            contribution,
+            anchor_version=anchor_version,
+            steps=steps,
+            **said,
         )
 
     def collect(self, sequence, timeout=None):

@@ -1,0 +1,126 @@
+"""What workers tell of their exchanges, and what can be measured of one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import agn_optax
+from agn_optax import codecs, errors, rules
+
+PARAMS = {"w": jnp.array([1.0, 2.0, 3.0]), "b": jnp.array([0.5])}
+ONES = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+class Told(list):
+    def __call__(self, step, values):
+        self.append((step, dict(values)))
+
+
+def run(worker, steps, told):
+    params, state = worker.start()
+    for _ in range(steps):
+        updates, state = worker.tx.update(ONES, state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+    params, state = worker.flush(params, state)
+    return params
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_exchange_is_told_with_its_numbers(overlap):
+    told = Told()
+    center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
+    worker = agn_optax.Worker(
+        center, optax.sgd(0.5), period=2, overlap=overlap, callbacks=[told]
+    )
+    worker.report(loss=jnp.float32(0.25))
+    run(worker, 4, told)
+    assert [step for step, _ in told] == [1, 2]
+    for step, values in told:
+        assert values.pop("seconds") >= 0
+        assert values == {
+            "steps": 2,
+            "message_norm": pytest.approx(2.0),  # 4 numbers by 1.0
+            "distance": pytest.approx(0.0, abs=1e-6),
+            "staleness": 0,
+            "applied": 1,
+            "refused": 0,
+            "version": step,
+            "bytes_sent": 16,
+            "bytes_received": 16,
+            "loss": 0.25,
+        }
+        assert {type(value) for value in values.values()} == {float}
+
+
+def test_of_a_codec_what_it_loses_and_what_travels():
+    told = Told()
+    codec = codecs.cast("bfloat16")
+    center = agn_optax.LocalCenter(rules.easgd(0.5, codec=codec), PARAMS)
+    worker = agn_optax.Worker(center, optax.sgd(0.3), period=1, callbacks=[told])
+    run(worker, 1, told)
+    ((_, values),) = told
+    sent = np.concatenate([np.array([0.5]), np.array([1.0, 2.0, 3.0])]) - 0.3
+    sent = sent.astype(np.float32)
+    lost = sent - sent.astype(jnp.bfloat16).astype(np.float32)
+    expected = np.linalg.norm(lost) / np.linalg.norm(sent)
+    assert values["codec_error"] == pytest.approx(expected, rel=1e-4)
+    assert values["distance"] == pytest.approx(0.6, rel=1e-2)
+    assert (values["bytes_sent"], values["bytes_received"]) == (8, 8)
+
+
+def test_a_refused_message_is_told_of():
+    told = Told()
+    center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
+    worker = agn_optax.Worker(center, optax.sgd(jnp.nan), period=1, callbacks=[told])
+    run(worker, 1, told)
+    ((_, values),) = told
+    assert (values["refused"], values["applied"]) == (1, 0)
+
+
+def test_a_callback_that_fails_costs_no_exchange(caplog):
+    def fails(step, values):
+        raise ValueError("no disk")
+
+    told = Told()
+    center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
+    worker = agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=[fails, told])
+    params = run(worker, 2, told)
+    support.assert_close(params, center.pull().params)
+    assert len(told) == 2
+    assert "no disk" in caplog.text
+    with pytest.raises(errors.InvalidTypeError, match="functions of a step"):
+        agn_optax.Worker(center, optax.sgd(0.5), period=1, callbacks=["print"])
+
+
+@pytest.mark.parametrize("codec", [codecs.identity(), codecs.quantize(8)])
+def test_measure_says_what_an_exchange_will_be(codec):
+    rule = rules.diloco(optax.sgd(0.7, momentum=0.9, nesterov=True), codec=codec)
+    split = agn_optax.phases(optax.sgd(0.1), rule)
+    measure = jax.jit(split.measure)
+    params, state = PARAMS, split.init(PARAMS)
+    for sign in (1.0, -1.0):
+        grads = jax.tree.map(lambda x, s=sign: s * jnp.ones_like(x), PARAMS)
+        updates, state = split.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        said = measure(params, state)
+        params, state = split.exchange(params, state)
+    message = 0.1 * np.sqrt(4)
+    assert float(said["message_norm"]) == pytest.approx(message, rel=1e-2)
+    assert float(said["distance"]) == pytest.approx(message, rel=1e-2)
+    assert float(said["momentum_cosine"]) == pytest.approx(-1.0, rel=1e-2)
+    assert (float(said["codec_error"]) > 0) == (codec.name != "identity")
+    assert {value.dtype for value in said.values()} == {jnp.dtype("float32")}
+
+
+def test_measure_needs_a_whole_center():
+    placement = agn_optax.Placement(memory="host")
+    split = agn_optax.phases(optax.sgd(0.1), rules.agn(optax.sgd(0.1)))
+    assert "momentum_cosine" not in split.measure(PARAMS, split.init(PARAMS))
+    placed = agn_optax.phases(
+        optax.sgd(0.1), rules.agn(optax.sgd(0.1)), placement=placement
+    )
+    with pytest.raises(errors.InvalidArgumentError, match="needs the center whole"):
+        placed.measure(PARAMS, placed.init(PARAMS))

@@ -1,0 +1,78 @@
+"""Where the numbers of a run go."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
+
+from agn_optax import errors, sinks
+
+
+def test_a_line_of_json_for_every_step(tmp_path):
+    path = tmp_path / "runs" / "a.jsonl"
+    for step in (1, 2):  # the second time to a file that is there
+        with sinks.JsonLines(path) as sink:
+            sink(step, {"loss": 0.5 / step, "norm": math.nan})
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            assert len(lines) == step  # before it is closed
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["loss"] for line in lines] == [0.5, 0.25]
+    assert lines[0]["norm"] is None
+    assert lines[0]["time"] <= lines[1]["time"]
+
+
+def events_in(path):
+    """As TensorBoard reads them: records with a length and two checksums."""
+    said, at = path.read_bytes(), 0
+    while at < len(said):
+        size = int.from_bytes(said[at : at + 8], "little")
+        assert masked_crc32c(said[at : at + 8]) == int.from_bytes(
+            said[at + 8 : at + 12], "little"
+        )
+        yield event_pb2.Event.FromString(said[at + 12 : at + 12 + size])
+        at += size + 16
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    with sinks.TensorBoard(tmp_path, prefix="anna/") as sink:
+        sink(1, {"loss": 0.5})
+        sink(2, {"loss": 0.25})
+    (path,) = tmp_path.iterdir()
+    found = [
+        (event.step, value.tag, value.simple_value)
+        for event in events_in(path)
+        for value in event.summary.value
+    ]
+    assert found == [(1, "anna/loss", 0.5), (2, "anna/loss", 0.25)]
+
+
+def test_without_tensorboardx_it_says_what_to_install():
+    program = (
+        "import sys; sys.modules['tensorboardX'] = None\n"
+        "from agn_optax import sinks\n"
+        "try:\n    sinks.TensorBoard('/nowhere')\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "pip install agn_optax[tensorboard]" in done.stdout
+
+
+def test_wandb_logs_to_the_run_it_was_given(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=tmp_path, project="tests")
+    try:
+        with sinks.WandB(run, prefix="anna/") as sink:
+            sink(3, {"loss": 0.5})
+        said = dict(run.summary)
+        assert (said["anna/loss"], said["anna/step"]) == (0.5, 3)
+    finally:
+        run.finish()
+    with pytest.raises(errors.InvalidTypeError, match="what wandb"):
+        sinks.WandB("run")
