@@ -112,10 +112,12 @@ def watch(
 ) -> None:
     """Show a center and its workers, again and again, until Ctrl-C.
 
-    Rates are those since the last look. A center that goes away is waited for. With
-    --json, each look is an object on a line of its own.
+    Rates are those since the last look. A center that is not there yet is waited for,
+    as is one that goes away, whose last table stays. With --json, each look is an
+    object on a line of its own.
     """
     before: dict[str, Any] | None = None
+    shown: dict[str, Any] | None = None
     failure: errors.AgnOptaxError | None = None
     with (
         observer(address, reached, timeout) as center,
@@ -129,17 +131,17 @@ def watch(
             try:
                 now, failure = center.status(), None
             except errors.CenterUnreachableError as error:
-                if before is None:
-                    raise
                 failure = error
                 said = {"address": address, "error": str(error)}
             else:
-                said = _with_rates(address, before or now, now)
+                said = shown = _with_rates(address, before or now, now)
                 before = now
             if json:
                 _options.print_json(said)
-            else:
+            elif failure is None:
                 show(_table.of(said))
+            else:
+                show(_table.lost(str(failure), shown))
     if failure is not None:
         raise failure
 
@@ -187,14 +189,25 @@ def _with_rates(
     since = before or {}
     seconds = now["uptime"] - since.get("uptime", 0.0)
 
-    def rate(*names: str) -> float | None:
+    def rate(
+        now: dict[str, Any], since: dict[str, Any], seconds: float, *names: str
+    ) -> float | None:
         made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
-        # None also where another life of the center counts from zero.
+        # None also where another life counts from zero.
         return made / seconds if seconds > 0 and made >= 0 else None
 
+    def with_rate(worker: dict[str, Any]) -> dict[str, Any]:
+        seen = known.get(worker["name"], {})
+        # Of one that was not there before: since it joined.
+        over = seconds if before and seen else worker["joined"]
+        made = rate(worker, seen, over, "exchanges")
+        return {**worker, "exchanges_per_second": made}
+
+    known = {worker["name"]: worker for worker in since.get("workers", ())}
     return {
         "address": address,
         **now,
-        "exchanges_per_second": rate("version"),
-        "bytes_per_second": rate("bytes_received", "bytes_sent"),
+        "workers": [with_rate(worker) for worker in now["workers"]],
+        "exchanges_per_second": rate(now, since, seconds, "version"),
+        "bytes_per_second": rate(now, since, seconds, "bytes_received", "bytes_sent"),
     }

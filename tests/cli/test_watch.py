@@ -51,8 +51,11 @@ def test_status(server):
     assert f"easgd at {server.address}: version 2, 8 parameters (32 B)" in said
     (row,) = re.findall("│ worker-0.*", said)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells[:5] == ["worker-0", "yes", "2", "2", "1"]
-    assert cells[7:10] == ["0", "0", "no"]
+    assert cells[:3] == ["worker-0", "yes", "2"]
+    assert float(cells[3]) > 0  # exchanges a second
+    assert cells[4] == "1"  # staleness
+    assert cells[5] in ("memory", "socket", "grpc")
+    assert cells[7:10] == ["2", "0", "0"]  # period, refused, dropped
     assert "exchanges/s" in said
 
 
@@ -75,9 +78,9 @@ def test_status_before_there_are_parameters():
         )
 
 
-@pytest.mark.parametrize("name", ["status", "watch"])
-def test_nobody_is_there(name, nowhere):
-    said = fails(name, nowhere, code=1)
+@pytest.mark.parametrize("command", [("status",), ("watch", "--count=1")])
+def test_nobody_is_there(command, nowhere):
+    said = fails(*command, nowhere, code=1)
     assert f"the center at {nowhere} does not answer: UNAVAILABLE" in said
 
 
@@ -110,6 +113,108 @@ def test_watch_on_a_terminal(server, monkeypatch):
     assert "\x1b[1A" in said  # one line up
 
 
+def a_worker(name, **said):
+    return {
+        "name": name,
+        "connected": True,
+        "exchanges": 12345,
+        "exchanges_per_second": 3.25,
+        "staleness": 7,
+        "transport": "memory",
+        "seen": 0.4,
+        "period": 100,
+        "refused": 0,
+        "dropped": 0,
+        "norm": 0.125,
+        "waits": False,
+        "bytes_received": 123456789,
+        "bytes_sent": 123456789,
+        "reported": {"loss": 0.5},
+        **said,
+    }
+
+
+def shown(workers, width):
+    said = {
+        "rule": "agn",
+        "mode": "Asynchronous()",
+        "address": "127.0.0.1:5000",
+        "version": 3,
+        "parameters": 8,
+        "parameter_bytes": 32,
+        "parent": "",
+        "direct_address": "",
+        "uptime": 3.0,
+        "exchanges_per_second": 1.0,
+        "bytes_per_second": 1.0,
+        "degraded": "",
+        "workers": workers,
+    }
+    out = rich.console.Console(file=io.StringIO(), width=width)
+    out.print(_table.of(said, width))
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 240])
+def test_a_table_keeps_its_names_and_what_matters_most(width):
+    names = ["worker-0", "a-host-with-a-long-name.example.com-worker-1", "worker-17"]
+    said = shown([a_worker(name) for name in names], width)
+    assert max(map(len, said.splitlines())) <= width
+    for name in ("worker-0", "a-host-with…com-worker-1", "worker-17"):
+        assert f"│ {name}" in said
+    header = next(
+        line for line in said.splitlines() if "worker" in line and "┃" in line
+    )
+    titles = [title.strip() for title in header.strip("┃").split("┃")]
+    assert titles[:2] == ["worker", "there"]
+    assert ("loss" in titles) == (width >= 60)
+    assert ("transport" in titles) == (width >= 120)
+    assert ("sent" in titles) == (width >= 240)
+
+
+def test_names_that_would_be_one_are_not_shortened():
+    names = [
+        "a-rather-long-name-1-of-a-worker-here",
+        "a-rather-long-name-2-of-a-worker-here",
+    ]
+    said = shown([a_worker(name) for name in names], 80)
+    assert all(name in said for name in names)
+
+
+def test_watch_waits_for_a_center_that_is_not_there_yet(tmp_path, monkeypatch):
+    """... and keeps its last table when it goes away."""
+    address = f"unix:{tmp_path}/center"
+    servers, looks = [], []
+
+    @contextlib.contextmanager
+    def live(*, enabled):
+        def show(table):
+            out = rich.console.Console(file=io.StringIO(), width=100)
+            out.print(table)
+            looks.append(out.file.getvalue())
+            if len(looks) == 1:
+                servers.append(
+                    service.serve(rules.downpour(), jnp.ones(2), address=address)
+                )
+            elif servers and "version 0" in looks[-1]:
+                servers.pop().stop()
+            elif not servers and "waiting: " in looks[-1]:
+                raise KeyboardInterrupt
+
+        yield show
+
+    monkeypatch.setattr(_status._table, "live", live)
+    try:
+        fails("watch", address, "--interval=0.2", "--count=300", code=1)
+    finally:
+        for server in servers:
+            server.stop()
+    assert looks[0].startswith("waiting: ")
+    assert "version" not in looks[0]
+    assert "version 0" in looks[-1]
+    assert "waiting: " in looks[-1]
+
+
 def test_watch_as_json(server):
     lines = succeeds(
         "watch", server.address, "--count=3", "--interval=0.05", "--json"
@@ -132,10 +237,12 @@ def test_watch_waits_for_a_center_that_goes_away(tmp_path, monkeypatch):
             servers.pop().stop()
         if len(looks) == 2:
             servers.append(service.serve(rules.downpour(), address=address))
+        if len(looks) > 2 and "error" not in said:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(_status._options, "print_json", print_json)
     try:
-        result = command("watch", address, "--json", "--interval=0.2", "--count=8")
+        result = command("watch", address, "--json", "--interval=0.2", "--count=300")
     finally:
         for server in servers:
             server.stop()
@@ -163,10 +270,18 @@ def test_watch_ends_at_ctrl_c(server, monkeypatch):
 
 
 def test_rates_of_another_life_are_unknown():
+    anna = {"name": "anna", "joined": 2.0}
     now = {"uptime": 3.0, "version": 2, "bytes_received": 5, "bytes_sent": 1}
+    now["workers"] = [{**anna, "exchanges": 2}]
     before = {"uptime": 1.0, "version": 0, "bytes_received": 2, "bytes_sent": 1}
+    before["workers"] = [{**anna, "exchanges": 1}]
     said = _status._with_rates("a", before, now)
     assert (said["exchanges_per_second"], said["bytes_per_second"]) == (1.0, 1.5)
+    assert said["workers"][0]["exchanges_per_second"] == 0.5
+    said = _status._with_rates("a", now, before)
+    assert said["workers"][0]["exchanges_per_second"] is None
+    said = _status._with_rates("a", None, now)
+    assert said["workers"][0]["exchanges_per_second"] == 1.0
     said = _status._with_rates("a", now, before)
     assert said["exchanges_per_second"] is said["bytes_per_second"] is None
 
