@@ -420,6 +420,13 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
       >>> print(agn_optax.center_params(tx.init(jnp.array([1.0, 2.0]))))
       [1. 2.]
     """
+    if _goes_on(opt_state):
+        _log.warning(
+            "a chain goes on after a rule. If that is a drop-in one, what comes after "
+            "it changes the updates by which parameters become the center, and they do "
+            "not become it: put the rule last. (After the local phase of phases() all "
+            "is in order)"
+        )
     center = _placement.whole_center(find_state(opt_state).center)
     if params is None:
         return center
@@ -452,6 +459,17 @@ def find_state(opt_state: PyTree) -> ExchangeState:
             f"expected one center, found {len(found)}: at {places}; pass one of them"
         )
     return found[0][1]
+
+
+def _goes_on(node: PyTree) -> bool:
+    """Whether a chain has something after a rule: only its state tells of that."""
+    if isinstance(node, ExchangeState):
+        return False
+    is_chain = type(node) is tuple and all(isinstance(each, tuple) for each in node)
+    if is_chain and trees.nodes(node[:-1], ExchangeState):
+        return True
+    level = jax.tree_util.default_registry.flatten_one_level(node)
+    return level is not None and any(map(_goes_on, level[0]))
 
 
 def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:

@@ -159,6 +159,7 @@ class Worker:
         self._anchor: Snapshot | None = None
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
+        self._paced = False  # whether that was said
         self._message: Message | None = None  # whose answer has not been adopted
         # Buffers of a message that is over, and of the parameters it was made of: the
         # next one that departs is written over them.
@@ -466,6 +467,7 @@ class Worker:
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
+        self._check_pace(state)
         answer = self._taken(message, message.answer, params)
         if answer.refused:
             return self._give_in(params, state, answer)
@@ -565,6 +567,24 @@ class Worker:
         if self.overlap:
             self._spare = message.contribution, left.params
         return params, state
+
+    def _check_pace(self, state: LocalState) -> None:
+        """Whether `exchange` is called once a step, if that can be told by now."""
+        steps: Any = state.local_steps
+        if self._paced or not steps.is_ready():  # it is, where one waits for answers
+            return
+        made = int(steps)  # fewer where steps are skipped, but not half
+        if not 0 < 2 * made <= self._local_steps:
+            return
+        self._paced = True
+        _log.warning(
+            "worker %r has made %d local steps in a round in which exchange() was "
+            "called %d times: its rounds are shorter than its period. Call it once "
+            "after every local step",
+            self.name,
+            made,
+            self._local_steps,
+        )
 
     def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
         """What callbacks want to know of a message before it is made."""

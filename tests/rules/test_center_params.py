@@ -1,5 +1,7 @@
 """Finding the center, and saying so when there is none or more than one."""
 
+import logging
+
 import jax.numpy as jnp
 import optax
 import pytest
@@ -53,3 +55,26 @@ def test_two_are_named_by_their_places():
     assert "['y']" in str(caught.value)
     one = agn_optax.center_params(state.inner_states["x"], PARAMS)
     assert_identical(one, PARAMS)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_rule_that_is_the_last_of_its_chain_is_in_order(wrapper, caplog):
+    with caplog.at_level(logging.WARNING, "agn_optax"):
+        agn_optax.center_params((WRAPPERS[wrapper].init(PARAMS), jnp.ones(3)))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(agn(), optax.scale(0.5)),
+        optax.chain(
+            optax.clip(1.0), optax.chain(optax.clip(1.0), agn()), optax.clip(1)
+        ),
+        optax.masked(optax.chain(agn(), optax.scale(0.5)), {"a": True, "b": True}),
+    ],
+)
+def test_what_comes_after_a_rule_is_told_of(tx, caplog):
+    with caplog.at_level(logging.WARNING, "agn_optax"):
+        agn_optax.center_params(tx.init(PARAMS))
+    assert "put the rule last" in caplog.text
