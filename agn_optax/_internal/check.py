@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from agn_optax import errors
 from agn_optax._internal import trees
 
 PyTree = Any
+T = TypeVar("T")
 
 _MAX_INT = 2**31 - 1  # counters are int32
 
@@ -71,6 +72,19 @@ def one_of(value: Any, argument: str, choices: tuple[Any, ...], hint: str = "") 
         raise errors.InvalidArgumentError(
             f"{argument} must be one of {choices}, got {show(value)}{hint}"
         )
+
+
+def choose(name: object, among: Mapping[str, T], what: str) -> T:
+    """What has a name.
+
+    Raises:
+      InvalidArgumentError: nothing has; says which names there are.
+    """
+    if not isinstance(name, str) or name not in among:
+        raise errors.InvalidArgumentError(
+            f"{what} must be one of {', '.join(among)}, got {name!r}"
+        )
+    return among[name]
 
 
 def is_real(dtype: Any) -> bool:

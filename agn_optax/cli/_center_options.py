@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from agn_optax import errors, service
+from agn_optax._internal import check
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
@@ -284,7 +285,7 @@ def _named(options: CenterOptions, names: dict[str, str]) -> dict[str, Any]:
 
 def _mode_of(options: CenterOptions) -> Mode:
     name = options.mode or "asynchronous"
-    kind, own_names = _options.choose(name, _MODES, "--mode")
+    kind, own_names = check.choose(name, _MODES, "--mode")
     for other, (_, names) in _MODES.items():
         if other != name:
             why = f"applies to --mode {other}, and the mode is {name}"

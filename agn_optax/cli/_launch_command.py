@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 import rich.text
 import typer
 
-from agn_optax import errors, launch
+from agn_optax import errors, launch, service
 from agn_optax.cli import _center_options, _export, _options, _rules, _table
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -79,10 +79,11 @@ def launch_command(
     """Start a center and workers around it, and end them all together.
 
     Workers find AGN_OPTAX_CENTER (its address), AGN_OPTAX_RANK, AGN_OPTAX_WORKERS and
-    AGN_OPTAX_WORKER (their name) in their environment, which
-    agn_optax.service.environment() reads, and AGN_OPTAX_TOKEN, by which the center
-    knows that name; worker-0 may be the chief. The exit code is that of the worker that
-    failed. With --json, a summary is printed to stdout, and all lines go to stderr.
+    AGN_OPTAX_WORKER (their name) in their environment, and AGN_OPTAX_RULE (that of the
+    center), all of which agn_optax.service.environment() reads; and AGN_OPTAX_TOKEN, by
+    which the center knows that name; worker-0 may be the chief. The exit code is that
+    of the worker that failed. With --json, a summary is printed to stdout, and all
+    lines go to stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
     """
@@ -95,6 +96,10 @@ def launch_command(
     _check(rule, center, config, options)
     names = [f"worker-{rank}" for rank in range(options.workers)]
     values = _options.read(config, RuleOptions, CenterOptions)
+    told = {}
+    if own:  # so that nobody has to say it twice
+        given = _options.given(_options.filled(rule, values))
+        told = {service.RULE: json_.dumps(given)}
     is_closed = own and not _options.filled(center, values).open
     # One for each worker, and one for whoever watches; never on a command line.
     made = [tokens.generated() for _ in (*names, "here")] if is_closed else []
@@ -117,6 +122,7 @@ def launch_command(
                     "AGN_OPTAX_RANK": str(rank),
                     "AGN_OPTAX_WORKERS": str(options.workers),
                     "AGN_OPTAX_WORKER": name,
+                    **told,
                     **shown(rank),
                 },
                 restarts=options.restarts,

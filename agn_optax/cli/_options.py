@@ -16,7 +16,7 @@ import pathlib
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -168,19 +168,6 @@ def refuse(
     for name in given(record):
         if name not in but and (only is None or name in only):
             raise errors.InvalidArgumentError(f"{option(name)} {why}")
-
-
-def choose(name: str | None, among: Mapping[str, T], what: str) -> T:
-    """What has a name.
-
-    Raises:
-      InvalidArgumentError: nothing has; says which names there are.
-    """
-    if name is None or name not in among:
-        raise errors.InvalidArgumentError(
-            f"{what} must be one of {', '.join(among)}, got {name!r}"
-        )
-    return among[name]
 
 
 def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:

@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
-import operator
-import pathlib
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import optax
 
-from agn_optax import errors, rules
+from agn_optax import rules
 from agn_optax._internal import check
 from agn_optax.cli import _options
 from agn_optax.rules import Rule, codecs
 
-# Of optax. Their signatures say which options they have.
-_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    name: getattr(optax, name)
-    for name in (
-        *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
-        *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
-    )
-}
-_RULES: dict[str, Callable[..., Rule]] = {
-    name: getattr(rules, name) for name in rules.__all__ if name != "Rule"
-}
-_CODECS = {
-    **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
-    **{
-        f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
-    },
-}
-# What an option may be at most; 0 is the least.
-_HIGHEST = {
-    **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
-    **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
-}
-_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
-
 
 @_options.record(
-    rules=", ".join(_RULES),
-    codecs=", ".join(_CODECS),
-    optimizers=", ".join(_OPTIMIZERS),
+    rules=", ".join(rules.RULES),
+    codecs=", ".join(rules.CODECS),
+    optimizers=", ".join(rules.OPTIMIZERS),
 )
 class RuleOptions:
     """Which rule a center runs.
@@ -97,35 +64,7 @@ def make(options: RuleOptions) -> Rule:
       InvalidArgumentError: they name none, or an option is missing, out of range or not
         one of this rule or optimizer.
     """
-    if options.rule_from is not None:
-        _options.refuse(
-            options,
-            "does not go with --rule-from: the object has all settings",
-            but=("rule_from",),
-        )
-        return _load(options.rule_from)
-    if options.rule is None:
-        raise errors.InvalidArgumentError(
-            f"no rule: give --rule NAME ({', '.join(_RULES)}), or --rule-from "
-            "MODULE:OBJECT, on the command line or in a file with --config"
-        )
-    factory = _options.choose(options.rule, _RULES, "--rule")
-    settings = _settings(options, factory, f"rule {options.rule}")
-    center = inspect.signature(factory).parameters.get("center")
-    of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    does_not_apply = f"does not apply to rule {options.rule}"
-    _options.refuse(options, does_not_apply, but=("rule", *settings, *of_center))
-    if options.center_optimizer is not None:
-        settings["center"] = _optimizer(options)
-    elif center and center.default is center.empty:
-        raise errors.InvalidArgumentError(
-            f"rule {options.rule} needs --center-optimizer, one of "
-            f"{', '.join(_OPTIMIZERS)}"
-        )
-    else:
-        _options.refuse(options, "needs --center-optimizer", only=_OF_OPTIMIZER)
-    settings["codec"] = codec(options)
-    return factory(**settings)
+    return rules.named(_options.given(options), _options.option)
 
 
 def codec(options: RuleOptions) -> codecs.Codec:
@@ -136,7 +75,7 @@ def codec(options: RuleOptions) -> codecs.Codec:
     """
     if options.codec is None:
         return codecs.identity()
-    return _options.choose(options.codec, _CODECS, "--codec")
+    return check.choose(options.codec, rules.CODECS, "--codec")
 
 
 def inner(name: str) -> optax.GradientTransformation:
@@ -145,70 +84,9 @@ def inner(name: str) -> optax.GradientTransformation:
     Raises:
       InvalidArgumentError: none of ours has that name.
     """
-    return _options.choose(name, _OPTIMIZERS, "--inner")(1e-3)
+    return check.choose(name, rules.OPTIMIZERS, "--inner")(1e-3)
 
 
 def is_given(options: RuleOptions) -> bool:
     """Whether they name a rule."""
     return options.rule is not None or options.rule_from is not None
-
-
-def _optimizer(options: RuleOptions) -> optax.GradientTransformation:
-    name = options.center_optimizer
-    factory = _options.choose(name, _OPTIMIZERS, "--center-optimizer")
-    settings = _settings(options, factory, f"center optimizer {name}")
-    _options.refuse(
-        options,
-        f"does not apply to center optimizer {name}, which has "
-        f"{', '.join(map(_options.option, _known(factory)))}",
-        only=set(_OF_OPTIMIZER) - set(settings),
-    )
-    for each, high in _HIGHEST.items():
-        if each in settings:
-            check.rate(settings[each], _options.option(each), low=0.0, high=high)
-    return factory(**settings)
-
-
-def _settings(
-    options: RuleOptions, factory: Callable[..., Any], what: str
-) -> dict[str, Any]:
-    """The arguments of a factory that were given."""
-    given = _options.given(options)
-    known = _known(factory)
-    for name, parameter in known.items():
-        if name not in given and parameter.default is parameter.empty:
-            raise errors.InvalidArgumentError(f"{what} needs {_options.option(name)}")
-    return {name: given[name] for name in known if name in given}
-
-
-def _known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Its parameters that are options."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(factory).parameters.items()
-        if name in RuleOptions.__dataclass_fields__
-    }
-
-
-def _load(name: str) -> Rule:
-    module, _, path = name.partition(":")
-    if not (module and path):
-        raise errors.InvalidArgumentError(
-            f'--rule-from must be "module:object", got {name!r}'
-        )
-    here = str(pathlib.Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = operator.attrgetter(path)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise errors.InvalidArgumentError(
-            f"--rule-from {name}: {error} (looked for in {here} as well)"
-        ) from error
-    made = found if isinstance(found, Rule) or not callable(found) else found()
-    if not isinstance(made, Rule):
-        raise errors.InvalidTypeError(
-            f"--rule-from {name} must be an agn_optax.rules.Rule, or a function "
-            f"without arguments that returns one, got {check.show(made)}"
-        )
-    return made

@@ -2,7 +2,7 @@
 
 `_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
 which form contributions travel, and `_schedules` what a center optimizer counts.
-`_fingerprint` tells two rules apart.
+`_fingerprint` tells two rules apart, and `_named` finds them by their names.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
 `agn_optax`. What is imported `as` itself is for the layers above.
@@ -17,6 +17,10 @@ from agn_optax.rules._combinators import scale_by_staleness as scale_by_stalenes
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
+from agn_optax.rules._named import CODECS as CODECS
+from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
+from agn_optax.rules._named import RULES as RULES
+from agn_optax.rules._named import named as named
 from agn_optax.rules._rule import (
     Rule,
     agn,

@@ -15,6 +15,7 @@ from agn_optax.service import _token as tokens  # noqa: F401
 from agn_optax.service import wire as wire
 from agn_optax.service._access import Access
 from agn_optax.service._client import RemoteCenter, connect
+from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer
 from agn_optax.service._server import Server, serve

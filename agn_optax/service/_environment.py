@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import NamedTuple
 
-from agn_optax import errors
+from agn_optax import errors, rules
+
+RULE = "AGN_OPTAX_RULE"
 
 
 class Environment(NamedTuple):
@@ -25,6 +28,33 @@ class Environment(NamedTuple):
     workers: int
     worker: str
     restarts: int
+
+    @property
+    def rule(self) -> rules.Rule:
+        """The rule of the center that `launch` has started (``AGN_OPTAX_RULE``).
+
+        Raises:
+          MissingArgumentError: it was told none, as with ``--center HOST:PORT``.
+          InvalidArgumentError: the variable makes no sense.
+        """
+        text = os.environ.get(RULE)
+        if text is None:
+            raise errors.MissingArgumentError(
+                f"{RULE} is not in the environment, where `agn-optax launch --rule "
+                "...` has it for the center that it starts itself: make the rule here, "
+                "as that of the center"
+            )
+        try:
+            settings = json.loads(text)
+        except ValueError as error:
+            raise errors.InvalidArgumentError(
+                f"{RULE} must be an object of JSON, got {text!r}: {error}"
+            ) from None
+        if not isinstance(settings, dict):
+            raise errors.InvalidArgumentError(
+                f"{RULE} must be an object of JSON, got {text!r}"
+            )
+        return rules.named(settings)
 
 
 def environment() -> Environment:

@@ -18,7 +18,7 @@ from agn_optax import service
 
 me = service.environment()
 print("argv", *sys.argv[1:])
-with service.connect(me.address, agn_optax.rules.easgd(0.25)) as center:
+with service.connect(me.address, me.rule) as center:
     worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name=me.worker)
     params, state = worker.start({"w": jnp.ones(3)}, chief=me.rank == 0)
     for _ in range(4):

@@ -24,6 +24,7 @@ from agn_optax.center.durability import _writer
 from agn_optax.cli import _center_options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
+from agn_optax.rules import _named
 from agn_optax.service import _fingerprint
 
 
@@ -70,13 +71,13 @@ def test_rules_by_name(options, rule):
     _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
 
 
-@pytest.mark.parametrize("name", _rules._OPTIMIZERS)
+@pytest.mark.parametrize("name", rules.OPTIMIZERS)
 def test_every_center_optimizer_takes_its_options(name):
     options = RuleOptions(rule="agn", center_optimizer=name)
     factory = getattr(optax, name)
     every = {
         option: True if option == "nesterov" else 0.5
-        for option in _rules._known(factory)
+        for option in _named.known(factory)
     }
     assert _rules.make(dataclasses.replace(options, **every)).name == "agn"
     with pytest.raises(errors.InvalidArgumentError, match="needs --learning-rate"):

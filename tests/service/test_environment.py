@@ -42,3 +42,30 @@ def test_what_makes_no_sense_is_named(set_environment, name, value):
     set_environment(**{name: value})
     with pytest.raises(errors.InvalidArgumentError, match=f"AGN_OPTAX_{name} must be"):
         service.environment()
+
+
+def test_the_rule_is_given_once(set_environment, monkeypatch):
+    set_environment()
+    with pytest.raises(errors.MissingArgumentError, match="make the rule here"):
+        _ = service.environment().rule
+    monkeypatch.setenv("AGN_OPTAX_RULE", '{"rule": "easgd", "moving_rate": 0.25}')
+    assert service.environment().rule.name == "easgd"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "must be an object of JSON"),
+        ("[]", "must be an object of JSON"),
+        ("{}", "no rule"),
+        ('{"rule": "easgd"}', "rule easgd needs moving_rate"),
+        ('{"rule": ["agn"]}', "rule must be one of"),
+        ('{"rule": "downpour", "moving_rate": 1}', "moving_rate does not apply"),
+        ('{"rule": "downpour", "other": 1}', "other does not apply"),
+    ],
+)
+def test_a_rule_that_makes_no_sense(set_environment, monkeypatch, text, message):
+    set_environment()
+    monkeypatch.setenv("AGN_OPTAX_RULE", text)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        _ = service.environment().rule

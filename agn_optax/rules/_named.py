@@ -1,0 +1,168 @@
+"""Rules and center optimizers by their names and settings, as text can have them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import operator
+import pathlib
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import optax
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.rules import _rule, codecs
+from agn_optax.rules._rule import Rule
+
+# Of optax. Their signatures say which settings they have.
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    name: getattr(optax, name)
+    for name in (
+        *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
+        *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
+    )
+}
+RULES: dict[str, Callable[..., Rule]] = {
+    each.__name__: each
+    for each in (
+        *(_rule.agn, _rule.agn_window, _rule.average, _rule.diloco),
+        *(_rule.downpour, _rule.dynsgd, _rule.easgd),
+    )
+}
+CODECS = {
+    **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
+    **{
+        f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
+    },
+}
+# What a setting of an optimizer may be at most; 0 is the least.
+_HIGHEST = {
+    **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
+    **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
+}
+_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
+
+
+def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
+    """The rule that settings name.
+
+    Args:
+      given: ``rule``, the name of one; its own settings and ``codec`` by its name; and
+        ``center_optimizer``, the name of an optimizer, with the settings of that. Or
+        ``rule_from``, "module:object", alone: a rule, or a function without arguments
+        that returns one; modules in the current directory are found.
+      spelt: how a setting is called where its user finds it.
+
+    Raises:
+      InvalidArgumentError: they name none, or a setting is missing, out of range or not
+        one of this rule or optimizer.
+      InvalidTypeError: ``rule_from`` is no rule.
+    """
+
+    def refuse(why: str, names: Collection[str]) -> None:
+        for name in given:
+            if name in names:
+                raise errors.InvalidArgumentError(f"{spelt(name)} {why}")
+
+    if "rule_from" in given:
+        others = set(given) - {"rule_from"}
+        refuse(
+            f"does not go with {spelt('rule_from')}: the object has all settings",
+            others,
+        )
+        return _load(given["rule_from"], spelt("rule_from"))
+    if "rule" not in given:
+        raise errors.InvalidArgumentError(
+            f"no rule: give {spelt('rule')} NAME ({', '.join(RULES)}), or "
+            f"{spelt('rule_from')} MODULE:OBJECT, on the command line or in a file "
+            "with --config"
+        )
+    name = given["rule"]
+    factory = check.choose(name, RULES, spelt("rule"))
+    settings = _settings(given, factory, f"rule {name}", spelt)
+    center = inspect.signature(factory).parameters.get("center")
+    of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
+    known = {"rule", "codec", *settings, *of_center}
+    refuse(f"does not apply to rule {name}", set(given) - known)
+    if "center_optimizer" in given:
+        settings["center"] = _optimizer(given, spelt, refuse)
+    elif center and center.default is center.empty:
+        raise errors.InvalidArgumentError(
+            f"rule {name} needs {spelt('center_optimizer')}, one of "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+    else:
+        refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
+    if "codec" in given:
+        settings["codec"] = check.choose(given["codec"], CODECS, spelt("codec"))
+    return factory(**settings)
+
+
+def _optimizer(
+    given: Mapping[str, Any],
+    spelt: Callable[[str], str],
+    refuse: Callable[[str, Collection[str]], None],
+) -> optax.GradientTransformation:
+    name = given["center_optimizer"]
+    factory = check.choose(name, OPTIMIZERS, spelt("center_optimizer"))
+    settings = _settings(given, factory, f"center optimizer {name}", spelt)
+    refuse(
+        f"does not apply to center optimizer {name}, which has "
+        f"{', '.join(map(spelt, known(factory)))}",
+        set(_OF_OPTIMIZER) - set(settings),
+    )
+    for each, high in _HIGHEST.items():
+        if each in settings:
+            check.rate(settings[each], spelt(each), low=0.0, high=high)
+    return factory(**settings)
+
+
+def _settings(
+    given: Mapping[str, Any],
+    factory: Callable[..., Any],
+    what: str,
+    spelt: Callable[[str], str],
+) -> dict[str, Any]:
+    """The arguments of a factory that were given."""
+    parameters = known(factory)
+    for name, parameter in parameters.items():
+        if name not in given and parameter.default is parameter.empty:
+            raise errors.InvalidArgumentError(f"{what} needs {spelt(name)}")
+    return {name: given[name] for name in parameters if name in given}
+
+
+def known(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Its parameters that are settings."""
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if name in (*_OF_OPTIMIZER, "moving_rate", "rho", "record_dtype")
+    }
+
+
+def _load(name: str, spelt: str) -> Rule:
+    module, _, path = name.partition(":")
+    if not (module and path):
+        raise errors.InvalidArgumentError(
+            f'{spelt} must be "module:object", got {name!r}'
+        )
+    here = str(pathlib.Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = operator.attrgetter(path)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise errors.InvalidArgumentError(
+            f"{spelt} {name}: {error} (looked for in {here} as well)"
+        ) from error
+    made = found if isinstance(found, Rule) or not callable(found) else found()
+    if not isinstance(made, Rule):
+        raise errors.InvalidTypeError(
+            f"{spelt} {name} must be an agn_optax.rules.Rule, or a function "
+            f"without arguments that returns one, got {check.show(made)}"
+        )
+    return made
