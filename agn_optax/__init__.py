@@ -21,6 +21,7 @@ from agn_optax.round import (
     local_warmup,
     phases,
     scan_round,
+    slots,
     synchronous_warmup,
 )
 from agn_optax.rules import (
@@ -90,6 +91,7 @@ __all__ = [
     "rules",
     "scale_by_staleness",
     "scan_round",
+    "slots",
     "synchronous_warmup",
     "towers",
 ]

@@ -5,6 +5,7 @@ with the center in an optimizer state, and to find it there, and `_optimizers` t
 drop-in optimizers. Periods that are schedules are in `_period`, the center of a mesh in
 `_placement`, collectives in `_collectives`. `_parts` divides a tree, `_elementwise`
 says which rules may work on parts, and `_leafwise` works on a few leaves at a time.
+`_slots` names what a state keeps for each parameter.
 
 Users find what is for them in `agn_optax`. The names here are for the layers above.
 """
@@ -51,5 +52,6 @@ from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._placement import OnHost as OnHost
 from agn_optax.round._placement import Placement as Placement
 from agn_optax.round._placement import ShardedCenter as ShardedCenter
+from agn_optax.round._slots import slots as slots
 
 __all__ = ["collectives", "elementwise", "parts"]

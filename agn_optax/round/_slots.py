@@ -1,0 +1,256 @@
+"""The slots of an optimizer state by name, wherever wrappers have put them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
+
+from agn_optax import errors
+from agn_optax._internal import trees
+from agn_optax.round._exchange import ExchangeState, LocalState
+from agn_optax.round._placement import ShardedCenter, unwrapped
+from agn_optax.rules import AccumulateState
+
+PyTree = Any
+
+
+def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
+    """What an optimizer state keeps for each parameter, by name.
+
+    A *slot* is a tree like the parameters: a moment, a momentum, a sum of gradients,
+    the center. It is named after its field in the state, such as ``"mu"``, ``"nu"`` and
+    ``"trace"``. What belongs to a rule has the part of the round before it:
+
+    ======================  =========================================================
+    ``inner/...``           slots of the inner optimizer: ``inner/mu``
+    ``record/...``          of the rule's record: AGN's gradient sum is ``record/sum``
+    ``anchor``              the center as this worker adopted it, if the state keeps it
+    ``codec/...``           of the codec: ``codec/residual`` of `codecs.error_feedback`
+    ``center``              the center
+    ``center_optimizer/..`` slots of the center optimizer: ``center_optimizer/mu``
+    ======================  =========================================================
+
+    Labels of ``multi_transform`` and names of ``named_chain`` stand before that
+    (``"decoder/inner/mu"``); wrappers that only have a state inside leave no trace.
+    Where two slots would have one name, both get their positions as well (``"0/trace"``
+    and ``"2/trace"``), so no slot hides another.
+
+    Args:
+      opt_state: state of any optax optimizer, of one of this package's, or of a
+        `Worker`; also a state that contains it. Of `Towers`, its arrays have a row for
+        every tower.
+      params: the parameters, or a tree with their structure. None takes the structure
+        from the center, anchor or gradient sum in the state; there must be one that no
+        mask has holes in.
+
+    Returns:
+      A dictionary from names to trees, in the order of the state. These are the arrays
+      of the state itself: copy them if you donate it. Leaves that a mask keeps away are
+      ``optax.MaskedNode()``; a center in shards, and what belongs to it, are this
+      tower's pieces. Arrays of floating numbers that are no part of such a tree, like
+      those of a factored moment, have an entry each. Counts, keys and hyperparameters
+      are left out: integers outside of such trees, and scalars. (Unless the parameters
+      are one scalar: then floating scalars cannot be told from slots, and all of them
+      are here.)
+
+    Raises:
+      MissingArgumentError: ``params`` is None, and the state does not tell.
+      TreeMismatchError: ``params`` is another tree than the center.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> params = {"w": jnp.ones(2)}
+      >>> tx = agn_optax.agn(optax.adam(0.1), period=3, center=optax.sgd(0.1, 0.9))
+      >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
+      >>> found = agn_optax.slots(state)
+      >>> print(*found)
+      inner/mu inner/nu record/sum center center_optimizer/trace
+      >>> print(found["record/sum"]["w"])
+      [1. 1.]
+      >>> print(*agn_optax.slots(optax.adam(0.1).init(params), params))
+      mu nu
+    """
+    known = list(_known(opt_state))
+    if params is None:
+        like = _structure_of(known)
+    else:
+        like = params
+        for tree in known:
+            if not _is_like(tree, params):
+                raise errors.TreeMismatchError(
+                    "params are another tree than what the state keeps for each "
+                    f"parameter: {jax.tree.structure(params)} and "
+                    f"{jax.tree.structure(tree)}"
+                )
+    return _named(list(_found(opt_state, (), _Test(like))))
+
+
+def _known(opt_state: PyTree) -> Iterator[PyTree]:
+    """Trees in a state that are like the parameters, but for masks."""
+    for _, state in trees.nodes(opt_state, ExchangeState):
+        yield _pieces(state.center)
+    for _, local in trees.nodes(opt_state, LocalState):
+        if local.anchor is not None:
+            yield local.anchor
+    for _, record in trees.nodes(opt_state, AccumulateState):
+        yield record.sum
+
+
+def _structure_of(known: list[PyTree]) -> PyTree:
+    whole = [tree for tree in known if not trees.nodes(tree, optax.MaskedNode)]
+    if not whole or any(not _is_like(tree, whole[0]) for tree in whole):
+        raise errors.MissingArgumentError(
+            "slots needs params to know what is like them: the state has "
+            f"{'several trees' if whole else 'no tree'} that could be the parameters'. "
+            "Call slots(opt_state, params)"
+        )
+    return whole[0]
+
+
+def _pieces(center: PyTree) -> PyTree:
+    """A stored center as a tree like the parameters."""
+    _, center = unwrapped(center)
+    return center.pieces if isinstance(center, ShardedCenter) else center
+
+
+def _children(node: PyTree) -> list[tuple[Any, Any]]:
+    """The nodes directly below one, with their keys; the node itself if a leaf."""
+    return tree_flatten_with_path(node, is_leaf=lambda other: other is not node)[0]
+
+
+def _is_like(tree: PyTree, like: PyTree) -> bool:
+    """Whether a tree has the structure of another, but for what masks keep away."""
+    if isinstance(tree, optax.MaskedNode):
+        return True
+    parts, parts_like = _children(tree), _children(like)
+    if [path for path, _ in parts] != [path for path, _ in parts_like]:
+        return False
+    if any(not path for path, _ in parts):  # both are leaves
+        return True
+    return type(tree) is type(like) and all(
+        _is_like(part, other)
+        for (_, part), (_, other) in zip(parts, parts_like, strict=True)
+    )
+
+
+class _Test:
+    """Whether a node of a state is a slot."""
+
+    def __init__(self, like: PyTree) -> None:
+        self._like = like
+        self._is_bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
+        self._is_scalar = self._is_bare and not jnp.shape(like)
+
+    def leaf(self, leaf: Any) -> bool:
+        """An array by itself: by its form alone it could be anything."""
+        is_float = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
+        return is_float and (self._is_scalar or bool(jnp.shape(leaf)))
+
+    def tree(self, node: PyTree) -> bool:
+        has_arrays = bool(jax.tree.leaves(node))
+        return not self._is_bare and has_arrays and _is_like(node, self._like)
+
+
+class _Step(NamedTuple):
+    """One key on the way from a state to a slot."""
+
+    key: Any
+    text: str
+    kind: Literal["label", "position", "field"]
+
+
+_Path = tuple[_Step, ...]
+
+
+class _Slot(NamedTuple):
+    path: _Path
+    tree: PyTree
+
+
+def _found(node: PyTree, path: _Path, is_slot: _Test) -> Iterator[_Slot]:
+    """All slots at a node and below it."""
+    if isinstance(node, ExchangeState | LocalState):
+        yield from _of_round(node, path, is_slot)
+        return
+    children = _children(node)
+    if any(not key for key, _ in children):
+        if is_slot.leaf(node):
+            yield _Slot(path, node)
+    elif is_slot.tree(node):
+        yield _Slot(path, node)
+    else:
+        for (key,), child in children:
+            yield from _found(child, (*path, _step(key)), is_slot)
+
+
+def _of_round(
+    state: ExchangeState | LocalState, path: _Path, is_slot: _Test
+) -> Iterator[_Slot]:
+    """The slots of a rule's state, whose parts have names of their own."""
+
+    def within(name: str, field: str, tree: PyTree) -> Iterator[_Slot]:
+        step = _Step(GetAttrKey(field), name, "label")
+        yield from _found(tree, (*path, step), is_slot)
+
+    def whole(name: str, tree: PyTree) -> Iterator[_Slot]:
+        if jax.tree.leaves(tree):
+            yield _Slot((*path, _Step(GetAttrKey(name), name, "field")), tree)
+
+    if isinstance(state, ExchangeState):
+        yield from _of_round(state.local, path, is_slot)
+        yield from whole("center", _pieces(state.center))
+        center_state = unwrapped(state.center_state)[1]
+        yield from within("center_optimizer", "center_state", center_state)
+    else:
+        yield from within("inner", "inner_state", state.inner_state)
+        yield from within("record", "record", state.record)
+        yield from whole("anchor", state.anchor)
+        yield from within("codec", "codec_state", state.codec_state)
+
+
+def _step(key: Any) -> _Step:
+    if isinstance(key, GetAttrKey):
+        return _Step(key, key.name, "field")
+    if isinstance(key, DictKey):
+        return _Step(key, str(key.key), "label")
+    return _Step(key, keystr((key,), simple=True), "position")
+
+
+def _short(path: _Path) -> str:
+    """Labels, the last field, and all that is behind it."""
+    return _joined(path, ("label",))
+
+
+def _longer(path: _Path) -> str:
+    return _joined(path, ("label", "position"))
+
+
+def _joined(path: _Path, kinds: tuple[str, ...]) -> str:
+    last = max((i for i, step in enumerate(path) if step.kind == "field"), default=0)
+    return "/".join(s.text for i, s in enumerate(path) if i >= last or s.kind in kinds)
+
+
+def _full(path: _Path) -> str:
+    """As JAX writes it: no two places in a tree are written alike."""
+    return keystr(tuple(step.key for step in path))
+
+
+def _named(found: list[_Slot]) -> dict[str, PyTree]:
+    """Each slot by the shortest name that is its own."""
+    forms = (_short, _longer, _full)
+    chosen = [0] * len(found)
+    while True:
+        names = [forms[n](slot.path) for n, slot in zip(chosen, found, strict=True)]
+        count = collections.Counter(names)
+        if len(count) == len(names):
+            return {name: slot.tree for name, slot in zip(names, found, strict=True)}
+        last = len(forms) - 1
+        for i, name in enumerate(names):
+            if count[name] > 1:
+                chosen[i] = min(chosen[i] + 1, last)
