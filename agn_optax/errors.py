@@ -8,6 +8,7 @@
     ├── UnboundAxisError (NameError)          the axis name is not bound here
     ├── CenterNotFoundError (LookupError)     an optimizer state holds no center
     ├── AmbiguousCenterError (LookupError)    ... or more than one
+    ├── MissingExtraError (ImportError)       what an extra installs is not there
     └── CenterError                           a center refused a call
         ├── NotInitializedError               it has no parameters (yet)
         ├── AlreadyInitializedError           somebody else initialized it
@@ -61,6 +62,10 @@ class CenterNotFoundError(AgnOptaxError, LookupError):
 
 class AmbiguousCenterError(AgnOptaxError, LookupError):
     """The optimizer state holds more than one center, so "the center" means nothing."""
+
+
+class MissingExtraError(AgnOptaxError, ImportError):
+    """What an extra installs is not there; says which packages, and which extra."""
 
 
 class CenterError(AgnOptaxError):

@@ -2,12 +2,13 @@
 
 `check` has the checks of input, `trees` what `optax.tree` lacks, `description` which
 leaves a tree has, `layout` where they lie in one buffer, `tracing` what a traced
-program makes of its arguments, `in_background` threads that a process does not wait
-for.
+program makes of its arguments, `extras` whether what an extra installs is there,
+`in_background` threads that a process does not wait for.
 """
 
 from agn_optax._internal import check as check
 from agn_optax._internal import description as description
+from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout
 from agn_optax._internal import tracing as tracing
 from agn_optax._internal import trees as trees

@@ -6,6 +6,10 @@ lines and files, `_rules` and `_center_options` are such records. `run` runs pro
 side by side. The command needs the extra ``agn_optax[cli]``.
 """
 
+import sys
+
+from agn_optax import errors
+from agn_optax._internal import extras
 from agn_optax.launch import Ended, Program, run
 
 __all__ = ["Ended", "Program", "main", "run"]
@@ -14,6 +18,10 @@ __all__ = ["Ended", "Program", "main", "run"]
 def main() -> None:
     """Runs the command that ``sys.argv`` names, and exits."""
     # Here, as the launcher does without all that the command needs.
+    try:
+        extras.require("cli", "typer", "rich", "grpc")
+    except errors.MissingExtraError as error:
+        sys.exit(f"agn-optax: {error}")
     from agn_optax.cli._app import app  # noqa: PLC0415
 
     app(prog_name="agn-optax")

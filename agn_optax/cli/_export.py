@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 from typing import Annotated, Any
 
 import typer
 
 from agn_optax import center, errors, service
+from agn_optax._internal import extras
 from agn_optax.cli import _options, _rules, _status
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
@@ -61,17 +61,14 @@ def check(to: pathlib.Path) -> None:
     """A checkpoint can be written there.
 
     Raises:
-      InvalidArgumentError: there is something, or no Orbax here.
+      InvalidArgumentError: there is something.
+      MissingExtraError: there is no Orbax here.
     """
     if to.exists():
         raise errors.InvalidArgumentError(
             f"{to} is there already: a checkpoint takes a directory of its own"
         )
-    if importlib.util.find_spec("orbax") is None:
-        raise errors.InvalidArgumentError(
-            "checkpoints are written by the package orbax-checkpoint: pip install "
-            "agn_optax[flax]"
-        )
+    extras.require("flax", "orbax.checkpoint")
 
 
 def write(params: PyTree, to: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agn_optax import errors
+from agn_optax._internal import extras
 from agn_optax.cli import _options
 from agn_optax.service import tokens
 
@@ -73,8 +74,8 @@ def make(
     """Makes the files, and says which.
 
     Raises:
-      InvalidArgumentError: a name is none, a file is there already, or the package that
-        makes certificates is not.
+      InvalidArgumentError: a name is none, or a file is there already.
+      MissingExtraError: the package that makes certificates is not there.
     """
     names = [name for each in roles.values() for name in each]
     _check(directory, hosts, names)
@@ -116,13 +117,7 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
             raise errors.InvalidArgumentError(
                 f"{directory / file} is there already; remove it to make another one"
             )
-    try:
-        import cryptography  # noqa: F401, PLC0415 an extra of its own
-    except ImportError:
-        raise errors.InvalidArgumentError(
-            "certificates are made by the package cryptography: pip install "
-            "agn_optax[keys]"
-        ) from None
+    extras.require("keys", "cryptography")
 
 
 class _Authority:

@@ -6,6 +6,13 @@ back; gRPC looks at that when it is imported, so this is before all else that do
 
 import os
 
+from agn_optax._internal import extras
+
+extras.require(
+    "service",
+    *("grpc", "grpc_channelz", "grpc_health", "grpc_reflection"),
+    "google.protobuf",
+)
 if "GRPC_VERBOSITY" in os.environ:
     import grpc
 else:
