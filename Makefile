@@ -46,9 +46,11 @@ bench: venv ## measure everything beside its peers: tables and plots in bench-ou
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto
 
-lock: ## pin the newest versions of everything, with hashes (needs uv)
-	uv pip compile --universal --python-version 3.11 --generate-hashes --extra dev \
-		--upgrade --quiet --no-header pyproject.toml --output-file requirements-dev.txt
+extras := cli flax grain keys metrics tensorboard wandb
+lock: ## pin what pyproject.toml asks for, with hashes (needs uv); ARGS=--upgrade: the newest of all
+	uv pip compile --universal --python-version 3.11 --generate-hashes \
+		--group dev $(extras:%=--extra %) --quiet --no-header $(ARGS) \
+		pyproject.toml --output-file requirements-dev.txt
 
 clean: ## remove what the targets above made
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo-output bench-output site .nox mutants-output

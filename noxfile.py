@@ -5,10 +5,13 @@ and with programs compiled as users have them: `make test` leaves out what takes
 Options after `--` are pytest's:
 
     nox --session oldest -- tests/laws
+
+`extras` and `sdist` install what users do, each where nothing else is, and use it.
 """
 
 import pathlib
 import shutil
+import sys
 
 import nox
 
@@ -25,28 +28,80 @@ NEEDED = (
 )
 
 
-def run_tests(session: nox.Session, *versions: str) -> None:
-    """Installs the wheel with ``versions``, and runs the tests on it."""
-    here = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parent
+# What the tests need beside the group dev. (As the lock, which `make lock` makes.)
+EXTRAS = "cli,flax,grain,keys,metrics,tensorboard,wandb"
+# A use of each extra, as those who installed just that have it.
+USES = {
+    "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
+    "service": "from agn_optax import service; service.serve(rules.downpour()).stop()",
+    "cli": "from agn_optax import cli; sys.argv[1:] = ['--version']; cli.main()",
+    "keys": "from agn_optax import cli; sys.argv[1:] = ['keys', 'made', '--host=a', "
+    "'--chief=b']; cli.main()",
+    "flax": "import flax.linen; from orbax.checkpoint import v1",
+    "grain": "import grain",
+    "metrics": "import prometheus_client",
+    "tensorboard": "import tensorboardX",
+    "wandb": "import wandb",
+}
+
+
+def make(session: nox.Session, kind: str) -> pathlib.Path:
+    """A wheel or an sdist of the checkout, in a new folder."""
     folder = pathlib.Path(session.create_tmp())
     shutil.rmtree(folder)
-    copy = folder / "copy"
-    copy.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    session.chdir(HERE)
+    build = (sys.executable, "-m", "hatchling", "build", "--target", kind)
+    session.run(*build, "--directory", folder, external=True)
+    (made,) = folder.iterdir()
+    session.chdir(folder)  # where the checkout's agn_optax cannot be imported
+    return made
+
+
+def run_tests(session: nox.Session, *versions: str) -> None:
+    """Installs the wheel with ``versions``, and runs the tests on it."""
+    wheel = make(session, "wheel")
+    copy = wheel.parent / "copy"
+    copy.mkdir()
     for name in NEEDED:
-        if (here / name).is_dir():
+        if (HERE / name).is_dir():
             without = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(here / name, copy / name, ignore=without)
+            shutil.copytree(HERE / name, copy / name, ignore=without)
         else:
-            shutil.copy(here / name, copy)
-    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, here)
-    (wheel,) = folder.glob("*.whl")
-    session.install(f"{wheel}[dev]", *versions)
+            shutil.copy(HERE / name, copy)
+    project = nox.project.load_toml(HERE / "pyproject.toml")
+    group = nox.project.dependency_groups(project, "dev")
+    session.install(f"{wheel}[{EXTRAS}]", *group, *versions)
     session.run("pip", "list")
     session.chdir(copy)
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     where = () if session.posargs else ("tests", "--pyargs", "agn_optax")
     options = ("-n", "2", "--dist", "loadfile", *where, *session.posargs)
     session.run("python", "-B", "-m", "pytest", *options, env=environment)
+
+
+@nox.session(python="3.11")
+@nox.parametrize("extra", list(USES))
+def extras(session: nox.Session, extra: str) -> None:
+    """The wheel with one extra, or alone, where nothing else is."""
+    use_alone(session, make(session, "wheel"), extra)
+
+
+@nox.session(python="3.11")
+def sdist(session: nox.Session) -> None:
+    """The sdist, of which pip makes a wheel by itself."""
+    use_alone(session, make(session, "sdist"), "")
+
+
+def use_alone(session: nox.Session, made: pathlib.Path, extra: str) -> None:
+    """Installs it, and runs what needs the extra."""
+    session.install(f"{made}[{extra}]" if extra else made)
+    session.run("python", "-m", "pip", "check")
+    program = (
+        f"import sys, optax, agn_optax\nfrom agn_optax import rules\n{USES[extra]}"
+    )
+    session.run("python", "-c", program, env={"JAX_PLATFORMS": "cpu"})
 
 
 @nox.session(python="3.11")

@@ -1,0 +1,293 @@
+"""The wheel, the sdist, the extras, the lock, and types as users see them."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+
+import jax
+import pytest
+import test_project
+import typed_program
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import agn_optax
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+in_checkout = pytest.mark.skipif(
+    not (ROOT / "agn_optax").is_dir(), reason="builds the checkout, which is not here"
+)
+
+
+def run(*command, where, **environment):
+    """A program's output; it shows what it says if it fails."""
+    ended = subprocess.run(  # noqa: S603 our own programs
+        [sys.executable, *map(str, command)],
+        cwd=where,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def build(source, to):
+    """Wheel and sdist, as `python -m build` or pip would make them."""
+    run("-m", "hatchling", "build", "--directory", to, where=source)
+    (wheel,), (sdist,) = to.glob("*.whl"), to.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """A folder with what the wheel installs: it has no scripts and nothing to build."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(folder)  # noqa: S202 our own
+    return folder
+
+
+def names_in(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(archive.namelist())
+
+
+@in_checkout
+def test_the_wheel_is_the_package(built):
+    tracked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "agn_optax").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert "agn_optax/py.typed" in tracked
+    names = set(names_in(built[0]))
+    assert {name for name in names if "dist-info" not in name} == tracked
+    about = {name.partition(".dist-info/")[2] for name in names - tracked}
+    assert about == {
+        *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    }
+
+
+@in_checkout
+def test_the_sdist_makes_the_same_wheel(built, tmp_path):
+    with tarfile.open(built[1]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    for needed in (
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "tests",
+        "docs",
+        "Makefile",
+    ):
+        assert (source / needed).exists(), needed
+    wheel, _ = build(source, tmp_path / "dist")
+    assert names_in(wheel) == names_in(built[0])
+
+
+@in_checkout
+def test_what_the_wheel_says_of_itself(installed):
+    (about,) = importlib.metadata.distributions(name="agn_optax", path=[str(installed)])
+    assert about.version == agn_optax.__version__
+    extras = about.metadata.get_all("Provides-Extra")
+    assert {canonicalize_name(name) for name in extras} == set(EXTRAS)
+    alone = [
+        Requirement(each).name for each in about.requires if "extra ==" not in each
+    ]
+    assert sorted(alone) == ["jax", "jaxlib", "optax"]
+    (script,) = about.entry_points
+    assert (script.name, script.value) == ("agn-optax", "agn_optax.cli:main")
+
+
+# Imports every module of the package, with what extras install hidden, and runs the
+# command.
+WITHOUT_EXTRAS = """
+import importlib, json, pathlib, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import agn_optax
+
+folder = pathlib.Path(agn_optax.__file__).parent
+failed, count = {}, 0
+for path in sorted(folder.rglob("*.py")):
+    parts = path.relative_to(folder.parent).with_suffix("").parts
+    name = ".".join(part for part in parts if part != "__init__")
+    if name.endswith("__main__"):
+        continue
+    count += 1
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        failed[name] = [type(error).__name__, str(error)]
+try:
+    agn_optax.cli.main()
+except SystemExit as end:
+    print(json.dumps([str(folder), count, failed, end.code]))
+"""
+
+
+@in_checkout
+def test_without_any_extra(installed):
+    """All but service and command is there, and those say which extra they need."""
+    hidden = {
+        *("google", "grpc", "grpc_channelz", "grpc_health", "grpc_reflection"),
+        *("rich", "typer", "cryptography", "flax", "orbax", "matplotlib", "sklearn"),
+        *("prometheus_client", "tensorboardX", "wandb", "grain", "equinox", "chex"),
+    }
+    path = str(installed)
+    said = run(
+        *("-c", WITHOUT_EXTRAS, ",".join(hidden)), where=installed, PYTHONPATH=path
+    )
+    folder, count, failed, ended = json.loads(said.splitlines()[-1])
+    assert folder == str(installed / "agn_optax")
+    assert count > 90
+    assert {name.split(".")[1] for name in failed} == {"service", "cli"}
+    assert "agn_optax.cli" not in failed  # `run` needs no extra
+    for name, (error, message) in failed.items():
+        if name.startswith("agn_optax.service"):
+            assert error == "MissingExtraError"
+            assert "grpc" in message
+            assert "pip install 'agn_optax[service]'" in message
+    assert "typer" in ended
+    assert "pip install 'agn_optax[cli]'" in ended
+
+
+def requirements(extra):
+    """What an extra brings, through other extras as well."""
+    for line in EXTRAS[extra]:
+        requirement = Requirement(line)
+        if canonicalize_name(requirement.name) == "agn-optax":
+            for other in requirement.extras:
+                yield from requirements(other)
+        else:
+            yield requirement
+
+
+def test_every_package_that_a_layer_imports_is_in_an_extra():
+    extras = {"service": ["service"], "cli": ["cli", "keys", "flax"]}
+    distributions = importlib.metadata.packages_distributions()
+    for layer, modules in test_project.EXTRAS.items():
+        brought = {
+            canonicalize_name(each.name)
+            for extra in extras.get(layer, [layer])
+            for each in requirements(extra)
+        }
+        for module in modules - {"ml_dtypes"}:  # which JAX needs itself
+            found = {canonicalize_name(name) for name in distributions[module]}
+            assert found & brought, f"{layer} imports {module}"
+
+
+class TestVersions:
+    """What docs/versions.md promises is what is declared and tested."""
+
+    @staticmethod
+    def sessions():
+        """Of the noxfile: Python, and versions that it pins."""
+        tree = ast.parse((ROOT / "noxfile.py").read_text())
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef) and function.decorator_list:
+                text = ast.unparse(function)
+                python = re.search(r"python='([\d.]+)'", text)
+                pins = dict(re.findall(r"'([a-z]+)==([\d.]+)[^']*'", text))
+                yield function.name, python and python[1], pins
+
+    @in_checkout
+    def test_the_oldest_are_tested(self):
+        name, python, pins = next(s for s in self.sessions() if s[0] == "oldest")
+        assert PROJECT["project"]["requires-python"] == f">={python}"
+        declared = [Requirement(each) for each in PROJECT["project"]["dependencies"]]
+        declared += [*requirements("flax"), *requirements("service")]
+        floors = {
+            each.name: next(iter(each.specifier)).version
+            for each in declared
+            if each.name in pins
+        }
+        assert set(pins) == {"jax", "jaxlib", "optax", "flax", "grpcio", "protobuf"}
+        for package, version in pins.items():
+            assert version.rstrip(".").startswith(floors[package]), (name, package)
+
+    def test_pythons_are_those_that_are_declared(self):
+        pythons = re.findall(
+            r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"])
+        )
+        assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
+        assert f"{sys.version_info.major}.{sys.version_info.minor}" in pythons
+
+    def test_what_runs_here_is_supported(self):
+        for line in PROJECT["project"]["dependencies"]:
+            requirement = Requirement(line)
+            here = importlib.metadata.version(requirement.name)
+            assert requirement.specifier.contains(here, prereleases=True), line
+
+
+@in_checkout
+class TestLock:
+    """requirements-dev.txt: all is pinned and hashed, from nowhere in particular."""
+
+    @pytest.fixture
+    def text(self):
+        return (ROOT / "requirements-dev.txt").read_text()
+
+    def test_it_names_no_place(self, text):
+        for line in text.splitlines():
+            assert not re.search(r"://|^\s*-(?!-hash=)|(^|\s)\.?/", line), line
+            assert not re.search(r"--(?!hash=sha256:[0-9a-f]{64}\b)", line), line
+
+    def test_it_has_all_that_groups_and_extras_name(self, text):
+        pinned = set(re.findall(r"^([a-z0-9-]+)==\S+ [^\n]*\\$", text, re.M))
+        groups = [
+            line
+            for lines in PROJECT["dependency-groups"].values()
+            for line in lines
+            if isinstance(line, str)
+        ]
+        extras = [
+            str(each)
+            for extra in set(EXTRAS) - {"cuda13", "tpu"}
+            for each in requirements(extra)
+        ]
+        wanted = {canonicalize_name(Requirement(line).name) for line in groups + extras}
+        assert wanted <= pinned
+
+
+def test_a_typed_program_runs():
+    assert len(jax.devices()) > 1
+    version, other, average = typed_program.main()
+    assert (version, other) == (1, 1)
+    assert average == pytest.approx(0.36)
+
+
+def test_a_typed_program_is_checked_as_users_see_it(tmp_path):
+    """Strictly, and against the package with its py.typed, as an installed one."""
+    package = pathlib.Path(agn_optax.__file__).parents[1]
+    said = run(
+        *("-m", "mypy", "--config-file", ROOT / "pyproject.toml"),
+        # That of `make types`: JAX alone takes 20 s.
+        *("--cache-dir", ROOT / ".mypy_cache", typed_program.__file__),
+        where=tmp_path,
+        PYTHONPATH=str(package),
+    )
+    assert "no issues found in 1 source file" in said
