@@ -1,7 +1,7 @@
 """The pages for those who come from elsewhere: every line runs, and none is missing.
 
-Of a table with a column "here", the code in each cell of that column runs, in order,
-after the ``py`` blocks before it: all of a part (``##``) in one scope.
+Of a table with a column "here", the code at the head of each cell of that column runs,
+in order, after the ``py`` blocks before it: all of a part (``##``) in one scope.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import agn_optax
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("coming-from-*.md"))
 FENCE = re.compile(r"```(\S+)( \S+)?\n(.*?)```", re.DOTALL)
-CELL = re.compile(r"\| (?P<there>[^|]*) \| (?P<here>[^|]*) \|(?P<note>[^|]*)\|")
+ROW = re.compile(r"\| (?P<there>[^|]*) \| (?P<here>[^|]*) \|")
 TENSORFLOW = "coming-from-tensorflow.md"
 
 # What PARITY says there is: parts of the page, and what each of them has to name.
@@ -93,16 +93,16 @@ def code(part):
         end = len(part) if fence is None else fence.start()
         is_table = False
         for line in part[place:end].splitlines():
-            if re.match(r"\| .*\| here +\|", line):
+            if re.fullmatch(r"\| .* \| here \|", line):
                 is_table = True
             elif not line.startswith("|"):
                 is_table = False
-            elif is_table and (cell := CELL.match(line)):
-                found = re.match(r"`([^`]*)`$", cell["here"].strip())
-                if found:
+            elif is_table:
+                here = ROW.fullmatch(line)["here"].partition("<br>")[0]
+                if found := re.fullmatch(r"`([^`]*)`", here):
                     yield found[1]
                 else:
-                    assert cell["here"].strip() in ("nothing", "---"), line
+                    assert here in ("nothing", "---"), line
         if fence is None:
             return
         place = fence.end()
@@ -132,9 +132,7 @@ def test_every_line_runs(page, title, tmp_path, monkeypatch):
 
 def named(part):
     """Names in the code of what is on the left of tables, or before them."""
-    rows = "\n".join(
-        cell["there"] for cell in map(CELL.match, part.splitlines()) if cell
-    )
+    rows = "\n".join(row["there"] for row in map(ROW.match, part.splitlines()) if row)
     before = part.split("\n| ")[0]
     spans = re.findall(r"`([^`]*)`", rows + "\n" + FENCE.sub("", before))
     return {name for span in spans for name in re.findall(r"\w+", span)}
