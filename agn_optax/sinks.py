@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, extras
 
 __all__ = ["JsonLines", "TensorBoard", "WandB"]
 
@@ -81,7 +81,7 @@ class TensorBoard(contextlib.AbstractContextManager["TensorBoard"]):
       prefix: of every name, such as ``"worker-0/"``.
 
     Raises:
-      ImportError: tensorboardX is missing (``pip install agn_optax[tensorboard]``).
+      MissingExtraError: the extra ``tensorboard`` is not installed.
 
     Example:
       >>> import tempfile
@@ -92,13 +92,8 @@ class TensorBoard(contextlib.AbstractContextManager["TensorBoard"]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
-        try:
-            tensorboard = importlib.import_module("tensorboardX")
-        except ImportError as error:
-            raise ImportError(
-                "sinks.TensorBoard needs tensorboardX: pip install "
-                "agn_optax[tensorboard]"
-            ) from error
+        extras.require("tensorboard", "tensorboardX")
+        tensorboard = importlib.import_module("tensorboardX")
         self._prefix = prefix
         self._writer = tensorboard.SummaryWriter(os.fspath(folder))
 
