@@ -46,7 +46,7 @@ bench: venv ## measure everything beside its peers: tables and plots in bench-ou
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto
 
-extras := cli flax grain keys metrics tensorboard wandb
+extras := cli flax grain keys metrics tensorboard
 lock: ## pin what pyproject.toml asks for, with hashes (needs uv); ARGS=--upgrade: the newest of all
 	uv pip compile --universal --python-version 3.11 --generate-hashes \
 		--group dev $(extras:%=--extra %) --quiet --no-header $(ARGS) \

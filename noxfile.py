@@ -30,7 +30,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # What the tests need beside the group dev. (As the lock, which `make lock` makes.)
-EXTRAS = "cli,flax,grain,keys,metrics,tensorboard,wandb"
+EXTRAS = "cli,flax,grain,keys,metrics,tensorboard"
 # A use of each extra, as those who installed just that have it.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
@@ -42,7 +42,6 @@ USES = {
     "grain": "import grain",
     "metrics": "import prometheus_client",
     "tensorboard": "import tensorboardX",
-    "wandb": "import wandb",
 }
 
 
