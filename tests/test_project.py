@@ -26,6 +26,7 @@ LAYERS = {
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
+    "flax": {"_internal", "worker"},
     "launch": {"_internal"},
     "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
 }
@@ -39,6 +40,7 @@ EXTRAS = {
         "grpc_reflection",
         "ml_dtypes",
     },
+    "flax": {"flax"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 
