@@ -621,6 +621,11 @@ class LocalSession(Session):
                 core._messages[worker].over.wait(max(0.0, until - now))
                 core._settle()
 
+    @property
+    def life(self) -> Any:
+        """As `Session.life`."""
+        return [self._core.life, self.incarnation]
+
     def wait_until_kept(self, answer: Answer) -> None:
         """Until an answer will not be forgotten: with a journal, until it is on disk.
 
