@@ -94,7 +94,16 @@ __all__ = [
 
 
 # What optimizers alone do not need is imported when it is used first.
-_MODULES = ("center", "flax", "launch", "planning", "service", "towers", "worker")
+_MODULES = (
+    "center",
+    "checkpoint",
+    "flax",
+    "launch",
+    "planning",
+    "service",
+    "towers",
+    "worker",
+)
 
 
 def _module_of(name: str) -> str:

@@ -27,6 +27,7 @@ LAYERS = {
     "worker": {"_internal", "rules", "round", "center"},
     "service": {"_internal", "rules", "round", "center", "worker"},
     "flax": {"_internal", "worker"},
+    "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "launch": {"_internal"},
     "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
 }
@@ -41,6 +42,7 @@ EXTRAS = {
         "ml_dtypes",
     },
     "flax": {"flax"},
+    "checkpoint": {"orbax"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 
@@ -126,6 +128,7 @@ def test_importing_is_light():
         agn_optax.rules,
         agn_optax.towers,
         agn_optax.center,
+        agn_optax.checkpoint,
         agn_optax.service,
         agn_optax.errors,
     ],

@@ -141,6 +141,11 @@ class Core:
         return self._store
 
     @property
+    def outlives(self) -> bool:
+        """Whether anything of this center outlives its process by itself."""
+        return self._keeper is not None
+
+    @property
     def failure(self) -> str:
         """Why this center cannot be kept on disk any more; "" while all is well."""
         return "" if self._keeper is None else self._keeper.failure

@@ -155,12 +155,16 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
     Some differ on purpose: random keys, pieces of a center, gradients in flight.
     """
-    alike = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
-    leaves = tree_flatten_with_path(alike)[0]
-    named = {keystr(path): leaf for path, leaf in leaves if not is_key(leaf)}
+    named = {path: leaf for path, leaf in alike(state).items() if not is_key(leaf)}
     same = jax.device_get(_same_rows(list(named.values()), workers))
     differing = (path for path, rows in zip(named, same, strict=True) if not rows)
     return Agreement(next(differing, None))
+
+
+def alike(state: PyTree) -> dict[str, Any]:
+    """What a worker's towers all have, but for random keys; by path."""
+    common = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(common)[0]}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -195,6 +199,46 @@ def check_centers(state: PyTree) -> None:
             )
 
 
+def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """As `Towers.unreplicate`, of numpy arrays, whose mesh may not be there."""
+    names, shape = tuple(sizes), tuple(sizes.values())
+
+    def first(node: Any) -> Any:
+        if isinstance(node, InFlight):  # of the towers of the first worker
+            each = math.prod(shape[1:])
+            return jax.tree.map(lambda x: x[:each].mean(axis=0), node.rows)
+        if not isinstance(node, PerTower):
+            return node[0]
+        kept = tuple(slice(None) if name in node.axes else 0 for name in names)
+        order = [sorted(node.axes, key=names.index).index(name) for name in node.axes]
+
+        def apart(rows: Any) -> Any:
+            own = rows.reshape(*shape, *rows.shape[1:])[kept]
+            return own.transpose(*order, *range(len(order), own.ndim))
+
+        return PerTower(jax.tree.map(apart, node.rows), node.axes)
+
+    return jax.tree.map(first, marked(state), is_leaf=is_marked)
+
+
+def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """State whose centers say that they are in pieces of a mesh of these sizes."""
+
+    def cut(center: ShardedCenter) -> ShardedCenter:
+        return dataclasses.replace(center, cut=_counts(center, sizes))
+
+    return trees.map_nodes(cut, state, ShardedCenter)
+
+
+def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Into how many pieces a mesh cuts a center, by its two groups of axes."""
+    within, across = center.axes
+    return (
+        math.prod(sizes[name] for name in within),
+        math.prod(sizes[name] for name in across),
+    )
+
+
 def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     """State that `unreplicate` gave, its centers cut for a mesh of these sizes.
 
@@ -214,10 +258,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         far = any(not getattr(x, "is_fully_addressable", True) for x in leaves)
         if there <= {here} or 0 in here or far:
             return node  # if they do not fit, `check_pieces` says so
-        counts = (
-            math.prod(sizes[name] for name in within),
-            math.prod(sizes[name] for name in across),
-        )
+        counts = _counts(center, sizes)
         old, new = _Cut(*center.cut, center), _Cut(*counts, center)
         local = node.local._replace(
             record=_recut(node.local.record, old.parts, new.parts, sizes),

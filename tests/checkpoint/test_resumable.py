@@ -1,0 +1,187 @@
+"""A worker that goes on where it was, whatever its last process was about to do."""
+
+import contextlib
+import shutil
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import shared
+
+import agn_optax
+from agn_optax import checkpoint, errors
+
+SAMPLES, PERIOD = 7, 2
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing that would be cleaned up after it matters here."""
+
+
+@pytest.fixture
+def journaled(tmp_path):
+    """A center that outlives its workers, as a served one does."""
+    durability = agn_optax.center.Journal(tmp_path / "center")
+    center = agn_optax.LocalCenter(
+        shared.downpour(), jnp.zeros(SAMPLES), durability=durability
+    )
+    yield center
+    center.close()
+
+
+def resumable(center, folder, overlap=False, name="w", **beside):
+    worker = agn_optax.Worker(
+        center, shared.sgd(1.0), period=PERIOD, name=name, overlap=overlap
+    )
+    data = iter(grain.MapDataset.range(SAMPLES).to_iter_dataset())
+    return checkpoint.Resumable(worker, folder, data=data, **beside), data
+
+
+def an_epoch(loop, data, before=lambda sample: None):
+    """Each sample adds one to its own element of the center."""
+    params, state = loop.start()
+    for sample in data:
+        before(int(sample))
+        grads = -jax.nn.one_hot(sample, SAMPLES)
+        updates, state = loop.tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    loop.flush(params, state)
+
+
+def kill(*args, **kwargs):
+    raise Killed
+
+
+def in_a_step(loop, monkeypatch):
+    def before(sample):
+        if sample == 5:  # two exchanges are over, and a local step is lost
+            kill()
+
+    return before
+
+
+def as_it_sends(loop, monkeypatch):
+    """The checkpoint is written, and the center gets no message."""
+    session, made = loop.worker.center.join, []
+
+    def join(*args, **kwargs):
+        made.append(session(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(loop.worker.center, "join", join)
+
+    def before(sample):
+        if sample == 3:
+            monkeypatch.setattr(made[-1], "exchange", kill)
+
+    return before
+
+
+def before_it_has_the_answer(loop, monkeypatch):
+    """The center has applied the message, and the worker never hears of it."""
+    before = as_it_sends(loop, monkeypatch)
+
+    def and_apply(sample):
+        before(sample)
+        if sample == 3:
+            session = loop.worker._session
+            exchange = type(session).exchange
+
+            def applied(*args, **kwargs):
+                exchange(session, *args, **kwargs)
+                kill()
+
+            monkeypatch.setattr(session, "exchange", applied)
+
+    return and_apply
+
+
+def as_it_writes(loop, monkeypatch):
+    def before(sample):
+        if sample == 5:
+            monkeypatch.setattr(loop._checkpoints, "save_checkpointables", kill)
+
+    return before
+
+
+@pytest.mark.parametrize(
+    "killed", [in_a_step, as_it_sends, before_it_has_the_answer, as_it_writes]
+)
+def test_every_sample_counts_once(killed, journaled, tmp_path, monkeypatch):
+    loop, data = resumable(journaled, tmp_path / "own")
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        an_epoch(loop, data, killed(loop, patched))
+    loop, data = resumable(journaled, tmp_path / "own")
+    an_epoch(loop, data)
+    assert loop.resumed
+    np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
+    assert (loop.exchanges, journaled.version) == (4, 4)
+    # It may come back after the epoch, too, and then has nothing to do.
+    loop, data = resumable(journaled, tmp_path / "own")
+    an_epoch(loop, data)
+    assert journaled.version == 4
+
+
+def test_a_worker_that_overlaps(journaled, tmp_path):
+    loop, data = resumable(journaled, tmp_path / "own", overlap=True)
+    with pytest.raises(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    loop, data = resumable(journaled, tmp_path / "own", overlap=True)
+    an_epoch(loop, data)
+    np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
+
+
+def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
+    def a_loop(kept):
+        center = agn_optax.LocalCenter(shared.downpour())
+        return resumable(center, tmp_path, kept=kept)
+
+    stats = {"mean": jnp.zeros(2)}
+    loop, data = a_loop(stats)
+    params, state = loop.start(jnp.zeros(SAMPLES), chief=True)
+    for sample in data:
+        if sample == 5:
+            break
+        stats["mean"] = stats["mean"] + 1.0
+        updates, state = loop.tx.update(-jax.nn.one_hot(sample, SAMPLES), state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    stats = {"mean": jnp.zeros(2)}
+    loop, data = a_loop(stats)
+    an_epoch(loop, data)
+    np.testing.assert_array_equal(loop.center.pull().params, np.ones(SAMPLES))
+    np.testing.assert_array_equal(stats["mean"], [4.0, 4.0])  # when it was written
+    other = agn_optax.Worker(loop.center, shared.sgd(1.0), period=1, name="other")
+    other.start()
+    params, state = loop.worker.start()
+    with pytest.raises(errors.InvalidArgumentError, match=r"beside 'w'.*\['other'\]"):
+        loop.save(params, state)
+
+
+def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
+    loop, data = resumable(journaled, tmp_path / "own")
+    with contextlib.suppress(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    another = agn_optax.center.Journal(tmp_path / "another")
+    with contextlib.closing(
+        agn_optax.LocalCenter(shared.downpour(), jnp.zeros(SAMPLES), durability=another)
+    ) as center:
+        for _ in range(2):  # or the worker would have seen the future
+            session = center.join("x")
+            session.exchange(1, jnp.zeros(SAMPLES), anchor_version=0)
+        loop, _ = resumable(center, tmp_path / "own")
+        with pytest.raises(errors.WorkerStateError, match=r"'w' cannot go on.*anew"):
+            loop.start()
+    # Its own center, which has heard of it since.
+    shutil.copytree(tmp_path / "own", tmp_path / "old")
+    loop, data = resumable(journaled, tmp_path / "own")
+    an_epoch(loop, data)
+    loop, _ = resumable(journaled, tmp_path / "old")
+    with pytest.raises(errors.WorkerStateError, match=r"'w' has exchanged since its"):
+        loop.start()
+    with pytest.raises(errors.InvalidTypeError, match="worker must be"):
+        checkpoint.Resumable(journaled, tmp_path)
