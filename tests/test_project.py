@@ -25,6 +25,7 @@ LAYERS = {
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
+    "training": {"_internal", "towers", "worker", "flax", "checkpoint"},
     "service": {"_internal", "rules", "round", "center", "worker"},
     "flax": {"_internal", "worker"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
@@ -43,6 +44,7 @@ EXTRAS = {
     },
     "flax": {"flax"},
     "checkpoint": {"orbax"},
+    "training": {"rich"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 
@@ -127,6 +129,7 @@ def test_importing_is_light():
         agn_optax,
         agn_optax.rules,
         agn_optax.towers,
+        agn_optax.training,
         agn_optax.center,
         agn_optax.checkpoint,
         agn_optax.service,

@@ -12,7 +12,6 @@ are made anew.
 from __future__ import annotations
 
 import os
-import pathlib
 from typing import Any
 
 from agn_optax import errors
@@ -55,6 +54,7 @@ class Resumable:
     Attributes:
       worker: the worker.
       resumed: whether `start` found a checkpoint.
+      checkpoints: the files.
 
     Raises:
       InvalidArgumentError: Orbax is not installed, or ``keep`` is not positive.
@@ -92,16 +92,11 @@ class Resumable:
     ) -> None:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
         check.whole_number(keep, "keep", least=1, optional=False)
-        training = _save.orbax().training
         self.worker = worker
         self.resumed = False
         self._beside = beside
         self._written = -1  # exchanges that were over when the last one was written
-        self._checkpoints = training.Checkpointer(
-            pathlib.Path(directory).resolve(),
-            preservation_policy=training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
-        )
+        self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
         if name == "worker":  # it is not there yet
@@ -110,7 +105,7 @@ class Resumable:
 
     def __repr__(self) -> str:
         """The worker, and where its checkpoints are."""
-        return f"Resumable({self.worker!r}, {str(self._checkpoints.directory)!r})"
+        return f"Resumable({self.worker!r}, {str(self.checkpoints)!r})"
 
     def start(
         self,
@@ -139,7 +134,7 @@ class Resumable:
 
         Also raises what `Worker.start` does.
         """
-        latest = self._checkpoints.latest
+        latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
         beside: dict[str, Any] = {
@@ -149,7 +144,7 @@ class Resumable:
         parts = {**beside, "worker": _Sending(self.worker)}
         if self._saves_center:
             parts["center"] = self.worker.center
-        there = _save.load(latest.path, like=params, **parts)
+        there = _save.load(latest[1], like=params, **parts)
         for name, value in self._beside.items():
             if isinstance(value, dict):
                 value.update(there[name])
@@ -193,7 +188,7 @@ class Resumable:
     def close(self) -> None:
         """The worker leaves, and goes on from its last checkpoint another time."""
         self.worker.leave()
-        self._checkpoints.close()
+        self.checkpoints.close()
 
     @property
     def _saves_center(self) -> bool:
@@ -221,14 +216,8 @@ class Resumable:
                 )
             parts["center"] = worker.center
         parts["worker"] = _Sending(worker, params, state, steps=steps, more=more)
-        number = 0 if (last := self._checkpoints.latest) is None else last.step + 1
-        saved = _save.checkpointables(**parts, **self._beside)
-        try:
-            self._checkpoints.save_checkpointables(number, saved, force=True)
-        except OSError as error:
-            raise errors.DurabilityError(
-                f"cannot write to {self._checkpoints.directory}: {error}"
-            ) from error
+        number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
+        self.checkpoints.write(number, **parts, **self._beside)
         self._written = worker.exchanges
 
 

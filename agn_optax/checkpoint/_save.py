@@ -182,6 +182,47 @@ def load(
     return there
 
 
+class Rotation:
+    """Numbered checkpoints in a directory, of which the last ones stay.
+
+    Args:
+      directory: of these alone; made if need be.
+      keep: how many stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
+        training = orbax().training
+        self._kept = training.Checkpointer(
+            pathlib.Path(directory).resolve(),
+            preservation_policy=training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def __str__(self) -> str:
+        return str(self._kept.directory)
+
+    @property
+    def latest(self) -> tuple[int, pathlib.Path] | None:
+        """Number and path of the last one that is whole; None if there is none."""
+        latest = self._kept.latest
+        return None if latest is None else (latest.step, pathlib.Path(latest.path))
+
+    def write(self, number: int, **parts: Any) -> None:
+        """One more, with a higher number than those before.
+
+        Raises what `save` does.
+        """
+        saved = checkpointables(**parts)
+        try:
+            self._kept.save_checkpointables(number, saved, force=True)
+        except OSError as error:
+            raise errors.DurabilityError(f"cannot write to {self}: {error}") from error
+
+    def close(self) -> None:
+        """Writes nothing more."""
+        self._kept.close()
+
+
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
     """What a checkpoint says is in it, by name.
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from agn_optax._internal import trees
-from agn_optax._internal.description import Leaf
+from agn_optax._internal import Leaf, trees
 
 PyTree = Any
 Nested = dict[str, Any]

@@ -103,7 +103,7 @@ def before_it_has_the_answer(loop, monkeypatch):
 def as_it_writes(loop, monkeypatch):
     def before(sample):
         if sample == 5:
-            monkeypatch.setattr(loop._checkpoints, "save_checkpointables", kill)
+            monkeypatch.setattr(loop.checkpoints, "write", kill)
 
     return before
 
