@@ -16,9 +16,9 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.worker import Worker
 
 PyTree = Any
+Worker = Any  # an agn_optax.Worker, or what takes its place
 
 __all__ = ["exchange", "flush", "start"]
 
@@ -34,7 +34,7 @@ def start(
     """`Worker.start` with the parameters of a state, or of a model.
 
     Args:
-      worker: the worker.
+      worker: a `Worker`, or what takes its place (`checkpoint.Resumable`).
       state: a dataclass with the fields ``params`` and ``opt_state``, such as a linen
         ``TrainState`` made with ``tx=worker.tx``; or an nnx model.
       optimizer: the model's ``nnx.Optimizer(model, worker.tx, wrt=...)``; None for a
@@ -106,7 +106,7 @@ def exchange(worker: Worker, state: Any, optimizer: Any = None) -> Any:
       2
     """
     if not worker.due:  # whatever it is given, it returns
-        worker.exchange(None, None)  # type: ignore[arg-type]
+        worker.exchange(None, None)
         return state
     loop = _taken(worker, state, optimizer)
     return _given(state, optimizer, *worker.exchange(*loop))

@@ -27,7 +27,7 @@ LAYERS = {
     "worker": {"_internal", "rules", "round", "center"},
     "training": {"_internal", "towers", "worker", "flax", "checkpoint"},
     "service": {"_internal", "rules", "round", "center", "worker"},
-    "flax": {"_internal", "worker"},
+    "flax": {"_internal"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "launch": {"_internal"},
     "cli": {"_internal", "rules", "center", "planning", "service", "launch"},

@@ -63,8 +63,8 @@ class WorkerPart(Part):
 
     kind = "worker"
 
-    def __init__(self, worker: Worker, *loop: PyTree) -> None:
-        self._worker, self._loop = worker, loop
+    def __init__(self, worker: Worker, *loop: PyTree, keeps_life: bool = False) -> None:
+        self._worker, self._loop, self._keeps_life = worker, loop, keeps_life
 
     def taken(self) -> tuple[Json, PyTree]:
         worker = self._worker
@@ -104,8 +104,8 @@ class WorkerPart(Part):
             local_steps=about["local_steps"],
             exchanges=about["exchanges"],
         )
-        # A center that was saved with it knows of none that it had later.
-        life = None if has_center else about["life"]
+        # A center that was saved with it knows of none that it had.
+        life = about["life"] if self._keeps_life and not has_center else None
         try:
             return self._worker.restore(saved, life=life)
         except errors.WorkerStateError as error:

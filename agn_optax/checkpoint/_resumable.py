@@ -37,7 +37,7 @@ class Resumable:
     process with a `agn_optax.center.Journal`, or one in this process and of this worker
     alone, which is then saved with it. A center that was started anew without all that
     was exchanged says so, and refuses to go on. A power failure may take the last
-    checkpoints: files are not synced to disk one by one.
+    checkpoints, for not all of their files are synced.
 
     Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
     ``exchanges``, ...). A checkpoint takes a tenth of a second, and longer for large
@@ -227,7 +227,7 @@ class _Sending(WorkerPart):
     def __init__(
         self, worker: Worker, *loop: PyTree, steps: int | None = None, more: int = 0
     ) -> None:
-        super().__init__(worker, *loop)
+        super().__init__(worker, *loop, keeps_life=True)
         self._steps, self._more = steps, more
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:

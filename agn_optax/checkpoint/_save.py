@@ -139,7 +139,9 @@ def load(
         with it; anything else as Orbax's ``load_checkpointables`` takes it: a Grain
         iterator, a tree like the one that was saved, or None. If a worker is asked for,
         all of them must be, and the center that was saved with it. Others may be left
-        out.
+        out. A worker whose center was not saved begins another life there, and adopts
+        at its next exchange what has become of the center; what it had sent after it
+        was saved is in it, and is sent again (`Resumable` is for whoever minds).
 
     Returns:
       By name: ``(params, state)`` of a worker, with which to go on; the center; the

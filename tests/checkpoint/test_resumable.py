@@ -126,6 +126,19 @@ def test_every_sample_counts_once(killed, journaled, tmp_path, monkeypatch):
     assert journaled.version == 4
 
 
+def test_the_center_may_have_been_started_again_as_well(tmp_path):
+    durability = agn_optax.center.Journal(tmp_path / "center")
+    for ends in (in_a_step, None):
+        center = agn_optax.LocalCenter(
+            shared.downpour(), jnp.zeros(SAMPLES), durability=durability
+        )
+        loop, data = resumable(center, tmp_path / "own")
+        with contextlib.closing(center), contextlib.suppress(Killed):
+            an_epoch(loop, data, ends(loop, None) if ends else lambda sample: None)
+    np.testing.assert_array_equal(center.pull().params, np.ones(SAMPLES))
+    assert loop.exchanges == 4
+
+
 def test_a_worker_that_overlaps(journaled, tmp_path):
     loop, data = resumable(journaled, tmp_path / "own", overlap=True)
     with pytest.raises(Killed):
