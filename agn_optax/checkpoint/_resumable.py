@@ -40,8 +40,8 @@ class Resumable:
     checkpoints, for not all of their files are synced.
 
     Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
-    ``exchanges``, ...). A checkpoint takes a tenth of a second, and longer for large
-    models, at every exchange: choose the period by that.
+    ``exchanges``, ...). A checkpoint at every exchange takes 0.1 s, and some seconds a
+    gigabyte: choose the period by that.
 
     Args:
       worker: the worker. Its name must be the same in all lives, and its own.

@@ -193,9 +193,13 @@ class Rotation:
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
-        training = orbax().training
+        ocp = orbax()
+        training, options = ocp.training, ocp.options.ArrayOptions
+        # To compress floating numbers takes several times as long as to write them.
+        plain = options(saving=options.Saving(use_compression=False))
         self._kept = training.Checkpointer(
             pathlib.Path(directory).resolve(),
+            context=ocp.Context(array_options=plain),
             preservation_policy=training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
