@@ -11,7 +11,9 @@ are made anew.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from agn_optax import errors
@@ -95,7 +97,7 @@ class Resumable:
         self.worker = worker
         self.resumed = False
         self._beside = beside
-        self._written = -1  # exchanges that were over when the last one was written
+        self._sends = False  # a message whose checkpoint is written has not its answer
         self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,18 +159,19 @@ class Resumable:
         The data must be where the local steps so far have left it. If the center was
         unreachable and ``patience`` is 0, try again before the next local step.
         """
-        if self.worker.ends_round:
-            params, state = self.worker.land(params, state)
-            self._write(params, state, more=1)
-        return self.worker.exchange(params, state)
+        if not self.worker.ends_round:
+            return self.worker.exchange(params, state)
+        params, state = self.worker.land(params, state)
+        with self._sending(params, state, more=1):
+            return self.worker.exchange(params, state)
 
     def flush(
         self, params: PyTree, state: LocalState, *, steps: int | None = None
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
         params, state = self.worker.land(params, state)
-        self._write(params, state, steps=steps)
-        return self.worker.flush(params, state, steps=steps)
+        with self._sending(params, state, steps=steps):
+            return self.worker.flush(params, state, steps=steps)
 
     def save(self, params: PyTree, state: LocalState) -> None:
         """Writes a checkpoint now, between two exchanges.
@@ -177,7 +180,6 @@ class Resumable:
           WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
         """
         self._write(params, state, steps=0)
-        self._written = -1
 
     def __enter__(self) -> Resumable:
         return self
@@ -195,6 +197,21 @@ class Resumable:
         center = self.worker.center
         return isinstance(center, LocalCenter) and not center.core.outlives
 
+    @contextlib.contextmanager
+    def _sending(
+        self, params: PyTree, state: LocalState, **steps: Any
+    ) -> Iterator[None]:
+        """Around an exchange; one that is tried again has its checkpoint."""
+        if not self._sends:
+            self._write(params, state, **steps)
+        self._sends = True
+        try:
+            yield
+        except errors.AgnOptaxError as error:
+            self._sends = isinstance(error, errors.CenterUnreachableError)
+            raise
+        self._sends = False
+
     def _write(
         self, params: PyTree, state: LocalState, steps: int | None = None, more: int = 0
     ) -> None:
@@ -203,8 +220,6 @@ class Resumable:
         They are those that the round has had, if they are not given, and ``more``.
         """
         worker = self.worker
-        if self._written == worker.exchanges:  # this exchange is tried again
-            return
         parts: dict[str, Any] = {}
         if self._saves_center:
             others = worker.center.workers - {worker.name}  # type: ignore[attr-defined]
@@ -218,7 +233,6 @@ class Resumable:
         parts["worker"] = _Sending(worker, params, state, steps=steps, more=more)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
         self.checkpoints.write(number, **parts, **self._beside)
-        self._written = worker.exchanges
 
 
 class _Sending(WorkerPart):

@@ -148,6 +148,38 @@ def test_a_worker_that_overlaps(journaled, tmp_path):
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
 
 
+def test_a_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
+    """Also when one is tried again, and after a flush that had nothing to send."""
+    loop, data = resumable(journaled, tmp_path / "own")
+    loop.worker._patience = 0  # or it would go on without the center
+    an_epoch(loop, data)
+    params, state = loop.flush(*loop.worker.start())
+    wrote = []
+    write = loop.checkpoints.write
+
+    def counted(*args, **kwargs):
+        wrote.append(journaled.version)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(loop.checkpoints, "write", counted)
+    session = loop.worker._session
+    for lost in (True, False):
+        with monkeypatch.context() as patched:
+            if lost:
+
+                def unreachable(*args, **kwargs):
+                    raise errors.CenterUnreachableError("gone")
+
+                patched.setattr(session, "submit", unreachable)
+                params, state = loop.exchange(params, state)
+                with pytest.raises(errors.CenterUnreachableError):
+                    loop.exchange(params, state)
+            else:
+                params, state = loop.exchange(params, state)
+    assert wrote == [4]  # once, before it was sent
+    assert journaled.version == 5
+
+
 def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
     def a_loop(kept):
         center = agn_optax.LocalCenter(shared.downpour())

@@ -358,9 +358,8 @@ def elements(saved, like):
 @pytest.mark.parametrize(
     ("axes", "shapes"),
     [
-        # Towers of one worker; workers that share the center; islands that become one.
+        # Towers of one worker; islands, which become one. (Workers: test_checkpoint.)
         ("towers", [(8, 1), (2, 1), (1, 1), (3, 1), (8, 1)]),
-        ("workers", [(4, 4), (2, 2), (4, 4)]),
         (("workers", "towers"), [(8, 2), (4, 1), (6, 3), (8, 2)]),
     ],
 )
