@@ -197,9 +197,9 @@ def towers_tx(axes=None):
     )
 
 
-def begun(towers, tx):
+def begun(towers, tx, **other):
     """State as a run begins with it; with a random key, which each tower folds."""
-    params = problem.params()
+    params = problem.params() | other
     return towers.create(lambda p: (p, tx.init(p), jax.random.key(0)), params)
 
 
@@ -258,6 +258,9 @@ def test_data_parallel_towers_may_be_any_number(tmp_path):
     islands = agn_optax.Towers(4, workers=2)
     with pytest.raises(errors.TreeMismatchError, match=r"has 1 workers.*have 2"):
         checkpoint.load(tmp_path / "4", towers=(islands, begun(islands, tx)))
+    wider = begun(one, tx, out=jnp.zeros((6, 1)))
+    with pytest.raises(errors.TreeMismatchError, match=r"\['out'\] float32\[6, 1\]"):
+        checkpoint.load(tmp_path / "4", towers=(one, wider))
     other = optax.chain(agn_optax.all_reduce("towers"), shared.sgd(0.1))
     with pytest.raises(errors.TreeMismatchError, match="the towers' state has"):
         checkpoint.load(tmp_path / "4", towers=(one, begun(one, other)))

@@ -32,9 +32,9 @@ def journaled(tmp_path):
     center.close()
 
 
-def resumable(center, folder, overlap=False, name="w", **beside):
+def resumable(center, folder, overlap=False, period=PERIOD, **beside):
     worker = agn_optax.Worker(
-        center, shared.sgd(1.0), period=PERIOD, name=name, overlap=overlap
+        center, shared.sgd(1.0), period=period, name="w", overlap=overlap
     )
     data = iter(grain.MapDataset.range(SAMPLES).to_iter_dataset())
     return checkpoint.Resumable(worker, folder, data=data, **beside), data
@@ -109,21 +109,29 @@ def as_it_writes(loop, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "killed", [in_a_step, as_it_sends, before_it_has_the_answer, as_it_writes]
+    ("killed", "period"),
+    [
+        (in_a_step, PERIOD),
+        (as_it_sends, PERIOD),
+        (before_it_has_the_answer, PERIOD),
+        (before_it_has_the_answer, 1),
+        (as_it_writes, PERIOD),
+    ],
 )
-def test_every_sample_counts_once(killed, journaled, tmp_path, monkeypatch):
-    loop, data = resumable(journaled, tmp_path / "own")
+def test_every_sample_counts_once(killed, period, journaled, tmp_path, monkeypatch):
+    exchanges = -(-SAMPLES // period)
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
     with monkeypatch.context() as patched, pytest.raises(Killed):
         an_epoch(loop, data, killed(loop, patched))
-    loop, data = resumable(journaled, tmp_path / "own")
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
     an_epoch(loop, data)
     assert loop.resumed
     np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
-    assert (loop.exchanges, journaled.version) == (4, 4)
+    assert (loop.exchanges, journaled.version) == (exchanges, exchanges)
     # It may come back after the epoch, too, and then has nothing to do.
-    loop, data = resumable(journaled, tmp_path / "own")
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
     an_epoch(loop, data)
-    assert journaled.version == 4
+    assert journaled.version == exchanges
 
 
 def test_the_center_may_have_been_started_again_as_well(tmp_path):
