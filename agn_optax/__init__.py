@@ -48,6 +48,7 @@ if _typing.TYPE_CHECKING:
         loss_scaling,
         reduce_loss,
     )
+    from agn_optax.training import Fitted, fit
     from agn_optax.worker import Worker, WorkerState
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Center",
     "CenterState",
     "ExchangeState",
+    "Fitted",
     "LocalCenter",
     "LossScaleState",
     "Phases",
@@ -81,6 +83,7 @@ __all__ = [
     "elastic_pull",
     "errors",
     "exchange_every",
+    "fit",
     "initialize_distributed",
     "local_warmup",
     "loss_scale",
@@ -98,12 +101,25 @@ __all__ = [
 
 
 # What optimizers alone do not need is imported when it is used first.
-_MODULES = ("center", "launch", "planning", "service", "sinks", "towers", "worker")
+_MODULES = (
+    "center",
+    "checkpoint",
+    "flax",
+    "launch",
+    "planning",
+    "service",
+    "sinks",
+    "towers",
+    "training",
+    "worker",
+)
 
 
 def _module_of(name: str) -> str:
     if name in ("Center", "CenterState", "LocalCenter", "Snapshot"):
         return "center"
+    if name in ("Fitted", "fit"):
+        return "training"
     return "worker" if name in ("Worker", "WorkerState") else "towers"
 
 
@@ -112,7 +128,8 @@ def __getattr__(name: str) -> _typing.Any:
         return _importlib.import_module(f"agn_optax.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
-    value = getattr(__getattr__(_module_of(name)), name)
+    module = _importlib.import_module(f"agn_optax.{_module_of(name)}")
+    value = getattr(module, name)
     globals()[name] = value  # it is not asked for again
     return value
 

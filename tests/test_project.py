@@ -26,7 +26,10 @@ LAYERS = {
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
+    "training": {"_internal", "towers", "worker", "flax", "checkpoint"},
     "service": {"_internal", "rules", "round", "center", "worker"},
+    "flax": {"_internal"},
+    "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "launch": {"_internal"},
     "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
 }
@@ -40,6 +43,9 @@ EXTRAS = {
         "grpc_reflection",
         "ml_dtypes",
     },
+    "flax": {"flax"},
+    "checkpoint": {"orbax"},
+    "training": {"rich"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 
@@ -124,7 +130,9 @@ def test_importing_is_light():
         agn_optax,
         agn_optax.rules,
         agn_optax.towers,
+        agn_optax.training,
         agn_optax.center,
+        agn_optax.checkpoint,
         agn_optax.service,
         agn_optax.errors,
     ],

@@ -142,6 +142,11 @@ class Core:
         return self._store
 
     @property
+    def outlives(self) -> bool:
+        """Whether anything of this center outlives its process by itself."""
+        return self._keeper is not None
+
+    @property
     def failure(self) -> str:
         """Why this center cannot be kept on disk any more; "" while all is well."""
         return "" if self._keeper is None else self._keeper.failure
@@ -622,6 +627,11 @@ class LocalSession(Session):
                 until = min(end, deadline, now + _LOOKS)
                 core._messages[worker].over.wait(max(0.0, until - now))
                 core._settle()
+
+    @property
+    def life(self) -> Any:
+        """As `Session.life`."""
+        return [self._core.life, self.incarnation]
 
     def wait_until_kept(self, answer: Answer) -> None:
         """Until an answer will not be forgotten: with a journal, until it is on disk.

@@ -205,14 +205,27 @@ class LocalCenter:
         return self.core.snapshot()
 
     def join(
-        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
     ) -> Session:
         """A worker is there: see `Center.join`.
 
         A worker whose name is taken replaces the one that has it: within a process
         nobody can tell whether that one still runs.
         """
-        session = self.core.join(worker, params=params, replace=True)
+        center, incarnation = (self.life, None) if life is None else life
+        if center != self.life:
+            raise errors.WorkerStateError(
+                f"worker {worker!r} comes back to a center that has been started anew "
+                "since, or is another one; start() again"
+            )
+        session = self.core.join(
+            worker, incarnation, params, replace=True, back=life is not None
+        )
         if not self.core.wait_for_barrier(timeout):
             session.leave()
             raise errors.NotInitializedError(

@@ -36,10 +36,13 @@ class Session(abc.ABC):
     Attributes:
       worker: the worker's name.
       incarnation: of this life of it.
+      life: names this life, and the life of the center that it has joined: what
+        `Center.join` takes to go on with it in another process. JSON can write it.
     """
 
     worker: str
     incarnation: str
+    life: Any
 
     @abc.abstractmethod
     def submit(
@@ -138,7 +141,12 @@ class Center(Protocol):
     rule: Rule
 
     def join(
-        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
     ) -> Session:
         """A worker is there, and waits for the others if the center has a barrier.
 
@@ -147,12 +155,17 @@ class Center(Protocol):
           params: the parameters that it will adopt the center into, for their
             structure, shapes and dtypes; None if it takes what comes.
           timeout: seconds to wait at most for the others; None waits for good.
+          life: `Session.life` of a worker that is back, in another process, with the
+            exchange that it was in: what was applied of it is not applied again. None
+            begins a new one.
 
         Returns:
-          A new life of that worker.
+          A new life of that worker, or the one that it goes on with.
 
         Raises:
           NameTakenError: another worker has that name.
+          WorkerStateError: the center knows nothing of ``life``: it was started anew,
+            another life of the worker has begun, or too many workers left since.
           CenterFullError: there is no room for one more.
           TreeMismatchError: ``params`` does not belong to this center.
           NotInitializedError: the others did not come in time.

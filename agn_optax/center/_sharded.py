@@ -61,21 +61,32 @@ class ShardedCenter:
         return f"ShardedCenter({', '.join(map(repr, self.centers))})"
 
     def join(
-        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
     ) -> ShardedSession:
         """A worker is there: see `Center.join`."""
         own: list[PyTree] = [None] * len(self.centers)
+        lives = own if life is None else life
+        if len(lives) != len(own):
+            raise errors.WorkerStateError(
+                f"worker {worker!r} comes back to a center in {len(own)} shards, and "
+                f"had joined one in {len(lives)}; start() again"
+            )
         if params is not None:
             self._check_model(params)
             own = self.cut(params)
         with contextlib.ExitStack() as undone:
 
-            def join(center: Center, part: PyTree) -> Session:
-                session = center.join(worker, part, timeout=timeout)
+            def join(center: Center, part: PyTree, life: Any) -> Session:
+                session = center.join(worker, part, timeout=timeout, life=life)
                 undone.callback(session.leave)
                 return session
 
-            sessions = self.all(join, self.centers, own)
+            sessions = self.all(join, self.centers, own, lives)
             undone.pop_all()
         return ShardedSession(self, sessions)
 
@@ -193,6 +204,11 @@ class ShardedSession(Session):
         self.incarnation = sessions[0].incarnation
         self._center = center
         self._sessions = sessions
+
+    @property
+    def life(self) -> Any:
+        """As `Session.life`, of every shard."""
+        return [session.life for session in self._sessions]
 
     def submit(
         self,

@@ -154,7 +154,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     # The protocol `Center`.
 
     def join(
-        self, worker: str, params: PyTree = None, *, timeout: float | None = None
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
     ) -> RemoteSession:
         """A worker is there: see `Center.join`."""
         if params is not None:
@@ -163,7 +168,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         old = self._sessions.pop(worker, None)
         if old is not None:  # which this process has given up
             old.leave()
-        session = RemoteSession(self._remote, worker, self._like)
+        session = RemoteSession(self._remote, worker, self._like, life)
         self._sessions[worker] = session
         try:
             session.join(timeout)

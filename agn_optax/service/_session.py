@@ -40,15 +40,19 @@ class RemoteSession(Session):
       remote: the center.
       worker: the worker's name.
       like: a tree with the worker's containers; None for those of the center.
+      life: of a worker that is back from another process; None for a new one.
     """
 
-    def __init__(self, remote: Remote, worker: str, like: PyTree) -> None:
+    def __init__(
+        self, remote: Remote, worker: str, like: PyTree, life: Any = None
+    ) -> None:
         self.worker = worker
-        self.incarnation = uuid.uuid4().hex
+        # The life of the center that it has joined, and of this worker there.
+        self._life: str
+        self._life, self.incarnation = life or ("", uuid.uuid4().hex)
         self._remote = remote
         self._like = like
         self._using = threading.Lock()
-        self._life = ""  # of the center that it has joined
         self._link: Link | None = None
         self._exchange: Exchange | None = None  # that is under way
         self._sent_over: Link | None = None  # where that is on its way
@@ -58,6 +62,11 @@ class RemoteSession(Session):
     def transport(self) -> str:
         """By which its exchanges travel; "" while there is no connection."""
         return "" if self._link is None else self._link.transport
+
+    @property
+    def life(self) -> Any:
+        """As `Session.life`."""
+        return [self._life, self.incarnation]
 
     def join(self, timeout: float | None) -> None:
         """As `Center.join`."""

@@ -2,7 +2,7 @@
 
 `Towers` is the mesh with its state, data and programs; `all_reduce` makes the gradients
 of a worker's towers one, `reduce_loss` their losses; `loss_scaling` skips bad steps on
-all of them together.
+all of them together. What is imported `as` itself is for the layers above.
 """
 
 from agn_optax.towers._all_reduce import AllReduceState, all_reduce, densify
@@ -11,6 +11,9 @@ from agn_optax.towers._loss_scale import LossScaleState, loss_scale, loss_scalin
 from agn_optax.towers._mesh import initialize_distributed
 from agn_optax.towers._programs import Program
 from agn_optax.towers._replicas import Agreement
+from agn_optax.towers._replicas import alike as alike
+from agn_optax.towers._replicas import cut_for as cut_for
+from agn_optax.towers._replicas import unstacked as unstacked
 from agn_optax.towers._towers import Towers
 
 __all__ = [

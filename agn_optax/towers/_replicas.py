@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from agn_optax import errors
 from agn_optax._internal import trees
@@ -117,11 +119,14 @@ def marked(state: PyTree) -> PyTree:
         within, across = center.axes
         axes = (*within, *across)
         center = dataclasses.replace(center, pieces=PerTower(center.pieces, axes))
-        record = PerTower(node.local.record, within)
+        local = node.local._replace(
+            record=PerTower(node.local.record, within),
+            codec_state=PerTower(node.local.codec_state, within),
+        )
         return node._replace(
             center=OnHost(center) if on_host else center,
             center_state=PerTower(node.center_state, axes),
-            local=node.local._replace(record=record),
+            local=local,
         )
 
     return trees.map_nodes(mark, state, (ExchangeState, AllReduceState))
@@ -150,12 +155,16 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
     Some differ on purpose: random keys, pieces of a center, gradients in flight.
     """
-    alike = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
-    leaves = tree_flatten_with_path(alike)[0]
-    named = {keystr(path): leaf for path, leaf in leaves if not is_key(leaf)}
+    named = {path: leaf for path, leaf in alike(state).items() if not is_key(leaf)}
     same = jax.device_get(_same_rows(list(named.values()), workers))
     differing = (path for path, rows in zip(named, same, strict=True) if not rows)
     return Agreement(next(differing, None))
+
+
+def alike(state: PyTree) -> dict[str, Any]:
+    """What a worker's towers all have, but for random keys; by path."""
+    common = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(common)[0]}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -190,9 +199,159 @@ def check_centers(state: PyTree) -> None:
             )
 
 
+def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """As `Towers.unreplicate`, of numpy arrays, whose mesh may not be there."""
+    names, shape = tuple(sizes), tuple(sizes.values())
+
+    def first(node: Any) -> Any:
+        if isinstance(node, InFlight):  # of the towers of the first worker
+            each = math.prod(shape[1:])
+            return jax.tree.map(lambda x: x[:each].mean(axis=0), node.rows)
+        if not isinstance(node, PerTower):
+            return node[0]
+        kept = tuple(slice(None) if name in node.axes else 0 for name in names)
+        order = [sorted(node.axes, key=names.index).index(name) for name in node.axes]
+
+        def apart(rows: Any) -> Any:
+            own = rows.reshape(*shape, *rows.shape[1:])[kept]
+            return own.transpose(*order, *range(len(order), own.ndim))
+
+        return PerTower(jax.tree.map(apart, node.rows), node.axes)
+
+    return jax.tree.map(first, marked(state), is_leaf=is_marked)
+
+
+def cut_for(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """State whose centers say that they are in pieces of a mesh of these sizes."""
+
+    def cut(center: ShardedCenter) -> ShardedCenter:
+        return dataclasses.replace(center, cut=_counts(center, sizes))
+
+    return trees.map_nodes(cut, state, ShardedCenter)
+
+
+def _counts(center: ShardedCenter, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Into how many pieces a mesh cuts a center, by its two groups of axes."""
+    within, across = center.axes
+    return (
+        math.prod(sizes[name] for name in within),
+        math.prod(sizes[name] for name in across),
+    )
+
+
+def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
+    """State that `unreplicate` gave, its centers cut for a mesh of these sizes.
+
+    The elements are the same, bit for bit, and lie in other pieces. Whatever fills up
+    the last piece is nobody's.
+    """
+
+    def cut(node: ExchangeState) -> ExchangeState:
+        on_host = isinstance(node.center, OnHost)
+        center = node.center.tree if on_host else node.center
+        if not (isinstance(center, ShardedCenter) and is_per_tower(center.pieces)):
+            return node
+        within, across = center.axes
+        here = tuple(sizes.get(name, 0) for name in (*within, *across))
+        leaves = jax.tree.leaves(center.pieces.rows)
+        there = {jnp.shape(leaf)[: len(here)] for leaf in leaves}
+        far = any(not getattr(x, "is_fully_addressable", True) for x in leaves)
+        if there <= {here} or 0 in here or far:
+            return node  # if they do not fit, `check_pieces` says so
+        counts = _counts(center, sizes)
+        old, new = _Cut(*center.cut, center), _Cut(*counts, center)
+        local = node.local._replace(
+            record=_recut(node.local.record, old.parts, new.parts, sizes),
+            codec_state=_recut(node.local.codec_state, old.parts, new.parts, sizes),
+        )
+        pieces = _recut(center.pieces, old.pieces, new.pieces, sizes)
+        center = dataclasses.replace(center, pieces=pieces, cut=counts)
+        return node._replace(
+            center=OnHost(center) if on_host else center,
+            center_state=_recut(
+                node.center_state, old.pieces, new.pieces, sizes, mode="edge"
+            ),
+            local=local,
+        )
+
+    return trees.map_nodes(cut, state, ExchangeState)
+
+
+class _Cut:
+    """How the leaves of a center are cut: into pieces, and parts of several of them.
+
+    Attributes:
+      pieces: by the path of a leaf, its shape and the elements of a piece of it; None
+        for one that stays whole.
+      parts: the same of what a worker's tower keeps of its record.
+    """
+
+    def __init__(self, within: int, across: int, center: ShardedCenter) -> None:
+        leaves = tree_flatten_with_path(center.pieces.rows)[0]
+        self.pieces: _Lengths = {}
+        self.parts: _Lengths = {}
+        for (path, _), shape in zip(leaves, center.shapes, strict=True):
+            size, count = math.prod(shape), within * across
+            is_whole = count == 1 or not shape or size < count  # as `Layout` has it
+            length = None if is_whole else -(-size // count)
+            part = None if length is None or within == 1 else length * across
+            self.pieces[path] = shape, length
+            self.parts[path] = shape, part
+
+
+_Lengths = dict[Any, tuple[tuple[int, ...], int | None]]
+
+
+def _recut(
+    node: PerTower,
+    old: _Lengths,
+    new: _Lengths,
+    sizes: Mapping[str, int],
+    mode: Literal["constant", "edge"] = "constant",
+) -> PerTower:
+    """What differs along some axes, for other sizes of these axes."""
+    counts = [sizes[name] for name in node.axes]
+
+    def again(path: Any, rows: Any) -> Any:
+        leaf = np.asarray(rows)
+        towers = leaf.reshape(-1, *leaf.shape[len(counts) :])
+        # An optimizer's state has trees of the parameters' own structure in it.
+        known = next(
+            (own for n in range(len(path) + 1) if (own := path[n:]) in old), None
+        )
+        shape, length = old.get(known, (None, None))
+        if shape is None or towers.shape[1:] != _cut_shape(shape, length):
+            return _repeated(towers[0], counts)  # of no leaf: a counter, say
+        flat = towers[0] if length is None else towers
+        flat = flat.reshape(-1)[: math.prod(shape)]
+        length = new[known][1]
+        if length is None:
+            return _repeated(flat.reshape(shape), counts)
+        missing = math.prod(counts) * length - flat.size
+        return np.pad(flat, (0, missing), mode=mode).reshape(
+            *counts, *_cut_shape(shape, length)
+        )
+
+    return PerTower(tree_map_with_path(again, node.rows), node.axes)
+
+
+def _cut_shape(shape: tuple[int, ...], length: int | None) -> tuple[int, ...]:
+    return shape if length is None else (*(1,) * (len(shape) - 1), length)
+
+
+def _repeated(leaf: np.ndarray, counts: list[int]) -> np.ndarray:
+    return np.broadcast_to(leaf, (*counts, *leaf.shape))
+
+
 def check_pieces(node: PerTower, sizes: Any) -> None:
     """Pieces from `unreplicate` have as many towers along their axes as there are."""
-    here = tuple(sizes[name] for name in node.axes if name in sizes)
+    if missing := [name for name in node.axes if name not in sizes]:
+        raise errors.TreeMismatchError(
+            f"state has a center in shards of axes {node.axes}, and these towers have "
+            f"no {missing[0]!r} among {tuple(sizes)}: give them the axes of those that "
+            "it was made on"
+        )
+    here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
         there = tuple(leaf.shape[: len(node.axes)])
         if there != here:

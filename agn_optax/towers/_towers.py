@@ -176,6 +176,7 @@ class Towers:
           (2, 3)
         """
         check.array_leaves(state, "state")
+        state = _replicas.recut(state, self.mesh.shape)
         return self.create(_replicas.own, state)
 
     @_mesh.on_own_mesh
@@ -183,7 +184,7 @@ class Towers:
         """Tower 0's values: what is saved, and never n copies.
 
         A center in shards is kept in its pieces, each once, and so are its optimizer's
-        state and the record; `replicate` puts them back, on towers of the same shape.
+        state and the record; `replicate` puts them back, on any number of towers.
         Of gradients in flight (``all_reduce(delay=1)``) the mean is kept.
 
         What others had for themselves is not: of independent workers the inner states

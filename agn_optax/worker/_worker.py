@@ -248,13 +248,27 @@ class Worker:
         return None if self._anchor is None else self._anchor.version
 
     @property
+    def life(self) -> Any:
+        """What `restore` takes to go on with this life of the worker; None before one.
+
+        It names the life, and says which of its exchanges are over. JSON can write it.
+        """
+        return None if self._session is None else [self._session.life, self._sent]
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the round is full with the local step before the next `exchange`."""
+        length = self._length(self.exchanges + self._in_flight)
+        return self._local_steps + 1 >= length
+
+    @property
     def due(self) -> bool:
         """Whether `exchange`, at its next call, acts (or may, if one is in flight).
 
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
-        return self._in_flight or self._local_steps + 1 >= self._length(self.exchanges)
+        return self._in_flight or self.ends_round
 
     def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
@@ -349,6 +363,16 @@ class Worker:
         if self._local_steps:
             # Whatever the schedule says of the next round, these steps are sent.
             params, state = self._exchange(params, state)
+        return self.land(params, state)
+
+    def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Waits for the answer of an exchange that is in flight, and adopts it.
+
+        For who must know where it stands, to `save` it say. Nothing is sent; if nothing
+        is in flight, nothing happens at all.
+
+        Args, returns and raises as `exchange`.
+        """
         return self._land(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
@@ -402,19 +426,26 @@ class Worker:
             self.exchanges,
         )
 
-    def restore(self, saved: WorkerState) -> tuple[PyTree, LocalState]:
+    def restore(
+        self, saved: WorkerState, *, life: Any = None
+    ) -> tuple[PyTree, LocalState]:
         """Goes on where `save` was called, instead of `start`.
 
         Args:
           saved: what `save` returned, or its arrays read back from a checkpoint;
             copied.
+          life: of the worker that was saved, as its `life` was: this one goes on with
+            it, at a center that has outlived it. Its next exchange, if the center has
+            applied that before, is answered and not applied again. None begins another
+            life, at a center that was saved with the worker.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
           TreeMismatchError: what was saved does not belong to this worker or center.
-          WorkerStateError: the center is older than what was saved.
+          WorkerStateError: the center is older than what was saved, or knows nothing of
+            that life.
         """
         center = self.center.pull()
         check.same_tree(saved.params, center.params, "saved.params", "center")
@@ -434,9 +465,11 @@ class Worker:
         self._length(exchanges)  # or it raises before anything changes
         params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
         self.leave()
-        session = self.center.join(self.name, params)
+        its, sent = (None, 0) if life is None else life
+        session = self.center.join(self.name, params, life=its)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
+        self._sent = sent
         self._local_steps = int(saved.local_steps)
         return params, state
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import json
 import threading
 
 import center_kinds
@@ -153,6 +154,29 @@ def test_a_message_that_is_not_finite(kind, value):
         worker.exchange(params, state)
         assert (worker.exchanges, worker.refused, worker.dropped) == (2, 1, 0)
         assert worker.refusal == ""
+
+
+def test_a_life_goes_on_from_another_process(kind):
+    """What was applied of it is answered, and not applied again."""
+    with center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as center:
+        first = center.join("w")
+        version = center.pull().version
+        first.exchange(1, jnp.ones(4), anchor_version=version)
+        life = json.loads(json.dumps(first.life))  # as it is kept in a file
+        first.disconnect()
+        again = center.join("w", life=life)
+        assert again.life == life
+        again.exchange(1, jnp.ones(4), anchor_version=version)
+        after = again.exchange(2, jnp.ones(4), anchor_version=version)
+        np.testing.assert_array_equal(after.params, np.full(4, -2.0))
+        center.join("w").leave()  # another life of it
+        with pytest.raises(errors.WorkerStateError, match="was replaced"):
+            center.join("w", life=life)
+    with (
+        center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as other,
+        pytest.raises(errors.WorkerStateError, match="start"),
+    ):
+        other.join("w", life=life)
 
 
 def test_an_anchor_of_the_future(kind):

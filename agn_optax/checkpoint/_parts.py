@@ -1,0 +1,269 @@
+"""What a checkpoint may have in it: a worker, a center, towers.
+
+Each says what it is in terms of JSON, gives a tree of arrays, and goes on from them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import errors
+from agn_optax._internal import Description, Leaf, check, description, trees
+from agn_optax.center import CenterState, LocalCenter
+from agn_optax.checkpoint import _tree
+from agn_optax.rules import Rule, difference, fingerprint
+from agn_optax.towers import Towers, alike, cut_for, unstacked
+from agn_optax.worker import Worker, WorkerState
+
+PyTree = Any
+Json = dict[str, Any]
+
+
+class Part(abc.ABC):
+    """One thing that is saved, or that goes on from what was."""
+
+    kind: str
+
+    @abc.abstractmethod
+    def taken(self) -> tuple[Json, PyTree]:
+        """What it is, and its arrays."""
+
+    @abc.abstractmethod
+    def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
+        """A tree with the containers of what was saved, which belongs here.
+
+        Args:
+          about: what was saved says of itself.
+          like: parameters with the containers to be used; None for those that were
+            saved.
+          where: the checkpoint, in words.
+
+        Raises:
+          RuleMismatchError, TreeMismatchError: it does not belong here; says why.
+        """
+
+    @abc.abstractmethod
+    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
+        """Goes on from what was saved.
+
+        Args:
+          about: what it says of itself.
+          tree: its arrays, in the containers of `expected`.
+          has_center: whether the center was saved with it.
+        """
+
+
+class WorkerPart(Part):
+    """A worker, with parameters and state to save."""
+
+    kind = "worker"
+
+    def __init__(self, worker: Worker, *loop: PyTree, keeps_life: bool = False) -> None:
+        self._worker, self._loop, self._keeps_life = worker, loop, keeps_life
+
+    def taken(self) -> tuple[Json, PyTree]:
+        worker = self._worker
+        saved = worker.save(*self._loop)
+        about = {
+            "worker": worker.name,
+            "rule": _rule(worker.center.rule),
+            "life": worker.life,
+            "anchor_version": saved.anchor_version,
+            "local_steps": saved.local_steps,
+            "exchanges": saved.exchanges,
+            "containers": trees.describe(saved.params).structure,
+        }
+        tree = {"params": saved.params, "state": saved.state, "anchor": saved.anchor}
+        return about, tree
+
+    def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
+        worker, leaves = self._worker, leaves_of(about)
+        what = f"worker {worker.name!r}"
+        _check_rule(about, worker.center.rule, where)
+        params = _params(about, like, leaves)
+        anchor = [leaf for leaf in leaves if leaf.path.startswith("['anchor']")]
+        tree = {
+            "params": params,
+            "state": jax.eval_shape(worker.tx.init, params),
+            # In the center's dtype, which may be wider.
+            "anchor": _of_dtypes(params, anchor) if anchor else None,
+        }
+        _check_leaves(tree, leaves, what, where)
+        return tree
+
+    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
+        version = about["anchor_version"]
+        saved = WorkerState(
+            **tree,
+            anchor_version=tuple(version) if isinstance(version, list) else version,
+            local_steps=about["local_steps"],
+            exchanges=about["exchanges"],
+        )
+        # A center that was saved with it knows of none that it had.
+        life = about["life"] if self._keeps_life and not has_center else None
+        try:
+            return self._worker.restore(saved, life=life)
+        except errors.WorkerStateError as error:
+            raise errors.WorkerStateError(
+                f"worker {self._worker.name!r} cannot go on from its checkpoint: "
+                f"{error}"
+            ) from error
+
+
+class CenterPart(Part):
+    """A center in this process."""
+
+    kind = "center"
+
+    def __init__(self, center: LocalCenter) -> None:
+        self._center = center
+
+    def taken(self) -> tuple[Json, PyTree]:
+        saved = self._center.save()
+        about = {
+            "rule": _rule(self._center.rule),
+            "version": int(saved.version),
+            "containers": trees.describe(saved.params).structure,
+        }
+        return about, {"params": saved.params, "center_state": saved.center_state}
+
+    def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
+        center, leaves = self._center, leaves_of(about)
+        _check_rule(about, center.rule, where)
+        if center.core.is_initialized:
+            raise errors.AlreadyInitializedError(
+                f"the center has parameters already, at version {center.version}: load "
+                "into a new one, LocalCenter(rule)"
+            )
+        own = [leaf for leaf in leaves if leaf.path.startswith("['params']")]
+        params = _of_dtypes(_params(about, like, leaves), own)
+        tree = {
+            "params": params,
+            "center_state": jax.eval_shape(center.rule.center.init, params),
+        }
+        _check_leaves(tree, leaves, "the center", where)
+        return tree
+
+    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
+        del has_center
+        self._center.core.restore(CenterState(**tree, version=about["version"]))
+        return self._center
+
+
+class TowersPart(Part):
+    """Towers, with their state: to be saved, or like the one that was."""
+
+    kind = "towers"
+
+    def __init__(self, towers: Towers, state: PyTree, *, elastic: bool) -> None:
+        self._towers, self._state, self._elastic = towers, state, elastic
+
+    def taken(self) -> tuple[Json, PyTree]:
+        towers = self._towers
+        mesh = {name: int(size) for name, size in towers.mesh.shape.items()}
+        about: Json = {
+            "mesh": mesh,
+            "worker_axis": towers.worker_axis,
+            "has_rows": towers.workers > 1,
+        }
+        # Workers are not alike between their exchanges, and towers of one are.
+        is_one = towers.workers == 1
+        state = towers.unreplicate(self._state) if is_one else self._state
+        return about, {"state": state}
+
+    def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
+        del like
+        towers, mesh = self._towers, about["mesh"]
+        here, there = dict(towers.mesh.shape), mesh[about["worker_axis"]]
+        is_alike = here == mesh if about["has_rows"] else towers.workers == 1
+        if not (is_alike or self._elastic):
+            raise errors.TreeMismatchError(
+                f"{where} has {there} workers, on a mesh {mesh}, and these towers have "
+                f"{towers.workers}, on {here}: what each had for itself does not go "
+                "onto another number of them. With elastic=True all go on from the "
+                "center, and from the first worker's parameters and state"
+            )
+        has_rows = about["has_rows"]
+        tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
+        names = {f"['state']{path}" for path in alike(self._state)}
+        own, theirs = (
+            # Pieces of a center have the shapes that the mesh gives them.
+            [leaf if leaf.path in names else leaf._replace(shape=()) for leaf in leaves]
+            for leaves in (_tree.describe(tree), leaves_of(about))
+        )
+        if has_rows:
+            own, theirs = (
+                [leaf._replace(shape=leaf.shape[1:]) for leaf in leaves]
+                for leaves in (own, theirs)
+            )
+        _check_same(own, theirs, "the towers' state", where)
+        return tree
+
+    def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
+        del has_center
+        state, towers, mesh = tree["state"], self._towers, about["mesh"]
+        if about["has_rows"] and dict(towers.mesh.shape) == mesh:
+            return jax.tree.map(
+                lambda rows, own: jax.device_put(rows, own.sharding), state, self._state
+            )
+        state = cut_for(state, mesh)
+        return towers.replicate(unstacked(state, mesh) if about["has_rows"] else state)
+
+
+def leaves_of(about: Json) -> list[Leaf]:
+    """The leaves that were saved."""
+    return [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["leaves"]]
+
+
+def _rule(rule: Rule) -> Json:
+    return dict(fingerprint(rule))
+
+
+def _check_rule(about: Json, rule: Rule, where: str) -> None:
+    if other := difference(about["rule"], rule):
+        raise errors.RuleMismatchError(f"{where} is of another rule: {other}")
+
+
+def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
+    """The parameters, abstract: those of ``like``, or as they were saved."""
+    if like is not None:
+        check.float_leaves(like, "like")
+        return jax.eval_shape(lambda: like)
+    own = [leaf for leaf in leaves if leaf.path.startswith("['params']")]
+    made = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in own]
+    if about["containers"] is None:
+        raise errors.MissingArgumentError(
+            "the saved parameters lie in containers that are not dicts, lists and "
+            "tuples: give load(..., like=params) a tree of the same kind"
+        )
+    return description.rebuild(about["containers"], iter(made))
+
+
+def _of_dtypes(params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
+    """A tree like ``params``, with the dtypes of ``leaves`` as far as these go."""
+    own, treedef = jax.tree.flatten(params)
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves[: len(own)]]
+    dtypes += [leaf.dtype for leaf in own[len(dtypes) :]]
+    return jax.tree.unflatten(
+        treedef,
+        [jax.ShapeDtypeStruct(x.shape, d) for x, d in zip(own, dtypes, strict=True)],
+    )
+
+
+def _check_leaves(tree: PyTree, leaves: Sequence[Leaf], what: str, where: str) -> None:
+    _check_same(_tree.describe(tree), leaves, what, where)
+
+
+def _check_same(
+    own: Sequence[Leaf], theirs: Sequence[Leaf], what: str, where: str
+) -> None:
+    different = Description(own).difference(
+        Description(theirs), f"{what} has", f"{where} has"
+    )
+    if different is not None:
+        raise errors.TreeMismatchError(f"this is another model: {different}")

@@ -1,0 +1,263 @@
+"""A worker whose process may be killed at any moment.
+
+Before a message leaves, all that it was made of is on disk: the worker as it is, where
+its data is, and under which number it is sent. So whenever the process is killed,
+exactly one of two things is true of the last checkpoint. Its exchange was not applied;
+then it is sent, as if nothing had happened. Or it was; then it is sent again, and the
+center, which knows it by its number, answers and does not apply it again. Either way
+the data goes on after the last exchange that was applied, and local steps made since
+are made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center import LocalCenter
+from agn_optax.checkpoint import _save
+from agn_optax.checkpoint._parts import WorkerPart
+from agn_optax.round import LocalState
+from agn_optax.worker import Worker
+
+PyTree = Any
+
+
+class Resumable:
+    """A `Worker` that goes on where it was, whenever and however its process ended.
+
+    It writes a checkpoint before each exchange, and `start` goes on from the last one.
+    With data that can do the same, such as a Grain iterator, every sample then counts
+    in the center exactly once: also if the process is killed (SIGKILL) in the middle of
+    an exchange, or while it writes.
+
+    That holds as long as the center is the same: served, or one that outlives its
+    process with a `agn_optax.center.Journal`, or one in this process and of this worker
+    alone, which is then saved with it. A center that was started anew without all that
+    was exchanged says so, and refuses to go on. A power failure may take the last
+    checkpoints, for not all of their files are synced.
+
+    Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
+    ``exchanges``, ...). A checkpoint at every exchange takes 0.1 s, and some seconds a
+    gigabyte: choose the period by that.
+
+    Args:
+      worker: the worker. Its name must be the same in all lives, and its own.
+      directory: of this worker's checkpoints alone; made if need be.
+      keep: how many of them stay there.
+      **beside: what is saved with it, by name: what is a checkpointable of Orbax itself
+        and is loaded in place, such as a Grain iterator; or a dict of arrays (batch
+        statistics, random keys), which is saved as it is then, and filled by `start`.
+
+    Attributes:
+      worker: the worker.
+      resumed: whether `start` found a checkpoint.
+      checkpoints: the files.
+
+    Raises:
+      InvalidArgumentError: Orbax is not installed, or ``keep`` is not positive.
+      InvalidTypeError: ``worker`` is not a worker.
+
+    Example:
+      >>> import tempfile, grain, jax.numpy as jnp, optax, agn_optax
+      >>> rule, seen = agn_optax.rules.downpour(), []
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> for life in range(2):  # in a process each
+      ...     center = agn_optax.LocalCenter(rule)
+      ...     worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name="w")
+      ...     data = iter(grain.MapDataset.range(6).to_iter_dataset())
+      ...     loop = agn_optax.checkpoint.Resumable(worker, folder.name, data=data)
+      ...     params, state = loop.start(jnp.zeros(6), chief=True)
+      ...     for sample in data:
+      ...         grads = -jnp.zeros(6).at[sample].set(1.0)
+      ...         updates, state = loop.tx.update(grads, state, params)
+      ...         params = optax.apply_updates(params, updates)
+      ...         params, state = loop.exchange(params, state)
+      ...         if life == 0 and sample == 4:
+      ...             break  # its process is killed
+      >>> print(center.pull().params, center.version)
+      [1. 1. 1. 1. 1. 1.] 3
+      >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        **beside: Any,
+    ) -> None:
+        check.instance(worker, Worker, "worker must be an agn_optax.Worker")
+        check.whole_number(keep, "keep", least=1, optional=False)
+        self.worker = worker
+        self.resumed = False
+        self._beside = beside
+        self._sends = False  # a message whose checkpoint is written has not its answer
+        self.checkpoints = _save.Rotation(directory, keep)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "worker":  # it is not there yet
+            raise AttributeError(name)
+        return getattr(self.worker, name)
+
+    def __repr__(self) -> str:
+        """The worker, and where its checkpoints are."""
+        return f"Resumable({self.worker!r}, {str(self.checkpoints)!r})"
+
+    def start(
+        self,
+        params: PyTree = None,
+        *,
+        chief: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[PyTree, LocalState]:
+        """Goes on from the last checkpoint; where there is none, as `Worker.start`.
+
+        The exchange that the checkpoint was written for is made first.
+
+        Args:
+          params: as of `Worker.start`; they also give the containers.
+          chief: as of `Worker.start`.
+          timeout: as of `Worker.start`.
+
+        Returns:
+          Parameters and state with which to go on.
+
+        Raises:
+          RuleMismatchError, TreeMismatchError: the checkpoint does not belong to this
+            worker.
+          WorkerStateError: the center has been started anew, or has had later exchanges
+            of this worker.
+
+        Also raises what `Worker.start` does.
+        """
+        latest = self.checkpoints.latest
+        if latest is None:
+            return self.worker.start(params, chief=chief, timeout=timeout)
+        beside: dict[str, Any] = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in self._beside.items()
+        }
+        parts = {**beside, "worker": _Sending(self.worker)}
+        if self._saves_center:
+            parts["center"] = self.worker.center
+        there = _save.load(latest[1], like=params, **parts)
+        for name, value in self._beside.items():
+            if isinstance(value, dict):
+                value.update(there[name])
+        self.resumed = True
+        return there["worker"]
+
+    def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """As `Worker.exchange`; writes a checkpoint before a message leaves.
+
+        The data must be where the local steps so far have left it. If the center was
+        unreachable and ``patience`` is 0, try again before the next local step.
+        """
+        if not self.worker.ends_round:
+            return self.worker.exchange(params, state)
+        params, state = self.worker.land(params, state)
+        with self._sending(params, state, more=1):
+            return self.worker.exchange(params, state)
+
+    def flush(
+        self, params: PyTree, state: LocalState, *, steps: int | None = None
+    ) -> tuple[PyTree, LocalState]:
+        """As `Worker.flush`; writes a checkpoint before a message leaves."""
+        params, state = self.worker.land(params, state)
+        with self._sending(params, state, steps=steps):
+            return self.worker.flush(params, state, steps=steps)
+
+    def save(self, params: PyTree, state: LocalState) -> None:
+        """Writes a checkpoint now, between two exchanges.
+
+        Raises:
+          WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
+        """
+        self._write(params, state, steps=0)
+
+    def __enter__(self) -> Resumable:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The worker leaves, and goes on from its last checkpoint another time."""
+        self.worker.leave()
+        self.checkpoints.close()
+
+    @property
+    def _saves_center(self) -> bool:
+        center = self.worker.center
+        return isinstance(center, LocalCenter) and not center.core.outlives
+
+    @contextlib.contextmanager
+    def _sending(
+        self, params: PyTree, state: LocalState, **steps: Any
+    ) -> Iterator[None]:
+        """Around an exchange; one that is tried again has its checkpoint."""
+        if not self._sends:
+            self._write(params, state, **steps)
+        self._sends = True
+        try:
+            yield
+        except errors.AgnOptaxError as error:
+            self._sends = isinstance(error, errors.CenterUnreachableError)
+            raise
+        self._sends = False
+
+    def _write(
+        self, params: PyTree, state: LocalState, steps: int | None = None, more: int = 0
+    ) -> None:
+        """A checkpoint, whose worker then sends ``steps`` local steps.
+
+        They are those that the round has had, if they are not given, and ``more``.
+        """
+        worker = self.worker
+        parts: dict[str, Any] = {}
+        if self._saves_center:
+            others = worker.center.workers - {worker.name}  # type: ignore[attr-defined]
+            if others:
+                raise errors.InvalidArgumentError(
+                    f"a center in memory is saved with its only worker, and beside "
+                    f"{worker.name!r} this one has {sorted(others)}: give it "
+                    "durability=agn_optax.center.Journal(...)"
+                )
+            parts["center"] = worker.center
+        parts["worker"] = _Sending(worker, params, state, steps=steps, more=more)
+        number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
+        self.checkpoints.write(number, **parts, **self._beside)
+
+
+class _Sending(WorkerPart):
+    """A worker that is about to send."""
+
+    def __init__(
+        self, worker: Worker, *loop: PyTree, steps: int | None = None, more: int = 0
+    ) -> None:
+        super().__init__(worker, *loop, keeps_life=True)
+        self._steps, self._more = steps, more
+
+    def taken(self) -> tuple[dict[str, Any], PyTree]:
+        about, tree = super().taken()
+        steps = about["local_steps"] if self._steps is None else self._steps
+        return about | {"sends": steps + self._more}, tree
+
+    def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
+        loop = super().go_on(about, tree, has_center=has_center)
+        if not about["sends"]:
+            return loop
+        try:
+            return self._worker.flush(*loop, steps=about["sends"])
+        except errors.WorkerStateError as error:
+            self._worker.leave()
+            raise errors.WorkerStateError(
+                f"worker {self._worker.name!r} has exchanged since its last checkpoint "
+                f"was written, and cannot go on from that: {error}"
+            ) from error

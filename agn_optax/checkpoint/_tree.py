@@ -1,0 +1,92 @@
+"""Any pytree as nested dictionaries of arrays, by the names in its leaves' paths.
+
+So a checkpoint depends on no container, and Orbax alone can read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from agn_optax._internal import Leaf, trees
+
+PyTree = Any
+Nested = dict[str, Any]
+
+
+def describe(tree: PyTree) -> list[Leaf]:
+    """The leaves of a tree, as they are kept."""
+    return list(trees.describe(_plain(tree)).leaves)
+
+
+def nested(tree: PyTree) -> Nested:
+    """What Orbax keeps of a tree, which is no leaf itself.
+
+    Leaves without elements are left out: Orbax refuses them.
+    """
+    return _nest(tree_flatten_with_path(_plain(tree))[0])
+
+
+def abstract(like: PyTree, leaves: Sequence[Leaf]) -> Nested:
+    """What Orbax is asked for: the ``leaves`` of a tree, as numpy arrays."""
+    paths = [path for path, _ in tree_flatten_with_path(like)[0]]
+    empty = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
+    return _nest(list(zip(paths, empty, strict=True)))
+
+
+def filled(like: PyTree, leaves: Sequence[Leaf], kept: Nested) -> PyTree:
+    """The tree that was kept, in the containers of ``like``."""
+    paths, treedef = tree_flatten_with_path(like)
+    made = []
+    for (path, other), leaf in zip(paths, leaves, strict=True):
+        found: Any = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
+        if found.size:
+            found = kept
+            for name in _names(path):
+                found = found[name]
+        if _is_key(other):
+            found = jax.random.wrap_key_data(found, impl=jax.random.key_impl(other))
+        made.append(found)
+    return jax.tree.unflatten(treedef, made)
+
+
+def _nest(leaves: Sequence[tuple[Any, Any]]) -> Nested:
+    made: Nested = {}
+    for path, leaf in leaves:
+        if not math.prod(leaf.shape):
+            continue
+        *names, last = _names(path)
+        node = made
+        for name in names:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return made
+
+
+def _names(path: Any) -> list[str]:
+    return [keystr((key,), simple=True) for key in path]
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """A tree with random keys as their numbers, and numbers as arrays."""
+
+    def plain(leaf: Any) -> Any:
+        if _is_key(leaf):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.eval_shape(jax.random.key_data, leaf)
+            return jax.random.key_data(leaf)
+        is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+        return leaf if is_array else np.asarray(leaf)
+
+    return jax.tree.map(plain, tree)

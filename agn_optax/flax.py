@@ -1,0 +1,208 @@
+"""A `Worker`'s exchanges with what Flax loops have in hand.
+
+    linen   a `TrainState`: a new one comes back, with other params and opt_state
+    nnx     a model and its `nnx.Optimizer`: both are updated in place, as nnx does
+
+Only trained parameters and the state of the worker's optimizer take part. Everything
+else is the worker's own and stays as it is: batch statistics, random keys, counters. So
+give every worker random keys of its own, and make the statistics of the center anew
+with its parameters before it is evaluated or shipped: docs/loops.md has both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from agn_optax import errors
+from agn_optax._internal import check
+
+PyTree = Any
+Worker = Any  # an agn_optax.Worker, or what takes its place
+
+__all__ = ["exchange", "flush", "start"]
+
+
+def start(
+    worker: Worker,
+    state: Any,
+    optimizer: Any = None,
+    *,
+    chief: bool | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """`Worker.start` with the parameters of a state, or of a model.
+
+    Args:
+      worker: a `Worker`, or what takes its place (`checkpoint.Resumable`).
+      state: a dataclass with the fields ``params`` and ``opt_state``, such as a linen
+        ``TrainState`` made with ``tx=worker.tx``; or an nnx model.
+      optimizer: the model's ``nnx.Optimizer(model, worker.tx, wrt=...)``; None for a
+        state.
+      chief: as of `Worker.start`.
+      timeout: as of `Worker.start`.
+
+    Returns:
+      The state with the center's parameters and a fresh optimizer state; or the same
+      model, which has them now, as its optimizer has.
+
+    Raises:
+      InvalidTypeError: ``state`` has no ``params`` and ``opt_state``, or ``optimizer``
+        is none of nnx.
+      InvalidArgumentError: the optimizer was not made of ``worker.tx``.
+
+    Also raises what `Worker.start` does.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, agn_optax
+      >>> from flax.training.train_state import TrainState
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.downpour())
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+      >>> model = nn.Dense(1)
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply, params=params, tx=worker.tx
+      ... )
+      >>> state = agn_optax.flax.start(worker, state, chief=True)
+      >>> for _ in range(4):
+      ...     grads = jax.tree.map(jnp.ones_like, state.params)
+      ...     state = state.apply_gradients(grads=grads)
+      ...     state = agn_optax.flax.exchange(worker, state)
+      >>> center.version, int(state.step)
+      (2, 4)
+    """
+    params, _ = _taken(worker, state, optimizer)
+    loop = worker.start(params, chief=chief, timeout=timeout)
+    return _given(state, optimizer, *loop)
+
+
+def exchange(worker: Worker, state: Any, optimizer: Any = None) -> Any:
+    """`Worker.exchange` with a state, or with a model: after every local step.
+
+    Args:
+      worker: the worker.
+      state: as of `start`, after the local step. Its ``params`` and ``opt_state`` are
+        donated.
+      optimizer: as of `start`.
+
+    Returns:
+      The state with which to go on; or the same model.
+
+    Raises what `start` and `Worker.exchange` do.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from flax import nnx
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.downpour())
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, worker.tx, wrt=nnx.Param)
+      >>> model = agn_optax.flax.start(worker, model, optimizer, chief=True)
+      >>> for _ in range(4):
+      ...     grads = nnx.grad(lambda m: m(jnp.ones((1, 3))).sum())(model)
+      ...     _ = optimizer.update(model, grads)
+      ...     model = agn_optax.flax.exchange(worker, model, optimizer)
+      >>> center.version
+      2
+    """
+    if not worker.due:  # whatever it is given, it returns
+        worker.exchange(None, None)
+        return state
+    loop = _taken(worker, state, optimizer)
+    return _given(state, optimizer, *worker.exchange(*loop))
+
+
+def flush(
+    worker: Worker, state: Any, optimizer: Any = None, *, steps: int | None = None
+) -> Any:
+    """`Worker.flush` with a state, or with a model: exchanges what is left of a round.
+
+    Args:
+      worker: the worker.
+      state: as of `exchange`.
+      optimizer: as of `exchange`.
+      steps: as of `Worker.flush`.
+
+    Returns:
+      The state with which to go on; or the same model.
+
+    Raises what `start` and `Worker.flush` do.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> from flax import nnx
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.downpour())
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=10)
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, worker.tx, wrt=nnx.Param)
+      >>> model = agn_optax.flax.start(worker, model, optimizer, chief=True)
+      >>> grads = nnx.grad(lambda m: m(jnp.ones((1, 3))).sum())(model)
+      >>> _ = optimizer.update(model, grads)
+      >>> model = agn_optax.flax.exchange(worker, model, optimizer)
+      >>> model = agn_optax.flax.flush(worker, model, optimizer)
+      >>> center.version
+      1
+    """
+    loop = _taken(worker, state, optimizer)
+    return _given(state, optimizer, *worker.flush(*loop, steps=steps))
+
+
+def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:
+    """Parameters and optimizer state, as the worker knows them.
+
+    Raises:
+      InvalidTypeError, InvalidArgumentError: as `start`.
+    """
+    if optimizer is not None:
+        from flax import nnx  # noqa: PLC0415 heavy, an extra of its own
+
+        wanted = "optimizer must be an nnx.Optimizer of the model"
+        check.instance(optimizer, nnx.Optimizer, wanted)
+        _check_tx(
+            worker, optimizer.tx, "nnx.Optimizer(model, worker.tx, wrt=nnx.Param)"
+        )
+        params = nnx.state(state, optimizer.wrt, **_mode(optimizer))
+        return _arrays(params), _arrays(optimizer.opt_state)
+    is_state = dataclasses.is_dataclass(state) and not isinstance(state, type)
+    if not (is_state and hasattr(state, "params") and hasattr(state, "opt_state")):
+        raise errors.InvalidTypeError(
+            "state must be a dataclass with params and opt_state, such as a TrainState "
+            "of Flax, or an nnx model with its optimizer beside it, got "
+            f"{check.show(state)}"
+        )
+    if hasattr(state, "tx"):
+        _check_tx(worker, state.tx, "TrainState.create(..., tx=worker.tx)")
+    return state.params, state.opt_state
+
+
+def _given(state: Any, optimizer: Any, params: PyTree, opt_state: PyTree) -> Any:
+    """What `_taken` was asked of, with these in it."""
+    if optimizer is None:
+        return dataclasses.replace(state, params=params, opt_state=opt_state)
+    from flax import nnx  # noqa: PLC0415
+
+    nnx.update(state, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state, **_mode(optimizer)))
+    return state
+
+
+def _arrays(variables: PyTree) -> PyTree:
+    """A tree with the values of its nnx variables in their places."""
+    from flax import nnx  # noqa: PLC0415
+
+    as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # as Flax 0.12.5 has it
+    return as_pure(variables)
+
+
+def _mode(optimizer: Any) -> dict[str, Any]:
+    """Graph mode or tree mode, as the optimizer was told; older Flax has one only."""
+    return {"graph": optimizer.graph} if hasattr(optimizer, "graph") else {}
+
+
+def _check_tx(worker: Worker, tx: Any, wanted: str) -> None:
+    if tx is not worker.tx:
+        raise errors.InvalidArgumentError(
+            f"the optimizer is not that of worker {worker.name!r}, whose rule records "
+            f"what it sends: make it as {wanted}. What is done to gradients before is "
+            "an argument of the worker, Worker(..., gradients=...)"
+        )

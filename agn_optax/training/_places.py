@@ -1,0 +1,155 @@
+"""Where `fit` trains: as a worker of a center, or on towers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import checkpoint, flax
+from agn_optax._internal import check
+from agn_optax.towers import Towers
+from agn_optax.worker import Worker
+
+PyTree = Any
+
+
+class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
+    """A worker. Its state is a dataclass, or ``(params, opt_state)``.
+
+    Attributes:
+      steps: local steps so far.
+      step: the train step, compiled.
+    """
+
+    def __init__(
+        self, train_step: Any, worker: Worker, chief: Any, data: Any, directory: Any
+    ) -> None:
+        check.instance(worker, Worker, "worker must be an agn_optax.Worker")
+        self.steps = 0
+        self.step = jax.jit(train_step, donate_argnums=0)
+        self._chief = chief
+        # What is no part of an exchange, and of a checkpoint all the same.
+        self._kept: dict[str, Any] = {}
+        self._worker: Any = worker
+        if directory is not None:
+            self._worker = checkpoint.Resumable(
+                worker, directory, kept=self._kept, **_beside(data)
+            )
+
+    def start(self, state: PyTree) -> PyTree:
+        self._keep(state)
+        if _is_state(state):
+            state = flax.start(self._worker, state, chief=self._chief)
+        else:
+            state = self._worker.start(state, chief=self._chief)
+        self.steps = int(self._kept.pop("steps"))
+        if not _is_state(state):
+            return state
+        bare, treedef = jax.tree.flatten(_without_loop(state))
+        bare = [jnp.array(self._kept[str(i)], copy=True) for i in range(len(bare))]
+        return dataclasses.replace(
+            jax.tree.unflatten(treedef, bare),
+            params=state.params,
+            opt_state=state.opt_state,
+        )
+
+    def exchange(self, state: PyTree) -> PyTree:
+        if not self._worker.due:  # whatever it is given, it returns
+            self._worker.exchange(None, None)
+            return state
+        self._keep(state)
+        if _is_state(state):
+            return flax.exchange(self._worker, state)
+        return self._worker.exchange(*state)
+
+    def save(self, state: PyTree) -> None:
+        """It saves at its exchanges."""
+
+    def finish(self, state: PyTree) -> PyTree:
+        self._keep(state)
+        if _is_state(state):
+            return flax.flush(self._worker, state)
+        return self._worker.flush(*state)
+
+    def center(self, state: PyTree) -> PyTree:
+        del state
+        return self._worker.center.pull().params
+
+    def mean(self, metrics: PyTree) -> PyTree:
+        return metrics
+
+    def __exit__(self, *exception: object) -> None:
+        if isinstance(self._worker, checkpoint.Resumable):
+            self._worker.checkpoints.close()
+
+    def _keep(self, state: PyTree) -> None:
+        self._kept["steps"] = jnp.asarray(self.steps)
+        if _is_state(state):
+            leaves = jax.tree.leaves(_without_loop(state))
+            self._kept |= {str(i): jnp.asarray(leaf) for i, leaf in enumerate(leaves)}
+
+
+class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
+    """Towers. Their state has a replica for each."""
+
+    def __init__(self, train_step: Any, towers: Any, data: Any, directory: Any) -> None:
+        check.instance(towers, Towers, "towers must be agn_optax.Towers(...)")
+        self.steps = 0
+        self._towers, self._beside = towers, _beside(data)
+        self._program = towers.step(train_step)
+        self._checkpoints = None
+        if directory is not None:
+            self._checkpoints = checkpoint.Rotation(directory)
+
+    def start(self, state: PyTree) -> PyTree:
+        if self._checkpoints is None or self._checkpoints.latest is None:
+            return state
+        self.steps, path = self._checkpoints.latest
+        there = checkpoint.load(path, towers=(self._towers, state), **self._beside)
+        return there["towers"]
+
+    def step(self, state: PyTree, batch: Any) -> tuple[PyTree, PyTree]:
+        return self._program(state, self._towers.shard(batch))
+
+    def exchange(self, state: PyTree) -> PyTree:
+        """They do it in their steps."""
+        return state
+
+    def save(self, state: PyTree) -> None:
+        if self._checkpoints is not None:
+            parts = {"towers": (self._towers, state), **self._beside}
+            self._checkpoints.write(self.steps, **parts)
+
+    def finish(self, state: PyTree) -> PyTree:
+        latest = None if self._checkpoints is None else self._checkpoints.latest
+        if latest is None or latest[0] != self.steps:
+            self.save(state)
+        return state
+
+    def center(self, state: PyTree) -> PyTree:
+        return self._towers.center_params(state)
+
+    def mean(self, metrics: PyTree) -> PyTree:
+        return self._towers.mean(metrics)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+
+def _is_state(state: PyTree) -> bool:
+    return dataclasses.is_dataclass(state) and hasattr(state, "opt_state")
+
+
+def _without_loop(state: Any) -> Any:
+    """A state without what a worker exchanges."""
+    return dataclasses.replace(state, params=None, opt_state=None)
+
+
+def _beside(data: Any) -> dict[str, Any]:
+    """Data whose place Orbax can save."""
+    return {"data": data} if hasattr(data, "save") and hasattr(data, "load") else {}

@@ -1,0 +1,41 @@
+"""A process of a worker that goes over an epoch once: run by test_kills.
+
+Each sample adds one to its own element of the center.
+"""
+
+import grain
+import jax
+import numpy as np
+import optax
+import shared
+import talking
+
+import agn_optax
+from agn_optax import checkpoint, service
+
+
+def train(address, directory, samples, batch, period, overlap):
+    with service.connect(address, shared.downpour(), timeout=60) as center:
+        worker = agn_optax.Worker(
+            center, shared.sgd(1.0), period=period, name="w", overlap=overlap
+        )
+
+        @jax.jit
+        def step(params, state, drawn):
+            grads = -jax.nn.one_hot(drawn, samples).sum(axis=0)
+            updates, state = worker.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        data = grain.MapDataset.range(samples).seed(7).shuffle().batch(batch)
+        data = iter(data.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+        with checkpoint.Resumable(worker, directory, data=data) as loop:
+            params, state = loop.start(timeout=60)
+            for drawn in data:
+                params, state = step(params, state, np.asarray(drawn))
+                params, state = loop.exchange(params, state)
+            loop.flush(params, state)
+            return {"exchanges": worker.exchanges, "resumed": loop.resumed}
+
+
+if __name__ == "__main__":
+    talking.obey({"train": train})

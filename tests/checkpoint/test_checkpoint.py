@@ -1,0 +1,282 @@
+"""What is saved goes on as if it had never stopped, or is refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import shared
+import support
+from orbax.checkpoint import v1 as ocp
+
+import agn_optax
+from agn_optax import checkpoint, errors
+from agn_optax.round._forms import find_state
+
+RULE = shared.agn(shared.adam(0.05))
+
+
+def an_inner():
+    return shared.adam(0.05)
+
+
+def a_worker(center, name="w", period=3, **settings):
+    return agn_optax.Worker(center, an_inner(), period=period, name=name, **settings)
+
+
+def train(worker, params, state, feeds):
+    return support.run_worker(worker, params, state, feeds)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A worker in the middle of a round, its center, and where both were saved."""
+    center = agn_optax.LocalCenter(RULE)
+    worker = a_worker(center)
+    feeds = support.feeds(support.tree(), 5)
+    loop = train(worker, *worker.start(support.tree(), chief=True), feeds)
+    path = tmp_path / "saved"
+    checkpoint.save(path, worker=(worker, *loop), center=center)
+    return path, worker, loop, center
+
+
+def test_a_worker_and_its_center_go_on_bit_for_bit(saved):
+    path, worker, loop, center = saved
+    feeds = support.feeds(support.tree(), 7, seed=2)
+    other = agn_optax.LocalCenter(RULE)
+    again = a_worker(other)
+    there = checkpoint.load(path, like=support.tree(), worker=again, center=other)
+    assert there["center"] is other
+    support.assert_identical(there["worker"], loop)
+    resumed = train(again, *there["worker"], feeds)
+    support.assert_identical(resumed, train(worker, *loop, feeds))
+    support.assert_identical(other.pull().params, center.pull().params)
+    assert (again.exchanges, other.version) == (worker.exchanges, center.version)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_orbax_alone_reads_it(saved):
+    """The names are a contract: of checkpoints that exist already."""
+    path, _, (params, _), center = saved
+    kept = ocp.load(path, checkpointable_name="worker")
+    assert sorted(kept) == ["params", "state"]  # agn reads no anchor
+    own = kept["params"]["layers"]["0"]["w"]
+    support.assert_identical(own, params["layers"][0]["w"])
+    names = {
+        "local_steps",
+        "record/sum/layers/0/w",
+        "record/sum/scale",
+        "inner_state/0/count",
+        "inner_state/0/mu/layers/0/w",
+        "inner_state/0/mu/scale",
+        "inner_state/0/nu/layers/0/w",
+        "inner_state/0/nu/scale",
+    }
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(kept["state"])
+    }
+    assert names <= found
+    kept = ocp.load(path, checkpointable_name="center")
+    assert sorted(kept) == ["center_state", "params"]
+    support.assert_identical(kept["params"]["scale"], center.pull().params["scale"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "inner", "like", "error", "match"),
+    [
+        (
+            lambda: shared.agn(shared.adam(0.01)),
+            an_inner,
+            support.tree,
+            errors.RuleMismatchError,
+            "of another rule: its center optimizer makes",
+        ),
+        (
+            shared.diloco,
+            an_inner,
+            support.tree,
+            errors.RuleMismatchError,
+            "its name is 'agn', and here it is 'diloco'",
+        ),
+        (
+            lambda: RULE,
+            an_inner,
+            lambda: support.tree() | {"scale": jnp.zeros(2)},
+            errors.TreeMismatchError,
+            r"\['params'\]\['scale'\] float32\[2\], where .*saved has .* float32\[\]",
+        ),
+        (
+            lambda: RULE,
+            an_inner,
+            lambda: support.tree("bfloat16"),
+            errors.TreeMismatchError,
+            r"worker 'w' has .*bfloat16.*, where the checkpoint .* float32",
+        ),
+        (
+            lambda: RULE,
+            lambda: shared.sgd(0.1),
+            support.tree,
+            errors.TreeMismatchError,
+            r"\['state'\]\.inner_state",
+        ),
+        (
+            lambda: RULE,
+            an_inner,
+            lambda: None,
+            errors.MissingArgumentError,
+            "like=params",
+        ),
+    ],
+    ids=["optimizer", "rule", "shape", "dtype", "inner", "containers"],
+)
+def test_what_is_another_is_refused_by_name(saved, rule, inner, like, error, match):
+    center = agn_optax.LocalCenter(rule())
+    worker = agn_optax.Worker(center, inner(), period=3, name="w")
+    if like() is None:
+        (path, *_), like_tree = saved, None
+        match = "like=params"
+        path = saved_in_own_containers(path)
+    else:
+        path, like_tree = saved[0], like()
+    with pytest.raises(error, match=match):
+        checkpoint.load(path, like=like_tree, worker=worker, center=center)
+    assert worker.version is None  # nothing has changed
+    assert not center.core.is_initialized
+
+
+def saved_in_own_containers(path):
+    """A center whose parameters are a NamedTuple."""
+    state = optax.ScaleByAdamState(jnp.zeros(()), jnp.ones(2), jnp.ones(2))
+    center = agn_optax.LocalCenter(RULE)
+    worker = a_worker(center)
+    loop = worker.start(state, chief=True)
+    path = path.with_name("named")
+    checkpoint.save(path, worker=(worker, *loop), center=center)
+    return path
+
+
+def test_who_is_missing_is_named(saved, tmp_path):
+    path, worker, loop, center = saved
+    other = agn_optax.LocalCenter(RULE)
+    again = a_worker(other)
+    with pytest.raises(errors.TreeMismatchError, match=r"1 centers.*\['center'\]"):
+        checkpoint.load(path, like=support.tree(), worker=again)
+    with pytest.raises(errors.InvalidArgumentError, match=r"'first' is to be a worker"):
+        checkpoint.load(path, like=support.tree(), first=again, center=other)
+    with pytest.raises(errors.AlreadyInitializedError, match="at version 1"):
+        checkpoint.load(path, like=support.tree(), worker=again, center=center)
+    with pytest.raises(errors.DurabilityError, match="no checkpoint of agn_optax"):
+        checkpoint.load(tmp_path / "elsewhere", center=other)
+    with pytest.raises(errors.InvalidArgumentError, match="there already"):
+        checkpoint.save(path, center=center)
+    second = a_worker(center, "second")
+    both = tmp_path / "both"
+    checkpoint.save(
+        both, center=center, w=(worker, *loop), second=(second, *second.start())
+    )
+    with pytest.raises(errors.TreeMismatchError, match=r"has 2 workers.*\['second'\]"):
+        checkpoint.load(both, like=support.tree(), center=other, w=again)
+    there = checkpoint.load(
+        both, like=support.tree(), center=other, w=again, second=a_worker(other, "s")
+    )
+    assert sorted(there) == ["center", "second", "w"]
+    alone = agn_optax.LocalCenter(RULE)  # which is evaluated, say
+    checkpoint.load(both, like=support.tree(), center=alone)
+    support.assert_identical(alone.pull().params, center.pull().params)
+
+
+def towers_tx(axes=None):
+    placement = agn_optax.Placement(shard_axis=axes)
+    return optax.chain(
+        agn_optax.all_reduce("towers"),
+        agn_optax.exchange_every(
+            shared.adam(0.05), RULE, 3, axis_name="workers", placement=placement
+        ),
+    )
+
+
+def begun(towers, tx, **other):
+    """State as a run begins with it; with a random key, which each tower folds."""
+    params = problem.params() | other
+    return towers.create(lambda p: (p, tx.init(p), jax.random.key(0)), params)
+
+
+def some_steps(towers, tx, state, data):
+    step = towers.step(
+        lambda state, batch: (
+            (*problem.train_step(tx)(state[:2], batch)[0], state[2]),
+            None,
+        )
+    )
+    for batch in data:
+        state, _ = step(state, towers.shard(batch))
+    return state
+
+
+def test_towers_go_back_as_they_are_or_elastically(tmp_path):
+    """Four independent workers, whose center lies in four pieces, and fewer."""
+    tx, data = towers_tx("workers"), problem.batches(4)
+    four, two = agn_optax.Towers(4, workers=4), agn_optax.Towers(2, workers=2)
+    state = some_steps(four, tx, begun(four, tx), data)
+    checkpoint.save(tmp_path / "4", towers=(four, state))
+    kept = checkpoint.load(tmp_path / "4", towers=(four, begun(four, tx)))["towers"]
+    support.assert_identical(*(jax.tree.map(_numbers, tree) for tree in (kept, state)))
+    with pytest.raises(
+        errors.TreeMismatchError, match=r"4 workers.*these towers have 2"
+    ):
+        checkpoint.load(tmp_path / "4", towers=(two, begun(two, tx)))
+    center = jax.device_get(four.center_params(state[1]))
+    fewer = load_elastic(tmp_path / "4", two, tx)
+    support.assert_identical(jax.device_get(two.center_params(fewer[1])), center)
+    assert two.towers_agree(fewer)
+    checkpoint.save(tmp_path / "2", towers=(two, fewer))
+    back = load_elastic(tmp_path / "2", four, tx)
+    support.assert_identical(jax.device_get(four.center_params(back[1])), center)
+    # With the center's optimizer: in pieces as they were, but for what fills them up.
+    first, last = (find_state(each[1]) for each in (state, back))
+    support.assert_identical(last.center, first.center)
+    support.assert_identical(*(_whole(each.center_state) for each in (last, first)))
+
+
+def load_elastic(path, towers, tx):
+    parts = {"towers": (towers, begun(towers, tx))}
+    return checkpoint.load(path, elastic=True, **parts)["towers"]
+
+
+def test_data_parallel_towers_may_be_any_number(tmp_path):
+    tx, data = towers_tx("towers"), problem.batches(4)
+    four, one = agn_optax.Towers(4), agn_optax.Towers(1)
+    state = some_steps(four, tx, begun(four, tx), data)
+    checkpoint.save(tmp_path / "4", towers=(four, state))
+    own = checkpoint.load(tmp_path / "4", towers=(one, begun(one, tx)))["towers"]
+    support.assert_identical(
+        jax.device_get(one.center_params(own[1])),
+        jax.device_get(four.center_params(state[1])),
+    )
+    islands = agn_optax.Towers(4, workers=2)
+    with pytest.raises(errors.TreeMismatchError, match=r"has 1 workers.*have 2"):
+        checkpoint.load(tmp_path / "4", towers=(islands, begun(islands, tx)))
+    wider = begun(one, tx, out=jnp.zeros((6, 1)))
+    with pytest.raises(errors.TreeMismatchError, match=r"\['out'\] float32\[6, 1\]"):
+        checkpoint.load(tmp_path / "4", towers=(one, wider))
+    other = optax.chain(agn_optax.all_reduce("towers"), shared.sgd(0.1))
+    with pytest.raises(errors.TreeMismatchError, match="the towers' state has"):
+        checkpoint.load(tmp_path / "4", towers=(one, begun(one, other)))
+
+
+def _numbers(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _whole(center_state):
+    """Without what fills up the pieces of the leaves that are in some."""
+    sizes = [leaf.size for leaf in jax.tree.leaves(problem.params())]
+    (adam,) = [node for node in center_state if hasattr(node, "mu")]
+    return [
+        np.asarray(leaf).reshape(-1)[:size]
+        for moment in (adam.mu, adam.nu)
+        for leaf, size in zip(jax.tree.leaves(moment), sizes, strict=True)
+    ]

@@ -1,0 +1,240 @@
+"""A worker that goes on where it was, whatever its last process was about to do."""
+
+import contextlib
+import shutil
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import shared
+
+import agn_optax
+from agn_optax import checkpoint, errors
+
+SAMPLES, PERIOD = 7, 2
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing that would be cleaned up after it matters here."""
+
+
+@pytest.fixture
+def journaled(tmp_path):
+    """A center that outlives its workers, as a served one does."""
+    durability = agn_optax.center.Journal(tmp_path / "center")
+    center = agn_optax.LocalCenter(
+        shared.downpour(), jnp.zeros(SAMPLES), durability=durability
+    )
+    yield center
+    center.close()
+
+
+def resumable(center, folder, overlap=False, period=PERIOD, **beside):
+    worker = agn_optax.Worker(
+        center, shared.sgd(1.0), period=period, name="w", overlap=overlap
+    )
+    data = iter(grain.MapDataset.range(SAMPLES).to_iter_dataset())
+    return checkpoint.Resumable(worker, folder, data=data, **beside), data
+
+
+def an_epoch(loop, data, before=lambda sample: None):
+    """Each sample adds one to its own element of the center."""
+    params, state = loop.start()
+    for sample in data:
+        before(int(sample))
+        grads = -jax.nn.one_hot(sample, SAMPLES)
+        updates, state = loop.tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    loop.flush(params, state)
+
+
+def kill(*args, **kwargs):
+    raise Killed
+
+
+def in_a_step(loop, monkeypatch):
+    def before(sample):
+        if sample == 5:  # two exchanges are over, and a local step is lost
+            kill()
+
+    return before
+
+
+def as_it_sends(loop, monkeypatch):
+    """The checkpoint is written, and the center gets no message."""
+    session, made = loop.worker.center.join, []
+
+    def join(*args, **kwargs):
+        made.append(session(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(loop.worker.center, "join", join)
+
+    def before(sample):
+        if sample == 3:
+            monkeypatch.setattr(made[-1], "exchange", kill)
+
+    return before
+
+
+def before_it_has_the_answer(loop, monkeypatch):
+    """The center has applied the message, and the worker never hears of it."""
+    before = as_it_sends(loop, monkeypatch)
+
+    def and_apply(sample):
+        before(sample)
+        if sample == 3:
+            session = loop.worker._session
+            exchange = type(session).exchange
+
+            def applied(*args, **kwargs):
+                exchange(session, *args, **kwargs)
+                kill()
+
+            monkeypatch.setattr(session, "exchange", applied)
+
+    return and_apply
+
+
+def as_it_writes(loop, monkeypatch):
+    def before(sample):
+        if sample == 5:
+            monkeypatch.setattr(loop.checkpoints, "write", kill)
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("killed", "period"),
+    [
+        (in_a_step, PERIOD),
+        (as_it_sends, PERIOD),
+        (before_it_has_the_answer, PERIOD),
+        (before_it_has_the_answer, 1),
+        (as_it_writes, PERIOD),
+    ],
+)
+def test_every_sample_counts_once(killed, period, journaled, tmp_path, monkeypatch):
+    exchanges = -(-SAMPLES // period)
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        an_epoch(loop, data, killed(loop, patched))
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
+    an_epoch(loop, data)
+    assert loop.resumed
+    np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
+    assert (loop.exchanges, journaled.version) == (exchanges, exchanges)
+    # It may come back after the epoch, too, and then has nothing to do.
+    loop, data = resumable(journaled, tmp_path / "own", period=period)
+    an_epoch(loop, data)
+    assert journaled.version == exchanges
+
+
+def test_the_center_may_have_been_started_again_as_well(tmp_path):
+    durability = agn_optax.center.Journal(tmp_path / "center")
+    for ends in (in_a_step, None):
+        center = agn_optax.LocalCenter(
+            shared.downpour(), jnp.zeros(SAMPLES), durability=durability
+        )
+        loop, data = resumable(center, tmp_path / "own")
+        with contextlib.closing(center), contextlib.suppress(Killed):
+            an_epoch(loop, data, ends(loop, None) if ends else lambda sample: None)
+    np.testing.assert_array_equal(center.pull().params, np.ones(SAMPLES))
+    assert loop.exchanges == 4
+
+
+def test_a_worker_that_overlaps(journaled, tmp_path):
+    loop, data = resumable(journaled, tmp_path / "own", overlap=True)
+    with pytest.raises(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    loop, data = resumable(journaled, tmp_path / "own", overlap=True)
+    an_epoch(loop, data)
+    np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
+
+
+def test_a_checkpoint_is_written_before_every_message(journaled, tmp_path, monkeypatch):
+    """Also when one is tried again, and after a flush that had nothing to send."""
+    loop, data = resumable(journaled, tmp_path / "own")
+    loop.worker._patience = 0  # or it would go on without the center
+    an_epoch(loop, data)
+    params, state = loop.flush(*loop.worker.start())
+    wrote = []
+    write = loop.checkpoints.write
+
+    def counted(*args, **kwargs):
+        wrote.append(journaled.version)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(loop.checkpoints, "write", counted)
+    session = loop.worker._session
+    for lost in (True, False):
+        with monkeypatch.context() as patched:
+            if lost:
+
+                def unreachable(*args, **kwargs):
+                    raise errors.CenterUnreachableError("gone")
+
+                patched.setattr(session, "submit", unreachable)
+                params, state = loop.exchange(params, state)
+                with pytest.raises(errors.CenterUnreachableError):
+                    loop.exchange(params, state)
+            else:
+                params, state = loop.exchange(params, state)
+    assert wrote == [4]  # once, before it was sent
+    assert journaled.version == 5
+
+
+def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
+    def a_loop(kept):
+        center = agn_optax.LocalCenter(shared.downpour())
+        return resumable(center, tmp_path, kept=kept)
+
+    stats = {"mean": jnp.zeros(2)}
+    loop, data = a_loop(stats)
+    params, state = loop.start(jnp.zeros(SAMPLES), chief=True)
+    for sample in data:
+        if sample == 5:
+            break
+        stats["mean"] = stats["mean"] + 1.0
+        updates, state = loop.tx.update(-jax.nn.one_hot(sample, SAMPLES), state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    stats = {"mean": jnp.zeros(2)}
+    loop, data = a_loop(stats)
+    an_epoch(loop, data)
+    np.testing.assert_array_equal(loop.center.pull().params, np.ones(SAMPLES))
+    np.testing.assert_array_equal(stats["mean"], [4.0, 4.0])  # when it was written
+    other = agn_optax.Worker(loop.center, shared.sgd(1.0), period=1, name="other")
+    other.start()
+    params, state = loop.worker.start()
+    with pytest.raises(errors.InvalidArgumentError, match=r"beside 'w'.*\['other'\]"):
+        loop.save(params, state)
+
+
+def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
+    loop, data = resumable(journaled, tmp_path / "own")
+    with contextlib.suppress(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    another = agn_optax.center.Journal(tmp_path / "another")
+    with contextlib.closing(
+        agn_optax.LocalCenter(shared.downpour(), jnp.zeros(SAMPLES), durability=another)
+    ) as center:
+        for _ in range(2):  # or the worker would have seen the future
+            session = center.join("x")
+            session.exchange(1, jnp.zeros(SAMPLES), anchor_version=0)
+        loop, _ = resumable(center, tmp_path / "own")
+        with pytest.raises(errors.WorkerStateError, match=r"'w' cannot go on.*anew"):
+            loop.start()
+    # Its own center, which has heard of it since.
+    shutil.copytree(tmp_path / "own", tmp_path / "old")
+    loop, data = resumable(journaled, tmp_path / "own")
+    an_epoch(loop, data)
+    loop, _ = resumable(journaled, tmp_path / "old")
+    with pytest.raises(errors.WorkerStateError, match=r"'w' has exchanged since its"):
+        loop.start()
+    with pytest.raises(errors.InvalidTypeError, match="worker must be"):
+        checkpoint.Resumable(journaled, tmp_path)
