@@ -187,7 +187,11 @@ def requirements(extra):
 
 
 def test_every_package_that_a_layer_imports_is_in_an_extra():
-    extras = {"cli": ["cli", "keys", "flax"], "checkpoint": ["flax"]}
+    extras = {
+        "cli": ["cli", "keys", "flax"],
+        "checkpoint": ["flax"],
+        "training": ["cli"],
+    }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():
         brought = {
