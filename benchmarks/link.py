@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import pathlib
+import sys
 
 import centers
 import peers
@@ -22,6 +24,9 @@ import side_by_side
 from processes import Process
 from report import Report, Row, parse
 from side_by_side import Form
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from examples.pacing import pace
 
 RAW = "raw TCP"
 # By their names: the peer, the transport and the codec.
@@ -60,9 +65,9 @@ def compare(
             made.append(Form(name, of, exchange))
         for form in made:
             form.run()  # so that all connections are there
-        peers.pace(rate)
+        pace(rate)
         for process in (center, peer):
-            process.call(peers.pace, rate)
+            process.call(pace, rate)
         rows = side_by_side.measure(made, args.repeats, report.console)
     sent = {name: size / 2 if "bfloat16" in name else size for name in rows}
     return [

@@ -17,7 +17,6 @@ import queue
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -166,25 +165,6 @@ def _connect(address: Any) -> socket.socket:
     if family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
-
-
-def pace(rate: float) -> None:
-    """Has the kernel send ``rate`` bytes a second over each TCP socket of this process.
-
-    Of those that there are now, whoever made them; and of what they accept.
-    """
-    so_max_pacing_rate = 47  # of Linux; Python has no name for it
-    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 names are enough
-        with (
-            contextlib.suppress(OSError),  # no socket, or closed meanwhile
-            socket.socket(fileno=os.dup(number)) as end,
-        ):
-            if end.family in (socket.AF_INET, socket.AF_INET6):
-                end.setsockopt(
-                    socket.SOL_SOCKET,
-                    so_max_pacing_rate,
-                    int(rate).to_bytes(8, sys.byteorder),
-                )
 
 
 def certificates(folder: pathlib.Path) -> Pem:

@@ -61,47 +61,68 @@ def exchange(tables: Tables) -> Any:
             axis.plot(
                 *zip(*sorted(points), strict=True), style, label=form, color=color
             )
-        axis.set(title=network, xlabel="MB", xscale="log", yscale="log")
-        _finish(axis)
+        axis.set(title=f"Over {_of(network)}; dashed: without this library")
+        axis.set_xlabel("MB in each direction")
+        _logarithmic(
+            axis.xaxis, sorted({x for each in lines.values() for x, _ in each})
+        )
+        _logarithmic(axis.yaxis)
+        _legend(axis)
     axes[0][0].set_ylabel("GB/s, both directions")
     return figure
 
 
 def fan_in(tables: Tables) -> Any:
     """Exchanges a second against workers, a line for every transport."""
-    figure, axis = plt.subplots(figsize=(6, 4))
+    figure, axis = plt.subplots(figsize=(6.5, 4.5))
+    counts: set[float] = set()
     for table in tables:
-        columns = _columns(table, "workers", "a_second")
-        axis.plot(*columns, "o-", label=table["key"])
-    axis.set(xlabel="workers", ylabel="exchanges a second, all workers")
-    axis.set_xscale("log", base=2)
+        workers, a_second = _columns(table, "workers", "a_second")
+        axis.plot(workers, a_second, "o-", label=table["key"])
+        counts.update(workers)
+    axis.set(
+        title="Exchanges of all workers at one center",
+        xlabel="workers",
+        ylabel="exchanges a second, all workers",
+    )
+    _logarithmic(axis.xaxis, sorted(counts))
     axis.set_ylim(bottom=0)
-    axis.legend()
+    _legend(axis)
     return figure
 
 
 def size(tables: Tables) -> Any:
     """Milliseconds against bytes, and against leaves."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5))
+    leaves: set[float] = set()
     for table in tables:
-        kind = table["key"].partition(",")[0]
+        kind, _, rest = table["key"].partition(", ")
         if kind == "size":
             sizes, milliseconds = _columns(table, "bytes", "milliseconds")
             numbers = [float(each.replace(",", "")) for each in sizes]
-            axes[0].plot(numbers, milliseconds, "o-", label=table["key"])
+            axes[0].plot(numbers, milliseconds, "o-", label=rest)
         elif kind == "leaves":
-            axes[1].plot(
-                *_columns(table, "leaves", "milliseconds"), "o-", label=table["key"]
-            )
-    for axis, label in zip(axes, ("bytes", "leaves"), strict=True):
-        axis.set(xlabel=label, xscale="log", yscale="log")
-        _finish(axis)
+            numbers, milliseconds = _columns(table, "leaves", "milliseconds")
+            axes[1].plot(numbers, milliseconds, "o-", label=rest)
+            leaves.update(numbers)
+    axes[0].set(title="One exchange, by the model's size", xlabel="bytes of parameters")
+    axes[1].set(title="One exchange, by the number of leaves", xlabel="leaves")
+    _logarithmic(axes[0].xaxis, within=[1])
+    _logarithmic(axes[1].xaxis, sorted(leaves))
+    for axis in axes:
+        _logarithmic(axis.yaxis)
+        _legend(axis)
+    axes[0].xaxis.set_major_formatter(ticker.EngFormatter("B"))
     axes[0].set_ylabel("ms an exchange")
     return figure
 
 
 def optimizer_overhead(tables: Tables) -> Any:
-    """Time of a step relative to the peer's, as bars with their quartiles."""
+    """Time of a step relative to the peer's, as bars with their quartiles.
+
+    Bars begin at 1, on a logarithmic axis: a form that takes twice as long is as far
+    from it as one that takes half as long.
+    """
     figure, axes = plt.subplots(
         1, len(tables), figsize=(6 * len(tables), 6), sharey=True, squeeze=False
     )
@@ -113,20 +134,45 @@ def optimizer_overhead(tables: Tables) -> Any:
             [row["quartiles"][1] - row["ratio"] for row in rows],
         ]
         names = [f"{row['form']} / {row['peer']}" for row in rows]
-        axis.barh(names, ratios, xerr=spread, height=0.7)
+        beyond = [ratio - 1 for ratio in ratios]
+        axis.barh(names, beyond, left=1.0, xerr=spread, height=0.7, color="#56B4E9")
         axis.axvline(1.0, color="black", linewidth=1)
-        axis.set(title=table["title"], xlabel="time relative to the peer's")
+        axis.set_title(table["title"], fontsize="medium")
+        axis.set_xlabel("time relative to the peer's, with quartiles (log scale)")
+        _logarithmic(axis.xaxis, [0.5, 0.8, 1, 1.2, 1.5, 2, 3, 5, 8])
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
     axes[0][0].invert_yaxis()
+    figure.tight_layout()
     return figure
 
 
-def _finish(axis: Any) -> None:
-    """Plain numbers along a logarithmic axis, and a legend that hides no line."""
-    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+def _of(network: str) -> str:
+    return network if network.isupper() else f"a {network}"
+
+
+def _logarithmic(
+    axis: Any, ticks: Sequence[float] = (), within: Sequence[float] = (1, 2, 5)
+) -> None:
+    """A logarithmic axis with plain numbers, at these places or within every decade."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    if ticks:
+        axis.set_major_locator(ticker.FixedLocator(ticks))
+    else:
+        axis.set_major_locator(ticker.LogLocator(subs=within))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_locator(ticker.NullLocator())
+
+
+def _legend(axis: Any) -> None:
+    """Below the axes, where it hides no line."""
+    axis.grid(alpha=0.3)
     axis.legend(
-        fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13)
+        fontsize="small",
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        frameon=False,
     )
 
 

@@ -27,6 +27,7 @@ import matplotlib as mpl
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
+from matplotlib import ticker
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -39,6 +40,8 @@ import matplotlib.pyplot as plt
 
 PyTree = Any
 
+# Of Okabe and Ito's palette, which color-blind people can tell apart.
+STYLES = (("#000000", "--"), ("#D55E00", "-"), ("#0072B2", "-."))
 RULES: dict[str, Callable[[], rules.Rule]] = {
     "average": rules.average,
     "diloco": rules.diloco,
@@ -207,31 +210,49 @@ def table_of(runs: list[Run]) -> Table:
     return table
 
 
+def conclusion(runs: list[Run]) -> str:
+    """What the others sent for their loss, beside what the first mode did for its."""
+    first, *others = runs
+    if not others or not first.megabytes[-1]:
+        return "Test loss against bytes"
+    said = (
+        f"{run.mode} {run.megabytes[-1] / first.megabytes[-1]:.0%} "
+        f"(loss {run.loss[-1] - first.loss[-1]:+.2f})"
+        for run in others
+    )
+    return f"Bytes beside {first.mode}: {', '.join(said)}"
+
+
 def plot(runs: list[Run], trainer: Trainer, path: pathlib.Path) -> None:
     """Loss of the center against characters seen and against bytes sent."""
-    figure, (by_characters, by_bytes) = plt.subplots(
-        1, 2, figsize=(11, 4.2), sharey=True
+    figure, panels = plt.subplots(
+        1, 2, figsize=(12, 4.8), sharey=True, layout="constrained"
     )
-    colors = ("tab:blue", "tab:red", "tab:green")
-    for run, color in zip(runs, colors, strict=False):
+    by_characters, by_bytes = panels
+    for run, (color, style) in zip(runs, STYLES, strict=False):
+        look = {"color": color, "linestyle": style, "linewidth": 2}
         millions = np.array(run.characters) / 1e6
-        by_characters.plot(millions, run.loss, label=run.mode, color=color)
-        by_bytes.plot(run.megabytes, run.loss, label=run.mode, color=color)
+        by_characters.plot(millions, run.loss, label=run.mode, **look)
+        sent = np.array(run.megabytes) > 0  # nothing is, before the first exchange
+        by_bytes.plot(np.array(run.megabytes)[sent], np.array(run.loss)[sent], **look)
     by_characters.set(
+        title="After as many characters",
         xlabel="millions of characters, all towers",
         ylabel="test loss of the center, nats a character",
     )
-    by_bytes.set(xlabel="MB sent by each device", xscale="symlog")
-    by_bytes.set_xlim(left=0)
-    for axes in (by_characters, by_bytes):
+    by_bytes.set(xlabel="MB sent by each device (log scale)", xscale="log")
+    by_bytes.set_title(conclusion(runs), fontsize=10)
+    by_bytes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    by_bytes.xaxis.set_major_formatter("{x:g}")
+    by_bytes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    for axes in panels:
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False)
     figure.suptitle(
         f"{trainer.text.name}: {runs[0].towers.size} towers, rule {trainer.args.rule}, "
         f"period {trainer.args.period}"
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
