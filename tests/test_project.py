@@ -38,6 +38,7 @@ EXTRAS = {
         "grpc_health",
         "grpc_reflection",
         "ml_dtypes",
+        "prometheus_client",
     },
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
