@@ -112,6 +112,7 @@ class _Known:
     sequence: int = 0  # of its last exchange
     exchanges: int = 0  # of all its lives, at this service
     steps: int = 0  # local ones, that were in them
+    has_exchanged: bool = False  # since the last look
     why: str = ""  # its last message was refused
     meter: Meter = dataclasses.field(default_factory=Meter)
     curves: dict[str, Series] = dataclasses.field(default_factory=dict)
@@ -156,7 +157,8 @@ class Monitor:
         servicer.tell = self.tell
 
     def start(self) -> None:
-        """Looks once a second from now on, until `close`."""
+        """Looks now, and once a second until `close`."""
+        self.look()
         self._thread = in_background(self._run, "agn-optax monitor", lasting=True)
 
     def close(self, timeout: float) -> None:
@@ -268,6 +270,7 @@ class Monitor:
                 if sequence <= known.sequence:
                     return  # it is answered again
                 known.sequence = sequence
+            known.has_exchanged = True
             known.steps += steps
             known.exchanges += applied
             known.why = refused or known.why
@@ -333,11 +336,13 @@ class Monitor:
             why = f": {known.why}" if known.why else ""
             text = f"sent a message that was refused{why}"[:_LONGEST]
             self._happened(at, "message", name, text, more)
-        known.status = status
+        reported = dict(status.reported)
+        if known.has_exchanged or reported != dict(known.status.reported):
+            for label, value in reported.items():
+                if (series := self._curve(known, label)) is not None:
+                    series.add(now - self._began, value)
+        known.status, known.has_exchanged = status, False
         known.meter.add(now, known.exchanges, known.steps)
-        for label, value in status.reported.items():
-            if (series := self._curve(known, label)) is not None:
-                series.add(now - self._began, value)
 
     @property
     def _lease(self) -> float:
@@ -347,6 +352,8 @@ class Monitor:
         """Is the last one of those that are gone."""
         known.gone = how
         known.status.connected = known.status.waits = False
+        for series in known.curves.values():  # a gap
+            series.add(time.monotonic() - self._began, math.nan)
         name = known.status.name
         self._workers[name] = self._workers.pop(name)
 

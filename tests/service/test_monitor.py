@@ -275,6 +275,23 @@ def test_a_worker_that_reports_other_names_each_time_takes_no_more_room():
         assert len(server._servicer._traffic["anna"].reported) == 60
 
 
+def test_a_curve_has_points_where_there_were_exchanges_and_gaps_between_lives():
+    with watched() as (_, monitor, center):
+        session = center.join("anna")
+        exchanged(session, 1, reported={"loss": 3.0})
+        for _ in range(3):
+            monitor.look()
+        exchanged(session, 2, anchor=1, reported={"loss": 3.0})
+        monitor.look()
+        session.leave()
+        monitor.look()
+        exchanged(center.join("anna"), 1, reported={"loss": 1.0})
+        monitor.look()
+        (curve,) = monitor.view()["curves"]
+        assert curve["value"] == [3.0, 3.0, None, 1.0]
+        assert curve["time"] == sorted(curve["time"])
+
+
 def test_what_is_not_finite_is_null():
     with watched() as (_, monitor, center):
         said = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
