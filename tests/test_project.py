@@ -42,6 +42,7 @@ EXTRAS = {
         "grpc_health",
         "grpc_reflection",
         "ml_dtypes",
+        "prometheus_client",
     },
     "flax": {"flax"},
     "checkpoint": {"orbax"},

@@ -156,6 +156,16 @@ class Core:
         """Why less of it is on disk than was asked for; "" while all is well."""
         return "" if self._keeper is None else self._keeper.degraded
 
+    @property
+    def found(self) -> str:
+        """How it goes on from what an earlier process left; "" if there was nothing."""
+        return "" if self._keeper is None else self._keeper.found
+
+    @property
+    def saved_version(self) -> int | None:
+        """Of the newest snapshot on disk that this process wrote; None without one."""
+        return None if self._keeper is None else self._keeper.saved_version
+
     def atomically(self) -> threading.Condition:
         """Around what nobody may come between; notified whenever something changed."""
         return self._changed

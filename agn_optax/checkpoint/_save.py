@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, extras
 from agn_optax._version import __version__
 from agn_optax.center import LocalCenter
 from agn_optax.checkpoint import _tree
@@ -254,15 +254,11 @@ def orbax() -> Any:
     """Orbax's API, version 1.
 
     Raises:
-      InvalidArgumentError: it is not installed.
+      MissingExtraError: it is not installed.
     """
-    try:
-        from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
-    except ModuleNotFoundError as error:
-        raise errors.InvalidArgumentError(
-            "checkpoints are written by the package orbax-checkpoint: pip install "
-            "agn_optax[flax]"
-        ) from error
+    extras.require("flax", "orbax.checkpoint")
+    from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
+
     return v1
 
 

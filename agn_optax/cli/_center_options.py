@@ -28,6 +28,7 @@ _AS_THEY_ARE = (
     *("device", "direct", "direct_address", "insecure", "parent_period"),
     "reflection",
 )
+_PAGE = "127.0.0.1:0"
 # Options that `agn_optax.center.Refuse` has without their prefix.
 _REFUSALS = [
     *("refuse_nonfinite", "refuse_norm", "refuse_times_median", "refuse_element"),
@@ -85,6 +86,10 @@ class CenterOptions:
       direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
       direct_address HOST:PORT [a port that is free]: Where that other port is; workers
         reach it at the host of --address.
+      page [no-page]: A page in the browser that shows what goes on, and /metrics for
+        Prometheus, at --page-address.
+      page_address HOST:PORT [of --page: 127.0.0.1:0]: Where the page is, which this
+        asks for as well; port 0 takes one that is free.
 
     Access:
       tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
@@ -159,6 +164,8 @@ class CenterOptions:
     device: str | None = None
     direct: bool | None = None
     direct_address: str | None = None
+    page: bool | None = None
+    page_address: str | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = _options.switch()
     reflection: bool | None = None
@@ -205,6 +212,7 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     return {
         **_named(options, {name: name for name in _AS_THEY_ARE}),
         **_named(options, {"parent_name": "name"}),
+        "page": page_address(options),
         "mode": _mode_of(options),
         "refuse": Refuse(
             **_named(options, {o: o.removeprefix("refuse_") for o in _REFUSALS})
@@ -238,12 +246,30 @@ def parent(
     )
 
 
-def access(options: CenterOptions, made: str = "") -> service.Access | None:
+def page_address(options: CenterOptions) -> str | None:
+    """Where the page is to be; None for none.
+
+    Raises:
+      InvalidArgumentError: options do not go together.
+    """
+    if options.page is False:
+        _options.refuse(
+            options, "and --no-page exclude each other", only=["page_address"]
+        )
+    if options.page or options.page_address is not None:
+        return options.page_address or _PAGE
+    return None
+
+
+def access(
+    options: CenterOptions, made: str = "", shown: str = ""
+) -> service.Access | None:
     """Who may call: as options and the environment say, and whoever has a new token.
 
     Args:
       options: of the center.
       made: a token for all that can be done; "" for none.
+      shown: a token for the page; "" for none.
 
     Raises:
       InvalidArgumentError: options do not go together, or make no sense.
@@ -256,6 +282,7 @@ def access(options: CenterOptions, made: str = "") -> service.Access | None:
     given += [options.tokens] if options.tokens is not None else []
     given += [lines.encode()] if lines else []
     given += [f"chief,operator * {made}".encode()] if made else []
+    given += [f"observer * {shown}".encode()] if shown else []
     return service.Access(*given)
 
 

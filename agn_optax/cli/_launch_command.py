@@ -100,12 +100,16 @@ def launch_command(
     if own:  # so that nobody has to say it twice
         given = _options.given(_options.filled(rule, values))
         told = {service.RULE: json_.dumps(given)}
-    is_closed = own and not _options.filled(center, values).open
+    served = _options.filled(center, values)
+    is_closed = own and not served.open
     # One for each worker, and one for whoever watches; never on a command line.
     made = [tokens.generated() for _ in (*names, "here")] if is_closed else []
+    # And one to be pasted into a browser, which lets it look, and no more.
+    has_page = own and _center_options.page_address(served) is not None
+    shown = tokens.generated() if is_closed and has_page else ""
     stack = contextlib.ExitStack()
 
-    def shown(rank: int) -> dict[str, str]:
+    def token_of(rank: int) -> dict[str, str]:
         if made:
             return {tokens.TOKEN: made[rank]}
         if options.token_file is not None:
@@ -123,7 +127,7 @@ def launch_command(
                     "AGN_OPTAX_WORKERS": str(options.workers),
                     "AGN_OPTAX_WORKER": name,
                     **told,
-                    **shown(rank),
+                    **token_of(rank),
                 },
                 restarts=options.restarts,
                 delay=rank * options.start_delay,
@@ -147,7 +151,7 @@ def launch_command(
             Program(
                 _CENTER,
                 serve,
-                {tokens.TOKENS: _lines(names, made)} if made else {},
+                {tokens.TOKENS: _lines(names, made, shown)} if made else {},
                 waited_for=False,
                 followers=when_it_serves,
             )
@@ -157,7 +161,7 @@ def launch_command(
         with stack:
             ended = launch.run(
                 programs,
-                output=_Output([_CENTER, *names], json),
+                output=_Output([_CENTER, *names], json, shown),
                 grace=options.stop_grace,
                 restart_delay=options.restart_delay,
                 on_failure=cast(Any, options.on_failure),  # it is checked
@@ -180,10 +184,11 @@ def launch_command(
         raise typer.Exit(code)
 
 
-def _lines(names: Sequence[str], made: Sequence[str]) -> str:
-    """Who may call the center: each worker, and this user's programs."""
+def _lines(names: Sequence[str], made: Sequence[str], shown: str) -> str:
+    """Who may call the center: each worker, this user's programs, and a browser."""
     roles = ["chief", *["worker"] * (len(names) - 1)]
     lines = [*zip(roles, names, made, strict=False), ("chief,operator", "*", made[-1])]
+    lines += [("observer", "*", shown)] if shown else []
     return "\n".join(" ".join(line) for line in lines)
 
 
@@ -221,13 +226,20 @@ def _check(
     _center_options.access(center, tokens.generated())
 
 
-def _address_in(line: str) -> str:
-    """The address, if a line is what `serve --json` prints once it serves."""
+def _serving(line: str) -> dict[str, Any]:
+    """What `serve --json` prints once it serves, if a line is that."""
     try:
         said = json_.loads(line)
     except ValueError:
-        return ""
-    if not isinstance(said, dict) or said.get("event") != "serving":
+        return {}
+    is_that = isinstance(said, dict) and said.get("event") == "serving"
+    return said if is_that else {}
+
+
+def _address_in(line: str) -> str:
+    """The address, if a line is what `serve --json` prints once it serves."""
+    said = _serving(line)
+    if not said:
         return ""
     # One that listens everywhere is reached on this machine, where plain text may be.
     host, _, port = str(said["address"]).rpartition(":")
@@ -245,15 +257,20 @@ def _exit_code(ended: Sequence[Ended]) -> int:
 class _Output:
     """Lines of several programs, each behind its program's name."""
 
-    def __init__(self, names: Sequence[str], stderr: bool) -> None:
+    def __init__(self, names: Sequence[str], stderr: bool, shown: str = "") -> None:
+        self._shown = shown  # the token of the page
         self._console = _table.console(stderr=stderr)
         self._width = max(map(len, names))
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
+        said = line
         if name == _CENTER and (address := _address_in(line)):
             line = f"serving at {address}"  # to a person, and not to us
+            page = _serving(said).get("page")
+            line += f", page at {page}" if page else ""
+            line += f" with token {self._shown}" if page and self._shown else ""
         prefix = (f"{name:<{self._width}} | ", self._styles[name])
         # A program's own colors are kept on a terminal, and only there.
-        said = rich.text.Text.assemble(prefix, rich.text.Text.from_ansi(line))
-        self._console.print(said, soft_wrap=True)
+        text = rich.text.Text.assemble(prefix, rich.text.Text.from_ansi(line))
+        self._console.print(text, soft_wrap=True)

@@ -45,7 +45,9 @@ def serve(
     token = ""
     if _center_options.makes_token(center):
         token = service.tokens.for_center_at(address)
-    settings["access"] = _center_options.access(center, token)
+    # What is pasted into a browser lets it look, and no more.
+    shown = service.tokens.generated() if token and settings["page"] else ""
+    settings["access"] = _center_options.access(center, token, shown)
     if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
         # The workers on this machine want the accelerators' memory for themselves.
         jax.config.update("jax_platforms", "cpu")
@@ -71,6 +73,8 @@ def serve(
                     "address": server.address,
                     "direct_address": server.direct_address,
                     "token": token or None,
+                    "page": server.page_address,
+                    "page_token": shown or None,
                 }
             )
         else:
@@ -79,6 +83,10 @@ def serve(
                 typer.echo(f"direct connections at {server.direct_address}")
             if token:
                 typer.echo(f"token {token}")
+            if server.page_address is not None:
+                typer.echo(f"page at {server.page_address}")
+            if shown:
+                typer.echo(f"token of the page {shown}")
 
         core = server.center.core
         while not (signals or core.wait_until_closed(_LOOK)):

@@ -158,10 +158,11 @@ def _caption(said: dict[str, Any]) -> rich.text.Text:
     exchanges, traffic = said["exchanges_per_second"], said["bytes_per_second"]
     direct = said["direct_address"]
     direct = f", direct connections at {direct}" if direct else ""
+    page = f", page at {said['page_address']}" if said["page_address"] else ""
     return rich.text.Text(
         f"{_number(exchanges)} exchanges/s, "
         f"{'-' if traffic is None else size(traffic)}/s, up {said['uptime']:.0f} s, "
-        f"{count} worker{'' if count == 1 else 's'}{direct}"
+        f"{count} worker{'' if count == 1 else 's'}{direct}{page}"
     )
 
 

@@ -43,6 +43,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
       address: where it listens; has the real port where 0 was asked for.
       direct_address: "host:port" where it takes exchanges beside gRPC; None if there
         is no such port.
+      page_address: where a browser finds its page; None if it has none.
       center: the center variable: ``center.pull()``, ``center.save()``.
       uplink: the link to its parent; None if it has none.
     """
@@ -53,6 +54,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.center = center
         self.address = servicer.listens_at
         self.direct_address = servicer.direct_address or None
+        self.page_address = servicer.page_address or None
         self.uplink: Uplink | None = None
         self._servicer = servicer
         self._listeners = listeners
@@ -139,6 +141,7 @@ def serve(
     reflection: bool | None = None,
     direct: bool = True,
     direct_address: str | None = None,
+    page: str | None = None,
     parent: Center | None = None,
     parent_period: int = 10,
     name: str | None = None,
@@ -180,6 +183,9 @@ def serve(
         in shared memory.
       direct_address: ``"host:port"`` of that other port; None takes one of the same
         host that is free. Workers reach it at the host that they know ``address`` by.
+      page: ``"host:port"`` of a page in the browser that shows what goes on, with
+        ``/metrics`` for Prometheus, behind the same tokens and certificates; None for
+        no page. Port 0 takes one that is free: ``server.page_address``.
       parent: a center that this one is a worker of, such as `connect` returns: the
         workers of a site share this center, and the sites share the parent, whose rule
         says how. Without ``params``, the parent's are taken.
@@ -229,6 +235,13 @@ def serve(
                 f'direct_address must be "host:port", got {direct_address!r}: beside a '
                 "Unix socket there is another one anyway"
             )
+    if page is not None:
+        if _address.check(page).startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'page must be "host:port", got {page!r}: browsers know no Unix sockets'
+            )
+        _tls.check(tls, None, insecure, page)
+        addresses.append(page)
     is_local = all(map(_address.is_local, addresses))
     door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
     if parent is not None and durability is not None:
@@ -255,7 +268,7 @@ def serve(
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
         tells = is_local if reflection is None else reflection
-        place = Place(address, direct_address, tls, credentials, tells)
+        place = Place(address, direct_address, tls, credentials, tells, page)
         server = Server(center, servicer, _listeners(servicer, place, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
@@ -303,6 +316,11 @@ def _listeners(
             if listener is not None:
                 made[transport.name] = listener
                 stack.callback(listener.close, timeout=5.0)
+        if place.page is not None:
+            from agn_optax.service._page import Page  # noqa: PLC0415 slow to import
+
+            made["page"] = Page(servicer, place.page, place.tls)
+            stack.callback(made["page"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]
         servicer.listens_at = made["grpc"].address
         if "socket" in made:

@@ -147,10 +147,12 @@ class Servicer:
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
         self.stop: Callable[[], object] = nothing  # the whole service
+        # Whoever watches hears what happens: its kind, and more. Must not block.
+        self.tell: Callable[..., object] = _unheard
         # What workers must know to connect without gRPC, but for the key.
         self.offers: list[pb.Offer] = []
-        # Where it listens, for those who watch: for gRPC, and for sockets.
-        self.listens_at, self.direct_address = "", ""
+        # Where it listens, for those who watch: gRPC, sockets, and the page.
+        self.listens_at, self.direct_address, self.page_address = "", "", ""
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Until no exchange is being applied or answered; False if one still is."""
@@ -186,7 +188,30 @@ class Servicer:
     ) -> errors.NotAllowedError:
         """Of somebody whom nobody knows, who waits for it if he asks too often."""
         self._shares.take(host, CALL)
+        self.tell("refused", "", error, host)
         return error
+
+    def known(self, authorization: str, certificate: bytes, host: str) -> Caller:
+        """Who calls, by what came with the call.
+
+        Args:
+          authorization: ``Bearer`` and a token; "" without.
+          certificate: of the connection (DER); b"" without.
+          host: whence it came.
+
+        Raises:
+          NotAllowedError: nobody who may.
+        """
+        if self.door.access is None:
+            return self.door.caller(host=host)
+        kind, _, token = authorization.partition(" ")
+        if authorization and kind.lower() != "bearer":
+            error = errors.NotAllowedError("authorization must be `Bearer` and a token")
+            raise self.refusal(error, host)
+        try:
+            return self.door.caller(token.strip().encode(), certificate, host)
+        except errors.NotAllowedError as error:
+            raise self.refusal(error, host) from None
 
     @contextmanager
     def introduced(self, host: str, cut: Callable[[], None]) -> Iterator[None]:
@@ -316,14 +341,20 @@ class Servicer:
                 _check_name(join.worker)
                 _check_name(join.incarnation)
                 caller.check("Exchange", join.worker)
-            except (errors.AgnOptaxError, OSError, EOFError):
+            except (errors.AgnOptaxError, OSError, EOFError) as error:
+                if isinstance(error, errors.AgnOptaxError):
+                    self.tell("refused", "", error, caller.host)
                 self._take(caller, JOIN)
                 raise
             if self.core.knows(join.worker, join.incarnation):
                 self._shares.take((join.worker, "back"), JOIN)
             else:
                 self._take(caller, JOIN)
-            yield from self._live(join, reader, context, caller, transport)
+            try:
+                yield from self._live(join, reader, context, caller, transport)
+            except errors.AgnOptaxError as error:
+                self.tell("refused", join.worker, error, caller.host)
+                raise
 
     def _live(
         self,
@@ -351,6 +382,8 @@ class Servicer:
         )
         self._forget_traffic()
         self._traffic[join.worker].transport = transport
+        is_back = bool(join.center)
+        self.tell("joined", join.worker, join.incarnation, is_back, transport)
         # gRPC's own thread calls it, on which nothing may be applied.
         gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
         if not context.add_callback(gone):
@@ -395,6 +428,7 @@ class Servicer:
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
         """A worker goes for good."""
         caller.check("Leave", request.worker)
+        self.tell("left", request.worker, request.incarnation)  # or it would seem lost
         self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
@@ -417,6 +451,7 @@ class Servicer:
             parent=self._parent,
             listens_at=self.listens_at,
             direct_address=self.direct_address,
+            page_address=self.page_address,
             refused=dict(self.core.ledger.refusals.counts),
             degraded=self.core.degraded,
             workers=[
@@ -573,6 +608,16 @@ class Servicer:
             answer = yield from self._settled(session, message, reader, busy)
             norm = None if answer.norm is None else float(answer.norm)
             traffic.norm = traffic.norm if norm is None else norm
+            self.tell(
+                "exchange",
+                session.worker,
+                session.incarnation,
+                answer.sequence,
+                message.steps,
+                answer.staleness,
+                answer.applied,
+                answer.refused,
+            )
             with self.core.reading(answer.version) as version:
                 parcel = self._parcel(
                     version,
@@ -606,7 +651,7 @@ class Servicer:
         traffic.bytes_received += schema.size
         self._total.bytes_received += schema.size
         traffic.period = message.steps
-        traffic.reported.update(_reported(message))
+        traffic.reported = _reported(message)  # a message has all of them
         submit = functools.partial(
             session.submit,
             message.sequence,
@@ -679,6 +724,10 @@ class Servicer:
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
+
+
+def _unheard(*said: object) -> None:
+    """Where nobody watches."""
 
 
 def _reported(message: pb.Message) -> dict[str, float]:

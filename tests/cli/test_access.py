@@ -4,12 +4,15 @@ import json
 import os
 import stat
 import subprocess
+import urllib.request
 
 import jax.numpy as jnp
 import pytest
 from commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
 
 from agn_optax import errors, rules, service
+from agn_optax.cli import _center_options
+from agn_optax.cli._center_options import CenterOptions
 
 RULE = rules.downpour()
 READS, DRAINS = "observer-0123456789", "operator-0123456789"
@@ -69,6 +72,43 @@ def test_a_token_is_made_and_left_for_this_user(runtime, address, monkeypatch):
     again = serve(address, RULE, "--rule=downpour").stdout
     assert again == f"serving downpour at {address}\ntoken {seen['token']}\n"
     assert stat.S_IMODE(left.stat().st_mode) == 0o600
+
+
+def test_the_token_of_the_page_lets_look_and_no_more(runtime, address, monkeypatch):
+    made = [digit * 64 for digit in "ab"]
+    monkeypatch.setattr(service.tokens, "generated", iter(made).__next__)
+    seen = {}
+
+    def look(center):
+        seen["page"] = center.status()["page_address"]
+        with service.Observer(address, token=made[1]) as observer:
+            assert observer.status()["rule"] == "downpour"
+            with pytest.raises(errors.NotAllowedError, match="operator"):
+                observer.drain()
+        request = urllib.request.Request(seen["page"] + "metrics")  # noqa: S310 ours
+        request.add_header("Authorization", f"Bearer {made[1]}")
+        with urllib.request.urlopen(request) as answer:  # noqa: S310
+            assert b"agn_optax_version" in answer.read()
+
+    result = serve(address, RULE, "--rule=downpour", "--page", then=look)
+    assert seen["page"].startswith("http://127.0.0.1:")
+    assert result.stdout == (
+        f"serving downpour at {address}\ntoken {made[0]}\n"
+        f"page at {seen['page']}\ntoken of the page {made[1]}\n"
+    )
+
+
+def test_where_the_page_is():
+    for options, page in [
+        ({}, None),
+        ({"page": True}, "127.0.0.1:0"),
+        ({"page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
+        ({"page": True, "page_address": "127.0.0.1:80"}, "127.0.0.1:80"),
+        ({"page": False}, None),
+    ]:
+        assert _center_options.settings(CenterOptions(**options))["page"] == page
+    with pytest.raises(errors.InvalidArgumentError, match="--no-page exclude"):
+        _center_options.settings(CenterOptions(page=False, page_address="a:1"))
 
 
 def test_the_token_of_a_port_that_was_free_goes_with_its_center(runtime):

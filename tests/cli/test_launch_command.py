@@ -11,6 +11,8 @@ import rich.console
 from commands import ROOT, command, fails
 
 from agn_optax.cli import _launch_command
+from agn_optax.service import Access
+from agn_optax.service._access import ROLES
 
 WORKER = """
 import sys, jax.numpy as jnp, optax, agn_optax
@@ -182,6 +184,18 @@ def test_ctrl_c_ends_all(here, monkeypatch):
 def test_its_line_tells_the_address(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
     assert _launch_command._address_in(line) == local
+
+
+def test_its_line_tells_the_page_and_who_may_look(capsys):
+    made, shown = ["a" * 64, "b" * 64], "d" * 64
+    access = Access(_launch_command._lines(["worker-0"], made, shown).encode())
+    assert access.caller(shown.encode()).calls == ROLES["observer"]
+    page = "http://127.0.0.1:1/"
+    line = json.dumps({"event": "serving", "address": "127.0.0.1:80", "page": page})
+    where = f"center | serving at 127.0.0.1:80, page at {page}"
+    for token, said in [(shown, f"{where} with token {shown}\n"), ("", f"{where}\n")]:
+        _launch_command._Output(["center"], False, token)("center", line)
+        assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,8 @@ def test_serves_an_object(training, address):
         "address": address,
         "direct_address": None,
         "token": None,
+        "page": None,
+        "page_token": None,
     }
 
 

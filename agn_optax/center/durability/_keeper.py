@@ -167,6 +167,8 @@ class Keeper:
       life: of the center: a new one, unless nothing of the one that was found is lost.
       chief: who initialized the center that was found.
       failure: why nothing is kept any more, and the center stops; "" while all is well.
+      found: how the center goes on that was found; "" if none was.
+      saved_version: of the newest snapshot that was written; None before.
 
     Raises:
       InvalidTypeError: ``durability`` is not one.
@@ -184,6 +186,8 @@ class Keeper:
         self.life = uuid.uuid4().hex
         self.chief: str | None = None
         self.failure = ""
+        self.found = ""
+        self.saved_version: int | None = None
         self._durability = durability
         self._lost_journal = self._lost_snapshot = ""  # why the newest was not written
         self._directory = Directory(durability.directory)
@@ -234,11 +238,11 @@ class Keeper:
             _repeat(record, store)
             memories.append(record.about["ledger"])
         version = ledger.version = store.current.number
+        self.found = f"{where} goes on at version {version}"
         if lost := self._directory.lost(self._number):
             # Its workers may know more than it does, and are told to start again.
-            _log.warning(
-                "%s goes on as another one, at version %d: %s", where, version, lost
-            )
+            self.found = f"{where} goes on as another one, at version {version}: {lost}"
+            _log.warning("%s", self.found)
         else:
             for memory in memories:
                 ledger.recall(memory, now)
@@ -510,6 +514,7 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
+        self.saved_version = int(state.version)
 
 
 def _repeat(record: Record, store: Store) -> None:

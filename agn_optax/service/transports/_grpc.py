@@ -280,20 +280,10 @@ def _caller(servicer: Servicer, context: Any) -> Caller:
     Raises:
       NotAllowedError: nobody who may.
     """
-    door, host = servicer.door, _host(context)
-    if door.access is None:
-        return door.caller(host=host)
     said = dict(context.invocation_metadata()).get("authorization", "")
-    kind, _, token = said.partition(" ")
-    if said and kind.lower() != "bearer":
-        error = errors.NotAllowedError("authorization must be `Bearer` and a token")
-        raise servicer.refusal(error, host)
     (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
     certificate = ssl.PEM_cert_to_DER_cert(pem.decode("ascii")) if pem else b""
-    try:
-        return door.caller(token.strip().encode(), certificate, host)
-    except errors.NotAllowedError as error:
-        raise servicer.refusal(error, host) from None
+    return servicer.known(said, certificate, _host(context))
 
 
 def _host(context: Any) -> str:

@@ -38,6 +38,7 @@ class Place(NamedTuple):
       tls: what encrypts sockets, and gRPC as well.
       credentials: of gRPC alone.
       reflection: whether gRPC tells of its services and connections.
+      page: "host:port" of the page; None for none.
     """
 
     address: str
@@ -45,6 +46,7 @@ class Place(NamedTuple):
     tls: Tls | None = None
     credentials: grpc.ServerCredentials | None = None
     reflection: bool = True
+    page: str | None = None
 
 
 class Target(NamedTuple):

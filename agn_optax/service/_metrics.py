@@ -1,0 +1,135 @@
+"""What a monitor knows, as Prometheus reads it; needs the extra agn_optax[metrics]."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Of the center: name, key of the view, what it is. Those with `_total` only grow.
+_CENTER = [
+    ("version", "version", "Exchanges that have moved the center"),
+    ("uptime_seconds", "uptime", "Seconds since the service was started"),
+    ("parameters", "parameters", "Numbers that the center has"),
+    ("parameter_bytes", "parameter_bytes", "Bytes of these"),
+    ("exchanges_total", "exchanges", "Messages that were applied"),
+    ("received_bytes_total", "bytes_received", "Bytes of messages that came"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of answers that went"),
+]
+_WORKER = [
+    ("connected", "connected", "Whether it is connected"),
+    ("seen_seconds", "seen", "Seconds since it was last heard of"),
+    ("staleness", "staleness", "Center updates since it had read the center, last"),
+    ("message_norm", "norm", "Global norm of its last message"),
+    ("period_steps", "period", "Local steps of its last round"),
+    ("exchanges_total", "exchanges", "Its messages that were applied"),
+    ("steps_total", "steps", "Local steps that were in them"),
+    ("dropped_total", "dropped", "Its messages that were dropped"),
+    ("refused_total", "refused", "Its messages that were refused"),
+    ("received_bytes_total", "bytes_received", "Bytes of messages that came from it"),
+    ("sent_bytes_total", "bytes_sent", "Bytes of answers that went to it"),
+]
+
+
+def missing() -> str | None:
+    """What to install, if there is something to be installed."""
+    if importlib.util.find_spec("prometheus_client") is not None:
+        return None
+    return (
+        "metrics need prometheus-client where the center runs: "
+        "pip install 'agn_optax[metrics]'"
+    )
+
+
+def exposition(view: dict[str, Any]) -> bytes:
+    """In Prometheus' text format.
+
+    Args:
+      view: what `Monitor.view` returned.
+    """
+    from prometheus_client import (  # noqa: PLC0415 an extra of its own
+        CollectorRegistry,
+        generate_latest,
+    )
+    from prometheus_client.registry import Collector  # noqa: PLC0415
+
+    class Seen(Collector):
+        def collect(self) -> Iterable[Any]:
+            return _families(view)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Seen())
+    return generate_latest(registry)
+
+
+def _families(view: dict[str, Any]) -> Iterator[Any]:
+    from prometheus_client.core import (  # noqa: PLC0415
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
+
+    info = InfoMetricFamily("agn_optax_center", "What the center is")
+    about = {name: view[name] for name in ("release", "rule", "mode", "parent")}
+    info.add_metric([], about)
+    yield info
+    for name, key, said in _CENTER:
+        yield _family(f"agn_optax_{name}", said, [], [([], view[key])])
+    degraded = float(bool(view["degraded"]))
+    said = "Whether less is on disk than was asked for"
+    yield GaugeMetricFamily("agn_optax_degraded", said, value=degraded)
+    said = "Messages that were refused, by the setting that did"
+    rows = [([by], count) for by, count in sorted(view["refused"].items())]
+    yield _family("agn_optax_refused_total", said, ["by"], rows)
+    said = "Events, by their kind"
+    rows = [([kind], count) for kind, count in sorted(view["event_counts"].items())]
+    yield _family("agn_optax_events_total", said, ["kind"], rows)
+
+    staleness = HistogramMetricFamily(
+        "agn_optax_staleness", "Center updates since a message's worker had read it"
+    )
+    staleness.add_metric([], _buckets(view["staleness"]), view["staleness"]["sum"])
+    yield staleness
+
+    there = [worker for worker in view["workers"] if not worker["gone"]]
+    for name, key, said in _WORKER:
+        rows = [([worker["name"]], worker[key]) for worker in there]
+        yield _family(f"agn_optax_worker_{name}", said, ["worker"], rows)
+    said = "What a worker has reported last, by its names"
+    rows = [
+        ([worker["name"], name], value)
+        for worker in there
+        for name, value in worker["reported"].items()
+    ]
+    yield _family("agn_optax_worker_reported", said, ["worker", "name"], rows)
+
+
+def _family(
+    name: str, said: str, labels: list[str], rows: list[tuple[list[str], Any]]
+) -> Any:
+    from prometheus_client.core import (  # noqa: PLC0415
+        CounterMetricFamily,
+        GaugeMetricFamily,
+    )
+
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = kind(name, said, labels=labels)
+    for values, number in rows:
+        if number is not None:
+            family.add_metric(values, float(number))
+    return family
+
+
+def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
+    """Up to powers of two, which are bounds of the view's bins, too."""
+    bins = staleness["bins"]
+    bounds = [(1 << n) - 1 for n in range(11)]
+    return [
+        *(
+            (str(float(most)), sum(b["count"] for b in bins if b["to"] <= most))
+            for most in bounds
+        ),
+        ("+Inf", staleness["count"]),
+    ]

@@ -1,0 +1,355 @@
+"""What a served center remembers for whoever watches: what happened, and no more."""
+
+import contextlib
+import json
+import math
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shared
+from waiting import wait_until
+
+from agn_optax import center as centers
+from agn_optax import errors, service
+from agn_optax.service import _monitor, _servicer
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._monitor import Meter, Series
+
+RULE = shared.downpour()
+START = np.zeros(3, np.float32)
+ONES = np.ones(3, np.float32)
+HERE = "127.0.0.1:0"
+
+
+@contextlib.contextmanager
+def watched(params=START, **settings):
+    """A served center, its monitor, and a connection to it."""
+    with (
+        service.serve(RULE, params, page=HERE, **settings) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        yield server, server._listeners["page"].monitor, center
+
+
+def events(monitor, kind=None):
+    found = monitor.view()["events"]
+    return [(e["kind"], e["worker"]) for e in found if kind in (None, e["kind"])]
+
+
+def told(monitor, kind):
+    return [e["text"] for e in monitor.view()["events"] if e["kind"] == kind]
+
+
+def worker(monitor, name):
+    (found,) = [each for each in monitor.view()["workers"] if each["name"] == name]
+    return found
+
+
+def exchanged(session, sequence, anchor=0, value=ONES, **said):
+    session.submit(sequence, value, anchor_version=anchor, **said)
+    session.collect(sequence)
+
+
+@pytest.mark.parametrize("seconds", [5, 599, 600, 601, 5_000, 200_000])
+def test_a_series_covers_the_whole_run_with_few_points(seconds):
+    series = Series()
+    for second in range(seconds):
+        series.add(second + 0.001 * (second % 7), second)
+    times, values = series.columns()
+    assert len(times) == len(values) == min(seconds, len(times))
+    assert min(seconds, 300) <= len(times) <= 601
+    assert values[0] == 0
+    assert values[-1] == seconds - 1
+    gaps = np.diff(values[:-1])
+    assert np.ptp(gaps) <= 0.01 * seconds / 300
+
+
+def test_a_rate_is_that_of_the_last_times_and_falls_when_nothing_comes():
+    meter = Meter()
+    meter.add(0.0, 0, 0)
+    assert meter.rates(0.0) is None
+    for second in range(1, 101):
+        meter.add(second, 2 * second, 20 * second)
+        meter.add(second, 2 * second, 20 * second)  # nothing new
+    assert meter.rates(100.5) == (2.0, 20.0)
+    assert meter.rates(109.0 + 91.0)[0] == pytest.approx(18 / 109)
+    slow = Meter()
+    for minute in range(5):
+        slow.add(60.0 * minute, minute)
+    assert slow.rates(290.0) == (1 / 60,)
+
+
+def test_everything_is_counted_once():
+    with watched() as (_, monitor, center):
+        session = center.join("anna")
+        exchanged(session, 1, steps=10, reported={"loss": 2.0})
+        exchanged(session, 1, steps=10)  # is answered again
+        exchanged(session, 2, steps=10, reported={"loss": 1.0})
+        exchanged(center.join("bert"), 1)  # anchored at the beginning: 2 behind
+        monitor.look()
+        view = monitor.view()
+        assert (view["version"], view["exchanges"]) == (3, 3)
+        assert view["staleness"]["bins"] == [
+            {"from": n, "to": n, "count": 1} for n in range(3)
+        ]
+        anna = worker(monitor, "anna")
+        assert (anna["exchanges"], anna["steps"], anna["staleness"]) == (2, 20, 1)
+        assert anna["norm"] == pytest.approx(3**0.5, rel=1e-5)
+        assert anna["reported"] == {"loss": 1.0}
+        assert anna["transport"] in ("memory", "socket")
+        assert sum(view["series"]["exchanges_per_second"]) > 0
+        (curve,) = view["curves"]
+        assert (curve["name"], curve["worker"], curve["value"][-1]) == (
+            "loss",
+            "anna",
+            1.0,
+        )
+
+
+def test_those_who_come_and_go_are_told():
+    with watched(lease=0.3) as (_, monitor, center):
+        monitor.look()
+        session = center.join("anna")
+        center.join("carl").leave()
+        session._link.cancel()  # as a network does
+        wait_until(lambda: monitor.look() or ("lost", "anna") in events(monitor))
+        assert worker(monitor, "anna")["gone"] == ""
+        exchanged(session, 1)
+        monitor.look()
+        session._link.cancel()
+        wait_until(lambda: monitor.look() or ("given up", "anna") in events(monitor))
+        center.join("anna")
+        monitor.look()
+        assert [e for e in events(monitor) if e[1] == "anna"] == [
+            *(("joined", "anna"), ("lost", "anna"), ("back", "anna")),
+            *(("lost", "anna"), ("given up", "anna"), ("joined", "anna")),
+        ]
+        assert [e for e in events(monitor) if e[1] == "carl"] == [
+            *(("joined", "carl"), ("left", "carl"))
+        ]
+        assert worker(monitor, "carl")["gone"] == "left"
+        assert worker(monitor, "anna")["gone"] == ""
+
+
+def test_a_life_that_took_another_ones_place_is_told():
+    """A worker that was killed and started again, faster than anybody looks."""
+    with (
+        watched() as (server, monitor, center),
+        service.connect(server.address, RULE) as again,
+    ):
+        session = center.join("anna")
+        exchanged(session, 1)
+        session._link.cancel()
+        wait_until(lambda: not server.center.core.members()[1]["anna"].connected)
+        exchanged(again.join("anna"), 1)
+        monitor.look()
+        texts = told(monitor, "joined")
+        assert [text.split(", by")[0] for text in texts] == [
+            *("joined", "joined again, in another life")
+        ]
+        assert worker(monitor, "anna")["exchanges"] == 2
+
+
+def test_workers_of_this_process_are_seen():
+    with watched() as (server, monitor, _):
+        session = server.center.join("here")
+        monitor.look()
+        session.leave()
+        monitor.look()
+        assert events(monitor)[1:] == [("joined", "here"), ("given up", "here")]
+        server.center.join("here")
+        monitor.look()
+        assert events(monitor, "joined") == [("joined", "here")] * 2
+
+
+def test_who_is_refused_hears_why_and_so_do_those_who_watch():
+    with watched(max_workers=1) as (_, monitor, center):
+        session = center.join("anna")
+        for _ in range(2):
+            with pytest.raises(errors.CenterFullError):
+                center.join("bert")
+        exchanged(session, 1, value=np.full(3, np.nan, np.float32))
+        monitor.look()
+        (refused,) = [e for e in monitor.view()["events"] if e["kind"] == "refused"]
+        assert refused["worker"] == "bert"
+        assert refused["count"] == 2
+        assert "was refused: no room for worker 'bert'" in refused["text"]
+        assert "not finite" in told(monitor, "message")[0]
+        assert worker(monitor, "anna")["refused"] == 1
+        json.dumps(monitor.view(), allow_nan=False)
+
+
+def test_what_is_on_disk_is_told(tmp_path):
+    kept = centers.Snapshots(tmp_path)
+    with watched(None, durability=kept) as (server, monitor, center):
+        assert monitor.view()["version"] is None
+        center.initialize({"w": jnp.zeros(3)}, worker="anna")
+        monitor.look()
+        assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
+        assert told(monitor, "initialized") == [
+            "the first parameters are there, 3 numbers"
+        ]
+        center.join("anna").exchange(1, {"w": ONES}, anchor_version=0)
+        server.center.write_snapshot()
+        monitor.look()
+        assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
+    with watched(None, durability=kept) as (_, monitor, _):
+        (text,) = told(monitor, "restarted")
+        assert text == f"the center in {tmp_path} goes on at version 1"
+
+
+def test_that_the_disk_has_failed_is_told(tmp_path, monkeypatch):
+    with watched(durability=centers.Snapshots(tmp_path)) as (server, monitor, _):
+        keeper = server.center.core._keeper
+        monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
+        with pytest.raises(errors.DurabilityError):
+            server.center.write_snapshot()
+        monitor.look()
+        monitor.look()
+        (text,) = told(monitor, "degraded")
+        assert text == monitor.view()["degraded"]
+        assert text.startswith("no snapshot could be written")
+        monkeypatch.undo()
+
+
+def test_workers_of_the_life_before_are_shown_until_they_are_back(tmp_path):
+    kept = centers.Journal(tmp_path)
+    with watched(durability=kept) as (server, _, center):
+        center.join("anna").exchange(1, ONES, anchor_version=0)
+        server.stop()  # before it leaves
+    with watched(None, durability=kept) as (_, monitor, center):
+        monitor.look()
+        assert not worker(monitor, "anna")["connected"]
+        assert not events(monitor, "joined")
+        center.join("anna")
+        monitor.look()
+        assert events(monitor, "joined") == [("joined", "anna")]
+
+
+def test_a_stranger_cannot_drive_out_what_others_did():
+    with watched() as (server, monitor, _):
+        monitor.look()
+        tell = server._servicer.tell
+        tell("joined", "anna", "life", False, "grpc")
+        for n in range(1000):
+            error = errors.NotAllowedError(f"number {n}")
+            tell("refused", f"stranger-{n}", error, "192.0.2.1")
+        for _ in range(1000):
+            tell("refused", "", errors.NotAllowedError("who?"), "192.0.2.1")
+        monitor.look()
+        found = monitor.view()["events"]
+        assert len(found) == _monitor.MOST_EVENTS
+        assert {"started", "joined"} < {event["kind"] for event in found}
+        (who,) = [e for e in found if e["kind"] == "refused" and not e["worker"]]
+        assert who["count"] == 1000
+        assert who["text"] == "somebody at 192.0.2.1 was refused: who?"
+        numbers = [event["number"] for event in found]
+        assert numbers == sorted(set(numbers))
+        assert monitor.view()["event_counts"]["refused"] == 2000
+
+
+def test_of_workers_that_are_gone_the_last_ones_are_shown():
+    with watched(max_workers=None) as (server, monitor, _):
+        for n in range(50):
+            server.center.join(f"worker-{n:02}").leave()
+            server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")
+            server._servicer.tell("left", f"worker-{n:02}", "life")
+        monitor.look()
+        shown = [each["name"] for each in monitor.view()["workers"]]
+        assert shown == [f"worker-{n:02}" for n in range(50 - _monitor.MOST_GONE, 50)]
+
+
+def test_there_are_only_so_many_curves(monkeypatch):
+    monkeypatch.setattr(_monitor, "MOST_CURVES", 8)
+    with watched() as (_, monitor, center):
+        anna, bert = center.join("anna"), center.join("bert")
+        exchanged(anna, 1, reported={f"n{i}": i for i in range(6)})
+        monitor.look()
+        assert not monitor.view()["curves_left_out"]
+        exchanged(bert, 1, reported={f"n{i}": i for i in range(6)})
+        monitor.look()
+        assert len(monitor.view()["curves"]) == 8
+        assert monitor.view()["curves_left_out"]
+        assert len(worker(monitor, "bert")["reported"]) == 6
+        anna.leave()
+        exchanged(bert, 2, anchor=1, reported={f"n{i}": i for i in range(6)})
+        monitor.look()
+        assert {curve["worker"] for curve in monitor.view()["curves"]} == {"bert"}
+
+
+def test_a_worker_that_reports_other_names_each_time_takes_no_more_room():
+    with watched() as (server, _, center):
+        session = center.join("anna")
+        for n in range(1, 5):
+            reported = {f"{n}-{i}": 0.0 for i in range(60)}
+            exchanged(session, n, anchor=n - 1, reported=reported)
+        assert len(server._servicer._traffic["anna"].reported) == 60
+
+
+def test_a_curve_has_points_where_there_were_exchanges_and_gaps_between_lives():
+    with watched() as (_, monitor, center):
+        session = center.join("anna")
+        exchanged(session, 1, reported={"loss": 3.0})
+        for _ in range(3):
+            monitor.look()
+        exchanged(session, 2, anchor=1, reported={"loss": 3.0})
+        monitor.look()
+        session.leave()
+        monitor.look()
+        exchanged(center.join("anna"), 1, reported={"loss": 1.0})
+        monitor.look()
+        (curve,) = monitor.view()["curves"]
+        assert curve["value"] == [3.0, 3.0, None, 1.0]
+        assert curve["time"] == sorted(curve["time"])
+
+
+def test_what_is_not_finite_is_null():
+    with watched() as (_, monitor, center):
+        said = {"loss": math.nan, "scale": math.inf, "fine": 1 / 3}
+        exchanged(center.join("anna"), 1, reported=said)
+        monitor.look()
+        said = json.loads(json.dumps(monitor.view(), allow_nan=False))
+        assert said["workers"][0]["reported"] == {
+            "fine": 0.333333,
+            "loss": None,
+            "scale": None,
+        }
+
+
+def test_a_large_staleness_shares_a_bin():
+    assert [_monitor._bin(n) for n in (0, 31, 32, 63, 64, 1 << 40)] == [
+        *(0, 31, 32, 32, 64, 1 << 40)
+    ]
+    assert _monitor._bin_end(31) == 31
+    assert _monitor._bin_end(64) == 127
+
+
+def test_nobody_is_told_more_than_fits_and_nobody_waits(monkeypatch):
+    """An exchange appends, whoever looks at the time, and whatever came before."""
+    with watched() as (server, monitor, _), monitor._lock:
+        began = time.monotonic()
+        for n in range(2 * _monitor._MOST_TOLD):
+            server._servicer.tell("exchange", "anna", "life", n, 1, 0, True, "")
+        assert len(monitor._told) == _monitor._MOST_TOLD
+        assert time.monotonic() - began < 10
+
+
+def test_it_looks_by_itself_survives_errors_and_ends_with_its_server(caplog):
+    with watched() as (server, monitor, center):
+        server._servicer.tell("exchange", "wrong")
+        center.join("anna")
+        wait_until(lambda: ("joined", "anna") in events(monitor))
+    assert "could not be looked at" in caplog.text
+    names = {thread.name for thread in threading.enumerate()}
+    assert "agn-optax monitor" not in names
+
+
+def test_without_a_page_nothing_is_remembered():
+    with service.serve(RULE, START) as server:
+        assert server.page_address is None
+        assert server._servicer.tell is _servicer._unheard
+        status = server._servicer.status(pb.StatusRequest(), _monitor.EVERYBODY)
+        assert status.page_address == ""

@@ -1,0 +1,410 @@
+"""The page of a center and its metrics, as HTTP has them: who sees them."""
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import http.client
+import json
+import re
+import socket
+import ssl
+import sys
+import threading
+import time
+
+import certificates
+import numpy as np
+import pytest
+import shared
+from prometheus_client import parser
+from waiting import wait_until
+
+from agn_optax import errors, service
+from agn_optax.service import Access, Tls, _limits, _page
+from agn_optax.service._page import _is_loopback
+
+RULE = shared.downpour()
+START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
+HERE = "127.0.0.1:0"
+LOOKS, WORKS = "observer-0123456789", "worker-0123456789"
+TOKENS = f"observer * {LOOKS}\nchief anna {WORKS}".encode()
+LIMIT = 20  # seconds that nothing here takes
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    """Of which no test asks more than to be read."""
+    with (
+        service.serve(RULE, START, page=HERE) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        session = center.join('a"n\\n\na')
+        session.exchange(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
+        center.join("bert").exchange(1, ONES, anchor_version=0)
+        server._listeners["page"].monitor.look()
+        yield server
+
+
+def place(server):
+    host, _, port = server.page_address.split("//")[1].strip("/").rpartition(":")
+    return host, int(port)
+
+
+def ask(server, path="/", method="GET", context=None, body=None, **headers):
+    """What comes back of one request: status, headers and body."""
+    kind = http.client.HTTPConnection
+    more = {}
+    if context is not None:
+        kind, more = http.client.HTTPSConnection, {"context": context}
+    with contextlib.closing(kind(*place(server), timeout=LIMIT, **more)) as end:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        end.request(method, path, body=body, headers=names)
+        answer = end.getresponse()
+        return answer.status, answer.headers, answer.read()
+
+
+def said(server, text, timeout=LIMIT):
+    """What comes back of anything, until the connection ends."""
+    with socket.create_connection(place(server), timeout=timeout) as end:
+        with contextlib.suppress(OSError):
+            end.sendall(text)
+        heard = b""
+        with contextlib.suppress(ConnectionError):
+            while more := end.recv(1 << 16):
+                heard += more
+        return heard
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(open_server):
+    status, headers, body = ask(open_server)
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert not re.search(rb"(?:src|href)=.?(?:https?:)?//", body)
+    assert b"innerHTML" not in body
+    policy = dict(
+        part.strip().split(" ", 1)
+        for part in headers["Content-Security-Policy"].split(";")
+    )
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), body, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+@pytest.mark.parametrize("path", ["/", "/state.json", "/metrics", "/else"])
+def test_nothing_is_kept_framed_or_guessed(open_server, path):
+    _, headers, _ = ask(open_server, path)
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert "Access-Control-Allow-Origin" not in headers
+    assert "Python" not in headers["Server"]
+
+
+def test_its_routes(open_server):
+    status, headers, body = ask(open_server, "/state.json?a=b")
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    view = json.loads(body)
+    assert view["version"] == view["exchanges"] == 2
+    assert view["rule"] == "downpour"
+    for path in ("/favicon.ico", "/page.html", "/../../etc/passwd", "/state"):
+        assert ask(open_server, path)[0] == 404
+    assert ask(open_server, "/", "HEAD")[2] == b""
+    assert int(ask(open_server, "/", "HEAD")[1]["Content-Length"]) > 10_000
+    status, headers, _ = ask(open_server, "/state.json", "POST", body=b"a=b")
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    assert ask(open_server, "/", "DELETE")[0] == 405
+
+
+def test_what_is_long_comes_compressed_to_whoever_takes_that(open_server):
+    plain = ask(open_server, "/")
+    pressed = ask(open_server, "/", Accept_Encoding="gzip, br")
+    assert pressed[1]["Content-Encoding"] == "gzip"
+    assert gzip.decompress(pressed[2]) == plain[2]
+    assert "Content-Encoding" not in plain[1]
+
+
+def test_several_requests_share_a_connection(open_server):
+    with contextlib.closing(
+        http.client.HTTPConnection(*place(open_server), timeout=LIMIT)
+    ) as end:
+        for path in ("/", "/state.json", "/nothing", "/metrics"):
+            end.request("GET", path)
+            end.getresponse().read()
+            kept = end.sock
+            assert kept is not None
+        end.request("GET", "/", body=b"GET /else HTTP/1.1\r\n\r\n")  # is never read
+        end.getresponse().read()
+        assert end.sock is None
+
+
+def test_metrics_are_what_prometheus_reads(open_server):
+    status, headers, body = ask(open_server, "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=")
+    families = {f.name: f for f in parser.text_string_to_metric_families(body.decode())}
+
+    def value(name, /, **labels):
+        (found,) = [
+            sample.value
+            for family in families.values()
+            for sample in family.samples
+            if sample.name == name and sample.labels == labels
+        ]
+        return found
+
+    assert value("agn_optax_exchanges_total") == value("agn_optax_version") == 2
+    name = 'a"n\\n\na'
+    assert value("agn_optax_worker_exchanges_total", worker=name) == 1
+    assert value("agn_optax_worker_reported", worker=name, name="loss") == 0.5
+    assert value("agn_optax_staleness_bucket", le="0.0") == 1
+    assert value("agn_optax_staleness_bucket", le="1.0") == 2
+    assert value("agn_optax_staleness_bucket", le="+Inf") == 2
+    assert value("agn_optax_staleness_sum") == value("agn_optax_staleness_count") - 1
+    assert value("agn_optax_events_total", kind="joined") == 2
+    assert families["agn_optax_exchanges"].type == "counter"
+    assert all(family.documentation for family in families.values())
+
+
+def test_without_their_package_metrics_say_what_to_install(open_server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    status, _, body = ask(open_server, "/metrics")
+    assert status == 501
+    assert b"pip install 'agn_optax[metrics]'" in body
+    assert ask(open_server, "/state.json")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *(("localhost", True), ("LOCALHOST:1", True), ("127.0.0.1", True)),
+        *(("127.0.0.1:8080", True), ("127.1.2.3:1", True), ("[::1]:80", True)),
+        *(("[::1]", True), ("localhost.:1", True), ("", False), (":80", False)),
+        *(("evil.example", False), ("evil.example:80", False), ("8.8.8.8", False)),
+        *(("localhost.evil.example", False), ("127.0.0.1.evil.example:1", False)),
+        *(("192.0.2.1:80", False), ("[::]", False), ("localhost:80:80", False)),
+    ],
+)
+def test_which_names_are_this_machines(host, is_own):
+    assert _is_loopback(host) is is_own
+
+
+def test_a_name_of_somebody_else_that_leads_here_is_refused(open_server):
+    for path in ("/", "/state.json", "/metrics"):
+        status, _, body = ask(open_server, path, Host="evil.example:80")
+        assert status == 421
+        assert b"ssh -L" in body
+        assert b"downpour" not in body
+    assert ask(open_server, "/state.json", Host="localhost:9999")[0] == 200
+    assert b" 421 " in said(open_server, b"GET / HTTP/1.0\r\n\r\n")
+
+
+def test_tokens_are_those_of_the_center():
+    with service.serve(RULE, START, page=HERE, access=Access(TOKENS)) as server:
+        for path in ("/state.json", "/metrics"):
+            status, headers, body = ask(server, path)
+            assert (status, headers["WWW-Authenticate"]) == (
+                401,
+                'Bearer realm="agn_optax"',
+            )
+            assert b"downpour" not in body
+            assert ask(server, path, **bearer(LOOKS))[0] == 200
+            assert ask(server, path, **bearer(WORKS))[0] == 200
+            status, _, body = ask(server, path, **bearer("wrong-0123456789"))
+            assert status == 401
+            assert b"does not know that token" in body
+            assert ask(server, path, Authorization="Basic YTpi")[0] == 403
+            assert ask(server, path + "?token=" + LOOKS)[0] == 401
+            assert ask(server, path, Cookie="token=" + LOOKS)[0] == 401
+            assert ask(server, path, **bearer("tok\u00e9n-0123456789"))[0] == 401
+        assert ask(server, "/")[0] == 200  # has nothing in it of the center
+        page = server._listeners["page"]
+        page.monitor.look()
+        page._state._next = 0.0  # what was made before is shown for a while
+        seen = ask(server, "/state.json", **bearer(LOOKS))[2].decode()
+        assert "does not know that token" in seen
+        assert not any(token in seen for token in (LOOKS, WORKS, "wrong-012"))
+
+
+def test_who_asks_too_often_waits_or_is_sent_away(monkeypatch):
+    monkeypatch.setattr(_limits, "_SPARE", 0.0)
+    monkeypatch.setattr(_limits, "LONGEST", 0.01)
+    settings = {"access": Access(TOKENS), "share": 0.001}
+    with service.serve(RULE, START, page=HERE, **settings) as server:
+        assert ask(server, "/state.json", **bearer(LOOKS))[0] == 200
+        status, headers, _ = ask(server, "/state.json", **bearer(LOOKS))
+        assert (status, headers["Retry-After"]) == (503, "1")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return certificates.Authority(tmp_path_factory.mktemp("page"))
+
+
+def test_it_is_encrypted_as_the_center_is(authority):
+    own = authority.issue("/CN=center")
+    trusts = ssl.create_default_context(cafile=str(authority.ca))
+    tls = Tls(None, own.certificate, own.key)
+    settings = {"tls": tls, "page": HERE, "access": Access(TOKENS)}
+    with service.serve(RULE, START, **settings) as server:
+        assert server.page_address.startswith("https://127.0.0.1:")
+        assert ask(server, "/", context=trusts)[0] == 200
+        assert ask(server, "/state.json", context=trusts)[0] == 401
+        found = ask(server, "/state.json", context=trusts, **bearer(LOOKS))
+        assert json.loads(found[2])["rule"] == "downpour"
+        assert not said(
+            server, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        ).startswith(b"HTTP")
+        with pytest.raises(ssl.SSLError):
+            ask(server, "/", context=ssl.create_default_context())
+
+
+def test_where_the_center_asks_for_certificates_so_does_the_page(authority):
+    own, mine = authority.issue("/CN=center"), authority.issue("/CN=anna/OU=observer")
+    with service.serve(RULE, START, tls=own, page=HERE) as server:
+        bare = ssl.create_default_context(cafile=str(authority.ca))
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
+            ask(server, "/", context=bare)
+        bare.load_cert_chain(mine.certificate, mine.key)
+        assert ask(server, "/state.json", context=bare)[0] == 200
+
+
+def test_where_it_may_not_be_is_said(open_server):
+    for page, why in [
+        ("0.0.0.0:0", "is not for this machine only"),
+        ("unix:/tmp/page", "browsers know no Unix sockets"),
+        ("nonsense", "an address must be"),
+        (":".join(map(str, place(open_server))), "the page cannot listen at 127.0.0.1"),
+    ]:
+        with pytest.raises(errors.InvalidArgumentError, match=why):
+            service.serve(RULE, START, page=page)
+    tls = Tls(None, b"-----BEGIN", b"-----BEGIN")
+    with pytest.raises(errors.InvalidArgumentError, match="give access="):
+        service.serve(RULE, START, page="0.0.0.0:0", tls=tls)
+    with service.serve(RULE, START, page="0.0.0.0:0", insecure=True) as server:
+        assert ask(server, "/state.json", Host="center.example")[0] == 200
+        assert server.page_address.startswith("http://0.0.0.0:")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * 20_000, b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5_000, b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET / HTTP/9.9\r\n\r\n", b"505"),
+        (b"GET\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x00\xff" * 100 + b"\n\n", b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"505"),
+    ],
+)
+def test_what_is_no_request_is_answered_and_ended(open_server, text, answer):
+    heard = said(open_server, text)
+    if heard:  # else it was cut off while it still sent
+        assert heard.split(b" ")[1] == answer
+        assert b"<script" not in heard
+    else:
+        assert len(text) > _page._MOST_HEAD
+    assert ask(open_server, "/state.json")[0] == 200
+
+
+def test_whoever_is_slow_is_cut_off(open_server, monkeypatch):
+    monkeypatch.setattr(_page, "_PATIENCE", 0.3)
+    with socket.create_connection(place(open_server), timeout=LIMIT) as end:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < LIMIT:
+                end.sendall(b"G")
+                end.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    assert not end.recv(1)
+                    break
+        assert time.monotonic() - began < LIMIT
+
+
+def test_whoever_takes_no_answer_is_cut_off(open_server, monkeypatch):
+    monkeypatch.setattr(_page, "_PATIENCE", 0.3)
+    with socket.create_connection(place(open_server), timeout=LIMIT) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        request = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < LIMIT:  # and reads nothing
+                end.sendall(request * 10)
+        assert time.monotonic() - began < LIMIT
+
+
+def test_however_many_come_there_are_few_threads_and_nobody_is_kept_out():
+    with (
+        service.serve(RULE, START, page=HERE) as server,
+        service.connect(server.address, RULE) as center,
+        contextlib.ExitStack() as stack,
+    ):
+        session = center.join("anna")
+        before = threading.active_count()
+        for _ in range(3 * _page._MOST_CONNECTIONS):
+            end = socket.create_connection(place(server), timeout=LIMIT)
+            stack.enter_context(end)
+        assert ask(server, "/state.json")[0] == 200
+        assert len(server._listeners["page"]._open) <= _page._MOST_CONNECTIONS
+        assert threading.active_count() - before <= _page._MOST_CONNECTIONS + 1
+        session.exchange(1, ONES, anchor_version=0)
+        server.stop()
+        wait_until(lambda: threading.active_count() < before)
+
+
+def test_what_costs_much_is_made_seldom():
+    made = []
+
+    def make():
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        made.append(1)
+        return b""
+
+    state = _page._Made(make)
+    for _ in range(100):
+        state()
+    assert len(made) == 1
+    state._next -= 0.35  # of at least 0.02 / 0.05 = 0.4, and of 0.5
+    state()
+    assert len(made) == 1
+    state._next -= 0.65
+    state()
+    assert len(made) == 2
+
+
+def test_it_goes_with_its_server():
+    server = service.serve(RULE, START, page=HERE)
+    host, port = place(server)
+    with contextlib.closing(http.client.HTTPConnection(host, port)) as end:
+        end.request("GET", "/")
+        end.getresponse().read()
+        server._listeners["page"].drain()
+        end.request("GET", "/state.json")
+        view = json.loads(end.getresponse().read())
+        assert view["draining"]
+        assert view["events"][-1]["kind"] == "draining"
+        server.stop()
+        assert not end.sock.recv(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port), timeout=LIMIT)
+    again = service.serve(RULE, START, page=f"{host}:{port}")
+    assert again.page_address == server.page_address
+    again.stop()
+
+
+def test_its_address_is_in_the_status(open_server):
+    with service.Observer(open_server.address) as observer:
+        assert observer.status()["page_address"] == open_server.page_address

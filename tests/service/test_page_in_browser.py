@@ -1,0 +1,209 @@
+"""The page in a real browser: workers join, one is killed, and the page says so."""
+
+import contextlib
+import pathlib
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+import shared
+import talking
+
+from agn_optax import errors, service
+from agn_optax.service import Access
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+
+RULE = shared.downpour()
+START, ONES = np.zeros(3, np.float32), np.full(3, 0.01, np.float32)
+LOOKS, WORKS = "observer-0123456789", "worker-0123456789"
+TOKENS = f"observer * {LOOKS}\nchief,worker * {WORKS}".encode()
+NOTHING = "\u2013"  # where there is no number
+EVIL = "<script>document.title = 'evil'</script><img src=x onerror=alert(1)>"
+LIMIT = 60  # seconds that nothing here takes
+_FLAGS = (
+    *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
+    *("disable-background-networking", "disable-component-update", "disable-sync"),
+    *("disable-dev-shm-usage", "lang=en-US", "window-size=1280,900"),
+)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
+    if driver is None or chromium is None:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in _FLAGS:
+        options.add_argument(f"--{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path / 'profile'}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    try:
+        yield made
+    finally:
+        made.quit()
+
+
+def until(condition, limit=LIMIT):
+    """A tenth of a second apart, for each look is a call of the browser."""
+    end = time.monotonic() + limit
+    while not (found := condition()):
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.1)
+    return found
+
+
+class Shown:
+    """What somebody who has the page in front of him finds on it."""
+
+    def __init__(self, browser):
+        self._browser = browser
+
+    def run(self, script, *arguments):
+        return self._browser.execute_script(script, *arguments)
+
+    def find(self, selector):
+        return self._browser.find_element("css selector", selector)
+
+    def text(self, selector):
+        return self.run(
+            "return document.querySelector(arguments[0]).innerText", selector
+        )
+
+    def row(self, name):
+        """A worker's cells, by what stands over them; {} if it is not there."""
+        return self.run(
+            "const heads = [...document.querySelectorAll('#columns th')];"
+            "const row = [...document.querySelectorAll('#rows tr')]"
+            "  .find(row => row.cells[0].textContent === arguments[0]);"
+            "return row ? Object.fromEntries(heads.map((head, i) =>"
+            "  [head.textContent, row.cells[i].textContent])) : {}",
+            name,
+        )
+
+    def names(self, selector):
+        """Of everything that has a name for those who do not see it."""
+        return self.run(
+            "return [...document.querySelectorAll(arguments[0])]"
+            "  .map(each => each.getAttribute('aria-label'))",
+            selector,
+        )
+
+    def overflows(self, width):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        self._browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return self.run("return document.documentElement.scrollWidth > innerWidth")
+
+    def ground(self, scheme):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self._browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        return self.run("return getComputedStyle(document.body).backgroundColor")
+
+    def complaints(self):
+        """Of the browser, but for what it could not fetch."""
+        log = self._browser.get_log("browser")
+        return [each["message"] for each in log if each["source"] != "network"]
+
+
+@contextlib.contextmanager
+def training(address, name):
+    """A worker on a thread, over a socket; it reports a loss that falls."""
+
+    def train():
+        with (
+            contextlib.suppress(errors.CenterError),  # of a center that has ended
+            service.connect(
+                address, RULE, token=WORKS, transports=["socket"]
+            ) as center,
+        ):
+            session, version, number = center.join(name), 0, 0
+            while not ended.wait(0.05):
+                number += 1
+                said = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
+                answer = session.exchange(number, ONES, anchor_version=version, **said)
+                version = answer.version
+
+    ended = threading.Event()
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(LIMIT)
+
+
+def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
+    monkeypatch.setenv("AGN_OPTAX_TOKEN", WORKS)  # of the process
+    program = pathlib.Path(__file__).with_name("durable_worker.py")
+    settings = {"access": Access(TOKENS), "lease": 1.0}
+    shown = Shown(browser)
+    with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
+        server = service.serve(RULE, START, page="127.0.0.1:0", **settings)
+        stack.callback(server.stop)
+        where = server.page_address
+        process.tell(
+            do="start", address=server.address, names=["worker-1"], elements=[0]
+        )
+        browser.get(where)
+
+        # Nobody sees anything without a token; a wrong one is not kept.
+        until(lambda: shown.find("#token").is_displayed())
+        assert not shown.find("#shown").is_displayed()
+        shown.find("#token").send_keys("wrong-0123456789\n")
+        until(lambda: "does not know that token" in shown.text("#why"))
+        shown.find("#token").send_keys(LOOKS + "\n")
+        until(lambda: shown.find("#shown").is_displayed())
+        assert browser.current_url == where
+        assert shown.text("#title") == f"downpour at {server.address}"
+
+        # They join, and their names are nothing but text.
+        stack.enter_context(training(server.address, EVIL))
+        process.answer()
+        until(lambda: "there" in shown.row("worker-1").get("state", ""))
+        until(lambda: shown.row(EVIL).get("loss", NOTHING) not in ("", NOTHING))
+        row = shown.row(EVIL)
+        assert (row["transport"], row["period"]) == ("socket", "5")
+        until(lambda: shown.row("worker-1")["exchanges/s"] not in (NOTHING, "0"))
+        assert "evil" not in browser.title
+        assert not shown.run("return document.querySelectorAll('main img').length")
+        assert f"{EVIL} joined, by socket" in shown.text("#events")
+
+        # A process is killed.
+        process.kill()
+        until(lambda: "given up" in shown.row("worker-1")["state"])
+        until(lambda: "worker-1 lost its connection" in shown.text("#events"))
+        assert "worker-1 was given up" in shown.text("#events")
+        heard = shown.run("return document.getElementById('live').textContent")
+        assert "was given up" in heard
+
+        # It can be read without a pointer, without eyes, and on a phone.
+        charts = shown.names("#shown figure svg")
+        assert len(charts) == 5
+        assert charts[0].startswith("Exchanges a second: ")
+        assert "updates behind" in charts[2]
+        assert all("now, between" in charts[i] for i in (0, 1, 3))
+        sparks = shown.names("td svg")
+        assert "loss: nothing yet" in sparks  # that worker reports none
+        assert any(name.startswith("loss from ") for name in sparks)
+        chart = shown.find("#charts figure svg")
+        shown.run("arguments[0].focus()", chart)
+        chart.send_keys(webdriver.Keys.ARROW_LEFT)
+        assert shown.text("#charts figure output").startswith("at ")
+        assert not any(shown.overflows(width) for width in (320, 800, 1250, 2560))
+        assert shown.ground("light") != shown.ground("dark")
+
+        # The center goes, and comes back with the same page.
+        server.stop()
+        until(lambda: "has not answered since" in shown.text("#banner"))
+        assert shown.find("#shown").is_displayed()
+        here = where.removeprefix("http://").strip("/")
+        again = service.serve(RULE, START, page=here, **settings)
+        stack.callback(again.stop)
+        until(lambda: not shown.text("#banner"))
+        assert shown.text("#title") == f"downpour at {again.address}"
+        assert not shown.complaints()
