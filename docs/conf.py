@@ -1,5 +1,6 @@
 """Sphinx: how `make docs` builds the site."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -66,7 +67,7 @@ nitpick_ignore_regex = [
     # Aliases, and what users are given but never make.
     ("py:class", r"PyTree|Pem|(.*\.)?LocalState|agn_optax\.(\w+\.)*_\w+\..*"),
     ("py:class", r"agn_optax\.service\.center_pb2\..*"),
-    ("py:obj", r"agn-optax .*|pull|start"),
+    ("py:obj", r"agn-optax .*|pull|start|Checkpointer"),
 ]
 if os.environ.get("AGN_OPTAX_INTERSPHINX"):  # needs a network
     extensions.append("sphinx.ext.intersphinx")
@@ -95,24 +96,34 @@ html_theme_options = {
 copybutton_exclude = ".linenos, .gp, .go"
 
 
-# Pages that come at the same time: until they are there, nothing links to them.
-_PENDING = (
-    "loops",
-    "schedules",
-    "coming-from-optax",
-    "coming-from-pytorch",
-    "coming-from-tensorflow",
-    "versions",
-)
+# Pages, and modules with a page of the reference, that come at the same time: until
+# they are there, nothing links to them.
+_PENDING = [
+    f"{page}.md"
+    for page in (
+        "loops",
+        "schedules",
+        "coming-from-optax",
+        "coming-from-pytorch",
+        "coming-from-tensorflow",
+        "versions",
+    )
+    if not (ROOT / "docs" / f"{page}.md").exists()
+]
+for _module in ("flax", "checkpoint", "sinks"):
+    if importlib.util.find_spec(f"agn_optax.{_module}") is None:
+        _PENDING.append(f"{_module}.md")
+        exclude_patterns.append(f"reference/{_module}.md")
 
 
 def _links(app: Sphinx, page: str, source: list[str]) -> None:
     """Files beside docs/ that are pages here, and pages that are not yet there."""
     text = source[0].replace("](../SECURITY.md", "](security.md")
-    for name in _PENDING:
-        if not (ROOT / "docs" / f"{name}.md").exists():
-            text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
-            text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{name}\.md[^)]*\)", r"\1", text)
+    for file in _PENDING:
+        name = file.removesuffix(".md")
+        text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{file}[^)]*\)", r"\1", text)
+        text = re.sub(rf"^\| `agn_optax\.{name}` \|.*\n", "", text, flags=re.MULTILINE)
     source[0] = text
 
 

@@ -73,14 +73,14 @@ def resolve(
     """Targets by their last part, or by the private module where they are made."""
     if node.get("refdomain") != "py":
         return None
-    target = node["reftarget"].removesuffix("()").split("(")[0]
-    names, domain = public_names(), env.domains.python_domain
-    parts = target.split(".")
-    for length in range(1, min(2, len(parts)) + 1):  # an object, or its member
-        head, member = parts[-length], parts[len(parts) - length + 1 :]
-        full = ".".join([names.get(head, ""), *member])
-        if full in domain.objects:
-            found = domain.objects[full]
+    target = node["reftarget"].split("(")[0]  # without arguments
+    names, objects = public_names(), env.domains.python_domain.objects
+    head, last = (["", *target.split(".")])[-2:]
+    owner = names.get(head, "")
+    # A public object; a member of one; what only its docstring tells of it.
+    for full in (names.get(last, ""), f"{owner}.{last}", owner):
+        if full in objects:
+            found = objects[full]
             return make_refnode(
                 app.builder, node["refdoc"], found.docname, found.node_id, contnode
             )
@@ -90,7 +90,13 @@ def resolve(
 def describe(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """A field of a NamedTuple: by the comment beside it."""
+    """Modules by their page; a field of a NamedTuple by the comment beside it."""
+    if what == "module":
+        if name == "agn_optax.errors":  # whose tree is for readers of the page, too
+            lines[0] = lines[0].removesuffix(".") + "::"
+        else:
+            lines.clear()
+        return
     if not lines or not lines[0].startswith(_FIELD):
         return
     owner_name, field = name.rsplit(".", 1)

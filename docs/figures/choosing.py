@@ -307,10 +307,10 @@ def draw(measured: dict[str, Any]) -> None:
     labels = ("center learning rate", "center learning rate", r"moving rate $\alpha$")
     for axis, colors, label in zip(axes, panels, labels, strict=True):
         curves(axis, "center", colors, xlabel=label)
-        axis.legend(frameon=False, loc="upper center")
+        axis.legend(frameon=False, loc="lower left")
     ticks(axes[0], [1e-4, 1e-3, 1e-2, 0.1, 1])
     ticks(axes[1], [0.05, 0.1, 0.2, 0.4, 0.7, 1.4, 3])
-    ticks(axes[2], [0.01, 0.03, 0.1, 0.225, 0.4, 1])
+    ticks(axes[2], [0.01, 0.03, 0.1, 0.3, 1])
     axes[0].set_ylabel("test error")
     save(figure, "center")
 

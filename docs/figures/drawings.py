@@ -403,8 +403,51 @@ def asynchronous() -> None:
     d.write()
 
 
+def chart() -> None:
+    """Which of the four ways, and which rule to begin with."""
+    d = Drawing(
+        "chart",
+        "A decision chart: from fast links and equal devices to data parallel towers, "
+        "from workers that may wait for each other to workers on a mesh, and else to "
+        "an embedded or a served center",
+        720,
+        470,
+    )
+    questions = (
+        ("Are the devices alike, and", "all links between them fast?"),
+        ("May all workers wait for each", "other, and end together?"),
+        ("Are they threads", "of one process?"),
+    )
+    answers = (
+        ("Towers()", "data parallel: no rule"),
+        ("Towers(workers=n)", "begin with diloco, period 10 to 40"),
+        ("LocalCenter, Worker", "begin with dynsgd, or easgd"),
+    )
+    for i, (question, (code, rule)) in enumerate(zip(questions, answers, strict=True)):
+        y = 12 + i * 124
+        d.rect(16, y, 290, 72, "frame")
+        for j, words in enumerate(question):
+            d.text(161, y + 31 + 22 * j, words)
+        d.arrow(308, y + 36, 388, y + 36, "plain")
+        d.text(346, y + 28, "yes", "soft small")
+        d.rect(392, y, 312, 72, "worker")
+        d.text(548, y + 30, code, "mono bold")
+        d.text(548, y + 53, rule, "small")
+        d.arrow(161, y + 74, 161, y + 120, "plain")
+        d.label(172, y + 102, "no", "soft small")
+    d.rect(16, 384, 290, 72, "center")
+    d.text(161, 414, "service.serve, connect", "mono bold")
+    d.text(161, 437, "begin with dynsgd, or easgd", "small")
+    d.rect(392, 384, 312, 72, "frame")
+    d.text(548, 414, "one worker of it may be a whole mesh,", "small soft")
+    d.text(548, 437, "and rounds are a setting of the center", "small soft")
+    d.line(308, 420, 390, 420, "dash")
+    d.write()
+
+
 def main() -> None:
     """All of them."""
+    chart()
     what_and_why()
     one_round()
     four_ways()
