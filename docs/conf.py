@@ -85,6 +85,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"agn_optax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "home_page_in_toc": True,

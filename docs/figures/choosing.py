@@ -298,7 +298,7 @@ def draw(measured: dict[str, Any]) -> None:
     axis.legend(ncols=1, bbox_to_anchor=(1.01, 1), loc="upper left", frameon=False)
     save(figure, "period")
 
-    figure, axes = plt.subplots(1, 3, figsize=(9.2, 3.3), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(8, 3.2), sharey=True)
     panels: list[dict[str, str]] = [
         {"agn, adam": "tab:red", "agn, sgd": "tab:orange"},
         {"diloco, momentum 0.9": "tab:purple", "diloco, no momentum": "tab:cyan"},
@@ -314,7 +314,7 @@ def draw(measured: dict[str, Any]) -> None:
     axes[0].set_ylabel("test error")
     save(figure, "center")
 
-    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
     titles = {
         "workers, mesh": "on a mesh, or in synchronous rounds",
         "workers, in turns": "asynchronous, n - 1 versions stale",
