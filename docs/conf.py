@@ -111,7 +111,7 @@ _PENDING = [
     )
     if not (ROOT / "docs" / f"{page}.md").exists()
 ]
-for _module in ("flax", "checkpoint", "sinks"):
+for _module in ("training", "flax", "checkpoint", "sinks"):
     if importlib.util.find_spec(f"agn_optax.{_module}") is None:
         _PENDING.append(f"{_module}.md")
         exclude_patterns.append(f"reference/{_module}.md")
@@ -120,6 +120,8 @@ for _module in ("flax", "checkpoint", "sinks"):
 def _links(app: Sphinx, page: str, source: list[str]) -> None:
     """Files beside docs/ that are pages here, and pages that are not yet there."""
     text = source[0].replace("](../SECURITY.md", "](security.md")
+    if "/" not in page:  # where ../ is not docs/: files that are no pages
+        text = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
     for file in _PENDING:
         name = file.removesuffix(".md")
         text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
