@@ -77,8 +77,8 @@ def resolve(
     names, objects = public_names(), env.domains.python_domain.objects
     head, last = (["", *target.split(".")])[-2:]
     owner = names.get(head, "")
-    # A public object; a member of one; what only its docstring tells of it.
-    for full in (names.get(last, ""), f"{owner}.{last}", owner):
+    # A public object; a member of one; what only its docstring tells of it; a module.
+    for full in (names.get(last, ""), f"{owner}.{last}", owner, f"agn_optax.{target}"):
         if full in objects:
             found = objects[full]
             return make_refnode(
