@@ -18,12 +18,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 from sphinx.application import Sphinx  # noqa: E402
 
-from agn_optax import __version__  # noqa: E402
+import agn_optax  # noqa: E402
 
 project = "agn_optax"
 author = "The agn_optax authors"
 copyright = author  # noqa: A001
-release = version = __version__
+release = version = agn_optax.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -127,6 +127,9 @@ def _links(app: Sphinx, page: str, source: list[str]) -> None:
         text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
         text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{file}[^)]*\)", r"\1", text)
         text = re.sub(rf"^\| `agn_optax\.{name}` \|.*\n", "", text, flags=re.MULTILINE)
+    for name in ("by_local_steps", "slots"):
+        if not hasattr(agn_optax, name):
+            text = text.replace(f".. autofunction:: agn_optax.{name}\n", "")
     source[0] = text
 
 
