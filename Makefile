@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test nox mutants chaos fuzz lint types format bench proto lock clean venv
+.PHONY: help demo towers test nox mutants chaos fuzz lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -42,6 +42,9 @@ towers: venv ## train a transformer on a mesh: data parallel, independent and is
 
 bench: venv ## measure everything beside its peers: tables and plots in bench-output/
 	@$(python) -B benchmarks/run_all.py $(ARGS)
+
+docs: venv ## build site/html/: notebooks run, and a warning is an error
+	@$(python) -B -m sphinx -W --keep-going -b html -d site/doctrees docs site/html $(ARGS)
 
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto

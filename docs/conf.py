@@ -1,0 +1,138 @@
+"""Sphinx: how `make docs` builds the site."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
+
+# Notebooks and autodoc run on what every machine has; kernels inherit all of this.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_NPROC", "32")  # threads for towers on few cores: notes.md
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+)
+
+from sphinx.application import Sphinx  # noqa: E402
+
+import agn_optax  # noqa: E402
+
+project = "agn_optax"
+author = "The agn_optax authors"
+copyright = author  # noqa: A001
+release = version = agn_optax.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "myst_nb",
+    "public_api",
+]
+exclude_patterns = ["drawings"]
+
+# Pages: MyST.
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+
+# Notebooks run at every build, each in a folder of its own that is gone afterwards.
+nb_execution_mode = os.environ.get("AGN_OPTAX_NOTEBOOKS", "force")
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+
+# The reference: docstrings as they are in the source.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_use_rtype = False
+nitpicky = True
+nitpick_ignore_regex = [
+    # Other libraries; with AGN_OPTAX_INTERSPHINX=1, links to them are looked up.
+    ("py:.*", r"(collections|concurrent|contextlib|os|pathlib|ssl|types|typing)\..*"),
+    ("py:.*", r"(jax|jaxlib|numpy|np|optax|grpc|flax)\b.*"),
+    # Aliases, and what users are given but never make.
+    ("py:class", r"PyTree|Metrics|Pem|(.*\.)?LocalState|agn_optax\.(\w+\.)*_\w+\..*"),
+    ("py:class", r"agn_optax\.service\.center_pb2\..*"),
+    ("py:obj", r"agn-optax .*|pull|start|Checkpointer"),
+]
+if os.environ.get("AGN_OPTAX_INTERSPHINX"):  # needs a network
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+    }
+toc_object_entries_show_parents = "hide"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 72
+
+html_theme = "sphinx_book_theme"
+html_title = f"agn_optax {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+# Pages, and modules with a page of the reference, that come at the same time: until
+# they are there, nothing links to them.
+_PENDING = [
+    f"{page}.md"
+    for page in (
+        "loops",
+        "schedules",
+        "coming-from-optax",
+        "coming-from-pytorch",
+        "coming-from-tensorflow",
+        "versions",
+    )
+    if not (ROOT / "docs" / f"{page}.md").exists()
+]
+for _module in ("training", "flax", "checkpoint", "sinks"):
+    if importlib.util.find_spec(f"agn_optax.{_module}") is None:
+        _PENDING.append(f"{_module}.md")
+        exclude_patterns.append(f"reference/{_module}.md")
+
+
+def _links(app: Sphinx, page: str, source: list[str]) -> None:
+    """Files beside docs/ that are pages here, and pages that are not yet there."""
+    text = source[0].replace("](../SECURITY.md", "](security.md")
+    if "/" not in page:  # where ../ is not docs/: files that are no pages
+        text = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
+    for file in _PENDING:
+        name = file.removesuffix(".md")
+        text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{file}[^)]*\)", r"\1", text)
+        text = re.sub(rf"^\| `agn_optax\.{name}` \|.*\n", "", text, flags=re.MULTILINE)
+    for name in ("by_local_steps", "slots"):
+        if not hasattr(agn_optax, name):
+            text = text.replace(f".. autofunction:: agn_optax.{name}\n", "")
+    source[0] = text
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", _links)
