@@ -262,4 +262,4 @@ def test_a_measured_run_is_as_planned(workers, period, overlap):
     planned = cost.utilization_overlapping if overlap else cost.utilization
     expected = pytest.approx(planned, rel=0.2)
     # A machine that is busy with something else is slower, but not all the time.
-    assert any(utilization() == expected for _ in range(2))
+    assert any(utilization() == expected for _ in range(3))

@@ -599,7 +599,7 @@ def test_without_a_way_beside_it_there_is_grpc(caplog):
             assert tried[3:] == ["grpc"]  # what did not work is not tried again
         for insisting in (["memory"], ["socket"], ["socket", "memory"]):
             with (
-                connect(server, *insisting, timeout=0.2) as center,
+                connect(server, *insisting, timeout=1.0) as center,
                 pytest.raises(errors.CenterUnreachableError, match="no way to the ce"),
             ):
                 center.join("anna")
