@@ -130,6 +130,7 @@ class Monitor:
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
+        self._looking = threading.Lock()  # one after the other, or times go backwards
         self._lock = threading.Lock()
         self._told: deque[tuple[Any, ...]] = deque(maxlen=_MOST_TOLD)
         self._started, self._began = time.time(), time.monotonic()
@@ -179,6 +180,10 @@ class Monitor:
 
     def look(self) -> None:
         """Takes in what has happened."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         # Others may hold the center for a while, and views must not wait for them.
         said = self._servicer.status(pb.StatusRequest(), EVERYBODY)
         core = self._servicer.core

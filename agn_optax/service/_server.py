@@ -22,7 +22,6 @@ from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address, _tls
 from agn_optax.service._access import Access, Door
-from agn_optax.service._page import Page
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import Listener, Place, named
@@ -318,6 +317,8 @@ def _listeners(
                 made[transport.name] = listener
                 stack.callback(listener.close, timeout=5.0)
         if place.page is not None:
+            from agn_optax.service._page import Page  # noqa: PLC0415 slow to import
+
             made["page"] = Page(servicer, place.page, place.tls)
             stack.callback(made["page"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]

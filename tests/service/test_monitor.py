@@ -201,6 +201,20 @@ def test_what_is_on_disk_is_told(tmp_path):
         assert text == f"the center in {tmp_path} goes on at version 1"
 
 
+def test_that_the_disk_has_failed_is_told(tmp_path, monkeypatch):
+    with watched(durability=centers.Snapshots(tmp_path)) as (server, monitor, _):
+        keeper = server.center.core._keeper
+        monkeypatch.setattr(keeper._directory, "save", lambda *_: 1 / 0)
+        with pytest.raises(errors.DurabilityError):
+            server.center.write_snapshot()
+        monitor.look()
+        monitor.look()
+        (text,) = told(monitor, "degraded")
+        assert text == monitor.view()["degraded"]
+        assert text.startswith("no snapshot could be written")
+        monkeypatch.undo()
+
+
 def test_workers_of_the_life_before_are_shown_until_they_are_back(tmp_path):
     kept = centers.Journal(tmp_path)
     with watched(durability=kept) as (server, _, center):
