@@ -1,6 +1,5 @@
 """Sphinx: how `make docs` builds the site."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -97,39 +96,11 @@ html_theme_options = {
 copybutton_exclude = ".linenos, .gp, .go"
 
 
-# Pages, and modules with a page of the reference, that come at the same time: until
-# they are there, nothing links to them.
-_PENDING = [
-    f"{page}.md"
-    for page in (
-        "loops",
-        "schedules",
-        "coming-from-optax",
-        "coming-from-pytorch",
-        "coming-from-tensorflow",
-        "versions",
-    )
-    if not (ROOT / "docs" / f"{page}.md").exists()
-]
-for _module in ("training", "flax", "checkpoint", "sinks"):
-    if importlib.util.find_spec(f"agn_optax.{_module}") is None:
-        _PENDING.append(f"{_module}.md")
-        exclude_patterns.append(f"reference/{_module}.md")
-
-
 def _links(app: Sphinx, page: str, source: list[str]) -> None:
-    """Files beside docs/ that are pages here, and pages that are not yet there."""
+    """Files beside docs/ that are pages here."""
     text = source[0].replace("](../SECURITY.md", "](security.md")
     if "/" not in page:  # where ../ is not docs/: files that are no pages
         text = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
-    for file in _PENDING:
-        name = file.removesuffix(".md")
-        text = re.sub(rf"^(.* <)?{name}>?\n", "", text, flags=re.MULTILINE)
-        text = re.sub(rf"\[([^]]+)\]\((?:\.\./)?{file}[^)]*\)", r"\1", text)
-        text = re.sub(rf"^\| `agn_optax\.{name}` \|.*\n", "", text, flags=re.MULTILINE)
-    for name in ("by_local_steps", "slots"):
-        if not hasattr(agn_optax, name):
-            text = text.replace(f".. autofunction:: agn_optax.{name}\n", "")
     source[0] = text
 
 
