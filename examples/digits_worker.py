@@ -36,9 +36,8 @@ class Method:
 
     Learning rates are the best of three by factors of two, with two other seeds than
     the demo's: those that reached 94 % after the fewest exchanges, or at equality the
-    highest accuracy at the end. (DOWNPOUR's is a quarter of that, with which one of the
-    demo's seeds ended at 82 %.) ``--times 0.5`` and the like show how much that
-    matters.
+    highest accuracy at the end. (DOWNPOUR's is a quarter of that, at which one of the
+    demo's seeds ended at 82 %.) ``--times 0.5`` and the like show what that changes.
     """
 
     name: str

@@ -100,11 +100,11 @@ def test_trains_on_idx_files_with_two_seeds(tmp_path, write_mnist, capsys):
 
     folder = write_mnist(train=draw(400), t10k=draw(100))
     output = tmp_path / "output"
-    small = ("--steps", 60, "--seeds", 2, "--methods", "EASGD")
+    small = ("--steps", 40, "--seeds", 2, "--methods", "EASGD")
     runs = run_demo("--mnist", folder, *small, "--output", output)["EASGD"]
     assert [run.seed for run in runs] == [0, 1]
     for run in runs:
-        check_rounds(run, wanted=12)
+        check_rounds(run, wanted=8)
         assert run.death_and_return is None
         assert run.accuracy[-1] > 0.5
     assert runs[0].accuracy != runs[1].accuracy
