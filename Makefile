@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test nox mutants chaos fuzz lint types format bench docs proto lock clean venv
+.PHONY: help demo towers test slow nox mutants chaos fuzz lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -10,8 +10,14 @@ help: ## list these targets
 demo: venv ## train on real data: two worker processes, a center, gRPC, one kill
 	@$(python) -B examples/digits.py $(ARGS)
 
-test: venv ## run the tests, in random order, in three processes (some of them wait)
-	@$(python) -B -m pytest -n 3 --dist loadfile $(ARGS)
+# In random order, in three processes (some of them wait), a file's tests in one.
+pytest := $(python) -B -m pytest -n 3 --dist loadfile
+
+test: venv ## run the tests
+	@$(pytest) -m "not slow" $(ARGS)
+
+slow: venv ## run the others: examples, benchmarks, chaos, power cuts, several hosts, a browser
+	@$(pytest) -m slow $(ARGS)
 
 nox: venv ## run them on the oldest and newest versions, on the wheel (needs Python 3.11 and 3.13)
 	@$(python) -m nox $(ARGS)

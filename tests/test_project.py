@@ -216,7 +216,7 @@ def test_the_map_of_the_design_is_the_tree():
     named = set(re.findall(r"\b(_?\w+\.py)\b", tree.group(1)))
     package = {p.name for p in PACKAGE.rglob("*.py")} - {"__init__.py", "_version.py"}
     assert package <= named
-    folders = ("examples", "benchmarks", "tools")
+    folders = ("examples", "benchmarks", "tools", "docs")
     others = {path.name for folder in folders for path in (ROOT / folder).iterdir()}
     assert named - package <= others
 

@@ -27,14 +27,14 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     the center. It is named after its field in the state, such as ``"mu"``, ``"nu"`` and
     ``"trace"``. What belongs to a rule has the part of the round before it:
 
-    ======================  =========================================================
-    ``inner/...``           slots of the inner optimizer: ``inner/mu``
-    ``record/...``          of the rule's record: AGN's gradient sum is ``record/sum``
-    ``anchor``              the center as this worker adopted it, if the state keeps it
-    ``codec/...``           of the codec: ``codec/residual`` of `codecs.error_feedback`
-    ``center``              the center
-    ``center_optimizer/..`` slots of the center optimizer: ``center_optimizer/mu``
-    ======================  =========================================================
+    ========================  ===================================================
+    ``inner/...``             of the inner optimizer: ``inner/mu``
+    ``record/...``            of the record: AGN's gradient sum is ``record/sum``
+    ``anchor``                the center as this worker adopted it, if it is kept
+    ``codec/...``             of the codec: ``codec/residual``
+    ``center``                the center
+    ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
+    ========================  ===================================================
 
     Labels of ``multi_transform`` and names of ``named_chain`` stand before that
     (``"decoder/inner/mu"``); wrappers that only have a state inside leave no trace.

@@ -10,7 +10,10 @@ import pytest
 import report
 import run_all
 
-pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # real processes, on a busy machine
 
 
 def check(found, benchmark):

@@ -22,6 +22,8 @@ from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger
 from agn_optax.center.durability import Keeper, _directory, _found, _writer
 
+pytestmark = pytest.mark.slow
+
 RULE = shared.downpour()
 SECTOR = 512  # bytes that a disk writes as a whole
 

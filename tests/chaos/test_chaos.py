@@ -10,9 +10,12 @@ from chaos.processes import Spares
 from chaos.scenario import PLAIN, Fault
 from chaos.tally import Tally
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="its proxies and its full disk are Linux's"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="its proxies and its full disk are Linux's"
+    ),
+]
 # On a machine that is busy; `make chaos` is not so patient.
 PATIENT = dataclasses.replace(PLAIN, recovers=60.0)
 CHOSEN = {

@@ -1,7 +1,6 @@
 """A worker that is killed again and again, whose samples count once each.
 
-`AGN_OPTAX_KILLS=10 pytest tests/checkpoint/test_kills.py` kills it ten times; the suite
-has less time.
+`AGN_OPTAX_KILLS=50 pytest tests/checkpoint/test_kills.py` kills it more often.
 """
 
 import os
@@ -17,8 +16,10 @@ from waiting import LIMIT, wait_until
 
 from agn_optax import service
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = pathlib.Path(__file__).with_name("resumed_worker.py")
-KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "3"))
+KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "10"))
 EXCHANGES = 4 * KILLS + 1  # the last one is not full
 BATCH, PERIOD = 4, 2
 SAMPLES = BATCH * (PERIOD * EXCHANGES - 1)

@@ -12,7 +12,10 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import digits
 
-pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # real processes, on a busy machine
 
 
 def run_demo(*arguments):

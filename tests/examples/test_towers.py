@@ -7,7 +7,10 @@ import sys
 import pytest
 import support
 
-pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # real processes, on a busy machine
 PROGRAM = pathlib.Path(__file__).parents[2] / "examples" / "towers.py"
 SMALL = ["--layers", 1, "--width", 16, "--context", 16, "--period", 3, "--rounds", 5]
 

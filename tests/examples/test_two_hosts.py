@@ -19,7 +19,7 @@ from agn_optax import errors
 
 PROGRAM = two_hosts.__file__
 LIMIT = 800  # seconds, on a busy machine
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Host:

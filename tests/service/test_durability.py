@@ -50,6 +50,7 @@ class Served:
         return code
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_everything(tmp_path):
     """By SIGKILL, then by SIGTERM; workers in other processes just go on."""
     address, directory = f"unix:{tmp_path}/center", tmp_path / "kept"

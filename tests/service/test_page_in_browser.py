@@ -14,6 +14,8 @@ import talking
 from agn_optax import errors, service
 from agn_optax.service import Access
 
+pytestmark = pytest.mark.slow
+
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 
 RULE = shared.downpour()

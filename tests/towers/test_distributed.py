@@ -11,7 +11,10 @@ import support
 import agn_optax
 from agn_optax import errors
 
-pytestmark = pytest.mark.timeout(900)  # real processes, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # real processes, on a busy machine
 PROGRAM = pathlib.Path(__file__).with_name("processes.py")
 
 
