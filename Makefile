@@ -16,7 +16,7 @@ pytest := $(python) -B -m pytest -n 3 --dist loadfile
 test: venv ## run the tests
 	@$(pytest) -m "not slow" $(ARGS)
 
-slow: venv ## run the others: examples, benchmarks, chaos, power cuts, several hosts, a browser
+slow: venv ## run the others: examples, benchmarks, chaos, kills, packaging, a browser
 	@$(pytest) -m slow $(ARGS)
 
 nox: venv ## run them on the oldest and newest versions, on the wheel (needs Python 3.11 and 3.13)

@@ -20,6 +20,8 @@ from waiting import wait_until
 
 import agn_optax
 
+pytestmark = pytest.mark.slow
+
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("coming-from-*.md"))
 FENCE = re.compile(r"```(\S+)( \S+)?\n(.*?)```", re.DOTALL)

@@ -24,6 +24,7 @@ import agn_optax
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+pytestmark = pytest.mark.slow
 in_checkout = pytest.mark.skipif(
     not (ROOT / "agn_optax").is_dir(), reason="builds the checkout, which is not here"
 )
@@ -190,6 +191,7 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
     extras = {
         "cli": ["cli", "keys", "flax"],
         "checkpoint": ["flax"],
+        "service": ["service", "metrics"],
         "training": ["cli"],
     }
     distributions = importlib.metadata.packages_distributions()

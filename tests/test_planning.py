@@ -216,6 +216,7 @@ def test_parameters_that_are_not_floating():
         plan(params={"w": jnp.zeros(3, jnp.int32)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "period", "overlap"),
     [(1, 2, False), (1, 2, True), (1, 6, True), (4, 2, False)],

@@ -31,6 +31,8 @@ from agn_optax import errors, service
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup
 from agn_optax.center.durability import _found, _keeper, _writer
 
+pytestmark = pytest.mark.slow
+
 RULE = shared.downpour()
 PROGRAM = pathlib.Path(__file__).with_name("kept_process.py")
 KILLS = int(os.environ.get("AGN_OPTAX_KILLS", "2"))

@@ -121,6 +121,7 @@ def test_no_rates(text):
         _units.rate(text, "it")
 
 
+@pytest.mark.slow
 def test_the_constants_of_this_machine(monkeypatch):
     machine = _calibrate.calibrate((1_000, 4_000_000), repeats=5)
     assert 0 < machine.overhead < 1

@@ -144,6 +144,7 @@ def shown(workers, width):
         "parameter_bytes": 32,
         "parent": "",
         "direct_address": "",
+        "page_address": "",
         "uptime": 3.0,
         "exchanges_per_second": 1.0,
         "bytes_per_second": 1.0,

@@ -6,6 +6,8 @@ import sys
 import pytest
 from fuzz import live, mutate, parsers
 
+pytestmark = pytest.mark.slow
+
 SEED, COUNT = 0, 600
 
 

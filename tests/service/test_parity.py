@@ -11,6 +11,8 @@ from support import assert_identical
 import agn_optax
 from agn_optax import service
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = pathlib.Path(__file__).with_name("parity_worker.py")
 
 

@@ -15,6 +15,8 @@ from flax.training.train_state import TrainState
 
 import agn_optax
 
+pytestmark = pytest.mark.slow
+
 WORKERS = {"data parallel": 1, "independent": 4, "islands": 2}
 
 
