@@ -254,6 +254,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_launched_workers_have_tokens_of_their_own(runtime, here):
     (here / "train.py").write_text(WORKER)
     result = command("launch", "--workers=2", "--rule=downpour", "train.py")

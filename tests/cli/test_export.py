@@ -97,6 +97,7 @@ def test_a_center_that_runs(tmp_path, params):
             assert_identical(observer.pull().params, now.params)
 
 
+@pytest.mark.slow
 def test_a_center_in_shards_that_runs(tmp_path, params):
     with service.serve(RULE) as one, service.serve(RULE) as other:
         addresses = f"{one.address},{other.address}"
@@ -147,6 +148,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_what_workers_say_at_the_end_is_saved(tmp_path):
     """The launcher is told to end; its workers go first, and their center last."""
     (tmp_path / "train.py").write_text(WORKER)

@@ -109,6 +109,7 @@ PLACEMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [

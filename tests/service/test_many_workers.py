@@ -162,6 +162,7 @@ def live(server, acts, seed=0):
 ACTS = ["exchange", "come_back", "crash", "crash_in_an_exchange", "reconnect"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "lease"),
     [
@@ -433,6 +434,7 @@ def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
         worker.ask(do="leave")
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_while_its_message_waits(workers):
     """The others go on; it comes back under its name, and goes on as well."""
     names = ["anna", "bert", "carl"]

@@ -93,6 +93,7 @@ def at(step):
     return callback
 
 
+@pytest.mark.slow
 def test_a_worker_goes_on_by_itself_as_if_it_had_never_stopped(tmp_path):
     expected, its_center = fit_train_state()
     seen = []
@@ -128,6 +129,7 @@ def fit_towers(directory=None, callbacks=()):
     )
 
 
+@pytest.mark.slow
 def test_towers_go_on_by_themselves(tmp_path):
     expected = fit_towers()
     with pytest.raises(StoppedError):
