@@ -41,7 +41,9 @@ def agn(
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
       center: the center optimizer; None is the inner one, with a state of its own, at
         the rate that its schedules give the local step before
-        (`agn_optax.by_local_steps`).
+        (`agn_optax.by_local_steps`). The center makes one step where a worker makes
+        :math:`\lambda`. Adam's steps are as large as its rate whatever the gradients:
+        with it, give a center optimizer of up to :math:`\lambda` times the inner rate.
       axis_name: mesh axis of the workers, whose mean gradients are summed; None for one
         worker.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
