@@ -47,7 +47,7 @@ USES = {
 
 def make(session: nox.Session, kind: str) -> pathlib.Path:
     """A wheel or an sdist of the checkout, in a new folder."""
-    folder = pathlib.Path(session.create_tmp())
+    folder = pathlib.Path(session.create_tmp()).resolve()
     shutil.rmtree(folder)
     folder.mkdir(parents=True)
     session.chdir(HERE)
