@@ -200,7 +200,7 @@ def _mode(optimizer: Any) -> dict[str, Any]:
 
 
 def _check_tx(worker: Worker, tx: Any, wanted: str) -> None:
-    if tx is not worker.tx:
+    if tx != worker.tx:  # older Flax makes an equal one of it
         raise errors.InvalidArgumentError(
             f"the optimizer is not that of worker {worker.name!r}, whose rule records "
             f"what it sends: make it as {wanted}. What is done to gradients before is "

@@ -207,13 +207,13 @@ def phases(
 
     def measure_fn(params: PyTree, state: PyTree) -> dict[str, jax.Array]:
         check.params_given(params, rule.name)
-        own = find_state(state)
-        layout.check_center(params, own.center)
         if layout.placement != Placement():
             raise errors.InvalidArgumentError(
                 "measure needs the center whole on every device, got placement="
                 f"{layout.placement}"
             )
+        own = find_state(state)
+        layout.check_center(params, own.center)
         return measure(rule, own.local, params, own.center, own.center_state)
 
     return Phases(init_fn, update_fn, exchange_fn, measure_fn)

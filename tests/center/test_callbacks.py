@@ -116,14 +116,14 @@ def test_measure_says_what_an_exchange_will_be(codec):
 
 
 def test_measure_needs_a_whole_center():
-    placement = agn_optax.Placement(memory="host")
+    placement = agn_optax.Placement(shard_axis="towers")
     split = agn_optax.phases(optax.sgd(0.1), rules.agn(optax.sgd(0.1)))
     assert "momentum_cosine" not in split.measure(PARAMS, split.init(PARAMS))
     placed = agn_optax.phases(
         optax.sgd(0.1), rules.agn(optax.sgd(0.1)), placement=placement
     )
     with pytest.raises(errors.InvalidArgumentError, match="needs the center whole"):
-        placed.measure(PARAMS, placed.init(PARAMS))
+        placed.measure(PARAMS, split.init(PARAMS))
 
 
 def test_an_exchange_that_is_called_twice_a_step_is_told_of(caplog):
