@@ -7,7 +7,7 @@ float values by their names. The classes here are such functions, which also hav
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import importlib
 import json
 import math
@@ -16,7 +16,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from agn_optax import errors
 from agn_optax._internal import check, extras
@@ -24,7 +24,21 @@ from agn_optax._internal import check, extras
 __all__ = ["JsonLines", "TensorBoard", "WandB"]
 
 
-class JsonLines(contextlib.AbstractContextManager["JsonLines"]):
+class _Sink(abc.ABC):
+    """Closed at the end of a ``with``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class JsonLines(_Sink):
     """Appends a line of JSON to a file for every step.
 
     A line is an object with ``time`` (seconds since the epoch), ``step``, and the
@@ -68,11 +82,8 @@ class JsonLines(contextlib.AbstractContextManager["JsonLines"]):
         """Closes the file."""
         self._file.close()
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
-
-class TensorBoard(contextlib.AbstractContextManager["TensorBoard"]):
+class TensorBoard(_Sink):
     """Writes scalars that TensorBoard reads; needs the package tensorboardX.
 
     Args:
@@ -106,11 +117,8 @@ class TensorBoard(contextlib.AbstractContextManager["TensorBoard"]):
         """Writes what is left, and closes the file."""
         self._writer.close()
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
-
-class WandB(contextlib.AbstractContextManager["WandB"]):
+class WandB(_Sink):
     """Logs to a run of Weights & Biases that you have begun.
 
     Args:
@@ -141,6 +149,3 @@ class WandB(contextlib.AbstractContextManager["WandB"]):
 
     def close(self) -> None:
         """Nothing: the run is finished by whoever has begun it."""
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

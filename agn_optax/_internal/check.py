@@ -94,24 +94,25 @@ def is_real(dtype: Any) -> bool:
 
 def _scalar(value: Any, wanted: str) -> Any:
     """The number that an array is; whatever else ``value`` is, as it is."""
+    return value.item() if _is_scalar_array(value, wanted) else value
+
+
+def _is_scalar_array(value: Any, wanted: str) -> bool:
+    """Whether it is an array, which must then be of one real number."""
     if not isinstance(value, jax.Array | np.ndarray):
-        return value
+        return False
     if value.shape != () or not is_real(value.dtype):
         raise errors.InvalidTypeError(
             f"{wanted}an array {value.dtype}{list(value.shape)}"
         )
-    return value.item()
+    return True
 
 
 def real_scalar(value: Any, argument: str) -> None:
     """``value`` is one real number; that of a device is not waited for."""
     wanted = f"{argument} must be a real number, got "
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape != () or not is_real(value.dtype):
-            raise errors.InvalidTypeError(
-                f"{wanted}an array {value.dtype}{list(value.shape)}"
-            )
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number or _is_scalar_array(value, wanted)):
         raise errors.InvalidTypeError(wanted + show(value))
 
 

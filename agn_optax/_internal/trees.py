@@ -86,6 +86,12 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether it is an array of random keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def nbytes(tree: PyTree, dtype: Any = None) -> int:
     """Of all leaves, as they are or in one dtype."""
     leaves = jax.tree.leaves(tree)

@@ -86,7 +86,7 @@ class WorkerPart(Part):
         what = f"worker {worker.name!r}"
         _check_rule(about, worker.center.rule, where)
         params = _params(about, like, leaves)
-        anchor = [leaf for leaf in leaves if leaf.path.startswith("['anchor']")]
+        anchor = _under("anchor", leaves)
         tree = {
             "params": params,
             "state": jax.eval_shape(worker.tx.init, params),
@@ -140,8 +140,7 @@ class CenterPart(Part):
                 f"the center has parameters already, at version {center.version}: load "
                 "into a new one, LocalCenter(rule)"
             )
-        own = [leaf for leaf in leaves if leaf.path.startswith("['params']")]
-        params = _of_dtypes(_params(about, like, leaves), own)
+        params = _of_dtypes(_params(about, like, leaves), _under("params", leaves))
         tree = {
             "params": params,
             "center_state": jax.eval_shape(center.rule.center.init, params),
@@ -220,6 +219,11 @@ def leaves_of(about: Json) -> list[Leaf]:
     return [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["leaves"]]
 
 
+def _under(name: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Those of what was saved by this name."""
+    return [leaf for leaf in leaves if leaf.path.startswith(f"['{name}']")]
+
+
 def _rule(rule: Rule) -> Json:
     return dict(fingerprint(rule))
 
@@ -234,8 +238,10 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
     if like is not None:
         check.float_leaves(like, "like")
         return jax.eval_shape(lambda: like)
-    own = [leaf for leaf in leaves if leaf.path.startswith("['params']")]
-    made = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in own]
+    made = [
+        jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+        for leaf in _under("params", leaves)
+    ]
     if about["containers"] is None:
         raise errors.MissingArgumentError(
             "the saved parameters lie in containers that are not dicts, lists and "

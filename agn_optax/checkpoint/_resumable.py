@@ -59,7 +59,8 @@ class Resumable:
       checkpoints: the files.
 
     Raises:
-      InvalidArgumentError: Orbax is not installed, or ``keep`` is not positive.
+      InvalidArgumentError: ``keep`` is not positive.
+      MissingExtraError: Orbax is not installed.
       InvalidTypeError: ``worker`` is not a worker.
 
     Example:

@@ -83,7 +83,8 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
       **parts: as of `checkpointables`.
 
     Raises:
-      InvalidArgumentError: there is something at ``path``, or Orbax is not installed.
+      InvalidArgumentError: there is something at ``path``.
+      MissingExtraError: Orbax is not installed.
       DurabilityError: it cannot be written.
 
     Also raises what `checkpointables` does.
@@ -152,6 +153,7 @@ def load(
       TreeMismatchError: it was another model, or another number of workers or towers;
         names the leaf, or the numbers.
       InvalidArgumentError: there is no such thing in the checkpoint.
+      MissingExtraError: Orbax is not installed.
       DurabilityError: there is no checkpoint, or it cannot be read.
 
     Also raises what `Worker.restore` does.

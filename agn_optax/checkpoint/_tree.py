@@ -50,7 +50,7 @@ def filled(like: PyTree, leaves: Sequence[Leaf], kept: Nested) -> PyTree:
             found = kept
             for name in _names(path):
                 found = found[name]
-        if _is_key(other):
+        if trees.is_key(other):
             found = jax.random.wrap_key_data(found, impl=jax.random.key_impl(other))
         made.append(found)
     return jax.tree.unflatten(treedef, made)
@@ -73,16 +73,11 @@ def _names(path: Any) -> list[str]:
     return [keystr((key,), simple=True) for key in path]
 
 
-def _is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def _plain(tree: PyTree) -> PyTree:
     """A tree with random keys as their numbers, and numbers as arrays."""
 
     def plain(leaf: Any) -> Any:
-        if _is_key(leaf):
+        if trees.is_key(leaf):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.eval_shape(jax.random.key_data, leaf)
             return jax.random.key_data(leaf)

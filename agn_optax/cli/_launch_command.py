@@ -136,11 +136,14 @@ def launch_command(
         ]
 
     def when_it_serves(line: str) -> Sequence[Program]:
-        address = _address_in(line)
-        if address and made:
+        said = _serving(line)
+        if not said:
+            return ()
+        address = _reached_at(said)
+        if made:
             with contextlib.suppress(OSError):  # then nobody else has one
                 stack.enter_context(tokens.left_here(address, made[-1]))
-        return with_center(address) if address else ()
+        return with_center(address)
 
     programs = with_center(options.center)
     if own:
@@ -236,11 +239,8 @@ def _serving(line: str) -> dict[str, Any]:
     return said if is_that else {}
 
 
-def _address_in(line: str) -> str:
-    """The address, if a line is what `serve --json` prints once it serves."""
-    said = _serving(line)
-    if not said:
-        return ""
+def _reached_at(said: dict[str, Any]) -> str:
+    """Where this machine's workers find a center that has ``said`` that it serves."""
     # One that listens everywhere is reached on this machine, where plain text may be.
     host, _, port = str(said["address"]).rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
@@ -264,10 +264,9 @@ class _Output:
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
     def __call__(self, name: str, line: str) -> None:
-        said = line
-        if name == _CENTER and (address := _address_in(line)):
-            line = f"serving at {address}"  # to a person, and not to us
-            page = _serving(said).get("page")
+        if name == _CENTER and (said := _serving(line)):
+            line = f"serving at {_reached_at(said)}"  # to a person, and not to us
+            page = said.get("page")
             line += f", page at {page}" if page else ""
             line += f" with token {self._shown}" if page and self._shown else ""
         prefix = (f"{name:<{self._width}} | ", self._styles[name])

@@ -52,6 +52,7 @@ from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._placement import OnHost as OnHost
 from agn_optax.round._placement import Placement as Placement
 from agn_optax.round._placement import ShardedCenter as ShardedCenter
+from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._slots import slots as slots
 
 __all__ = ["collectives", "elementwise", "parts"]

@@ -148,18 +148,17 @@ def phases(
             layout.check_bound()
             piece = jax.eval_shape(layout.piece, params)
             _elementwise.check(rule, params, [piece])
-        if counts_exchanges(rule.center, params):
+        whole = trees.copy(params, center_dtype)
+        piece = layout.piece(whole)
+        center_state = rule.center.init(trees.copy(piece))
+        if counts_exchanges(rule.center, center_state):
             _log.warning(
                 "the center optimizer of rule %r has a schedule, which is asked once "
                 "an exchange: after N local steps with period P it is at N / P. "
                 "agn_optax.by_local_steps(optimizer) has it count local steps",
                 rule.name,
             )
-        whole = trees.copy(params, center_dtype)
-        piece = layout.piece(whole)
-        center, center_state = layout.store(
-            piece, rule.center.init(trees.copy(piece)), params
-        )
+        center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
             local=_exchange.init_local(rule, inner, params, anchor, layout),

@@ -62,7 +62,7 @@ def codec_error(
         return jnp.zeros(())
     plain = dataclasses.replace(rule, codec=codecs.identity())
     whole, _ = contribute(plain, state, params, center)
-    sent, _ = contribute(rule, state, params, center)
+    sent, _ = rule.codec.encode(whole, state.codec_state)
     lost = distance(rule.codec.decode(sent, whole), whole)
     size = norm(whole)
     return jnp.where(size > 0, lost / jnp.where(size > 0, size, 1), 0)

@@ -288,11 +288,7 @@ class Layout:
     def _length(self, leaf: Any) -> int | None:
         """Elements of a piece; None for a leaf that stays whole."""
         pieces = _collectives.size((*self.within, *self.across))
-        shape = jnp.shape(leaf)
-        elements = math.prod(shape)
-        if pieces == 1 or not shape or elements < pieces:
-            return None
-        return -(-elements // pieces)
+        return piece_length(jnp.shape(leaf), pieces)
 
     def _cut(self) -> Any:
         """The axes of the pieces, and into how many pieces each of them cuts."""
@@ -372,6 +368,14 @@ class Layout:
             jax.tree.structure(center.pieces),
             [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in center.shapes],
         )
+
+
+def piece_length(shape: tuple[int, ...], pieces: int) -> int | None:
+    """Elements of each of so many pieces of a leaf; None if that stays whole."""
+    elements = math.prod(shape)
+    if pieces == 1 or not shape or elements < pieces:
+        return None
+    return -(-elements // pieces)
 
 
 # Of a center that is whole, on the device, and has one worker.

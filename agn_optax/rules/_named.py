@@ -26,12 +26,11 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
 }
+# Whatever that module has which returns one: a new method is there by its name.
 RULES: dict[str, Callable[..., Rule]] = {
-    each.__name__: each
-    for each in (
-        *(_rule.agn, _rule.agn_window, _rule.average, _rule.diloco),
-        *(_rule.downpour, _rule.dynsgd, _rule.easgd),
-    )
+    name: make
+    for name, make in sorted(vars(_rule).items())
+    if getattr(make, "__annotations__", {}).get("return") == Rule.__name__
 }
 CODECS = {
     **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
@@ -86,8 +85,8 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     settings = _settings(given, factory, f"rule {name}", spelt)
     center = inspect.signature(factory).parameters.get("center")
     of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    known = {"rule", "codec", *settings, *of_center}
-    refuse(f"does not apply to rule {name}", set(given) - known)
+    its_own = {"rule", "codec", *settings, *of_center}
+    refuse(f"does not apply to rule {name}", set(given) - its_own)
     if "center_optimizer" in given:
         settings["center"] = _optimizer(given, spelt, refuse)
     elif center and center.default is center.empty:

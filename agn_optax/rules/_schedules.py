@@ -115,9 +115,7 @@ def check_outside(optimizer: optax.GradientTransformation) -> None:
         )
 
 
-def counts_exchanges(optimizer: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether it has a schedule, which is asked once an exchange."""
-    if isinstance(optimizer.init, _Init):
-        return False
-    state = jax.eval_shape(optimizer.init, params)
-    return bool(trees.nodes(state, _scheduled()))
+def counts_exchanges(optimizer: optax.GradientTransformation, state: PyTree) -> bool:
+    """Whether it, of which ``state`` is, has a schedule asked once an exchange."""
+    is_told_steps = isinstance(optimizer.init, _Init)
+    return not is_told_steps and bool(trees.nodes(state, _scheduled()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -31,16 +30,6 @@ _WORKER = [
     ("received_bytes_total", "bytes_received", "Bytes of messages that came from it"),
     ("sent_bytes_total", "bytes_sent", "Bytes of answers that went to it"),
 ]
-
-
-def missing() -> str | None:
-    """What to install, if there is something to be installed."""
-    if importlib.util.find_spec("prometheus_client") is not None:
-        return None
-    return (
-        "metrics need prometheus-client where the center runs: "
-        "pip install 'agn_optax[metrics]'"
-    )
 
 
 def exposition(view: dict[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO
 
 from agn_optax import errors
+from agn_optax._internal import extras
 from agn_optax.service import _address, _metrics
 from agn_optax.service._access import Caller
 from agn_optax.service._monitor import Monitor
@@ -35,11 +36,13 @@ from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.transports import Listener
+from agn_optax.service.transports._socket import bound_to, connections, shut
 
 _log = logging.getLogger("agn_optax")
 
 # What whoever opens it may take of a center.
 _MOST_CONNECTIONS = 32  # at a time; the oldest goes where there is one more
+_BACKLOG = 128  # of those that wait to be taken
 _MOST_HEAD = 16 << 10  # bytes of a request
 _PATIENCE = 10.0  # seconds for a request, or without one; and in which an answer moves
 _FRESH = 0.5  # seconds for which all get the same
@@ -108,7 +111,7 @@ class Page(Listener):
             self._closed = True
             ends = list(self._open.values())
         for end in (self._listening, *ends):
-            _shut(end)
+            shut(end)
         self.monitor.close(timeout)
         self._threads.wait(timeout)
         self._listening.close()
@@ -124,9 +127,8 @@ class Page(Listener):
             caller.check("Status")
             if path == "/state.json":
                 self._say(request, "application/json", self._state())
-            elif (why := _metrics.missing()) is not None:
-                request.send_error(HTTPStatus.NOT_IMPLEMENTED, why)
             else:
+                extras.require("metrics", "prometheus_client")
                 self._say(request, _metrics.CONTENT_TYPE, self._metrics())
         else:
             self._admit_host(request.host)
@@ -164,13 +166,7 @@ class Page(Listener):
     # Connections.
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
-                end, _ = self._listening.accept()
-            except OSError:
-                if not self._closed:
-                    time.sleep(0.1)  # too many open files, perhaps not for long
-                continue
+        for end in connections(self._listening, lambda: self._closed):
             while not self._places.acquire(blocking=False):
                 self._cut_oldest()
                 if self._places.acquire(timeout=0.1):  # it may be busy with an answer
@@ -178,7 +174,7 @@ class Page(Listener):
             with self._lock:
                 self._open[id(end)] = end
                 if self._closed:
-                    _shut(end)
+                    shut(end)
             try:
                 self._threads.submit(self._serve, end)
             except RuntimeError as error:  # no more threads
@@ -189,7 +185,7 @@ class Page(Listener):
         with self._lock:
             oldest = next(iter(self._open.values()), None)
         if oldest is not None:
-            _shut(oldest)
+            shut(oldest)
 
     def _forget(self, number: int, end: socket.socket) -> None:
         with self._lock:
@@ -210,7 +206,7 @@ class Page(Listener):
                     )
                     with self._lock:
                         self._open[number] = end
-                    with self.transfers.under_way(lambda: _shut(end), 0, _PATIENCE):
+                    with self.transfers.under_way(lambda: shut(end), 0, _PATIENCE):
                         end.do_handshake()
                 _Request(end, host, self)
         finally:
@@ -257,6 +253,8 @@ class _Request(BaseHTTPRequestHandler):
             self.send_error(code, str(error))
         except errors.CenterUnreachableError as error:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except errors.MissingExtraError as error:
+            self.send_error(HTTPStatus.NOT_IMPLEMENTED, str(error))
         except OSError:
             raise
         except Exception as error:
@@ -320,7 +318,7 @@ class _Request(BaseHTTPRequestHandler):
         """Ends the connection if that takes too long."""
 
         def cut() -> None:
-            _shut(self.connection)
+            shut(self.connection)
 
         with self.page.transfers.under_way(cut, size, _PATIENCE):
             yield
@@ -428,21 +426,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listening_at(address: str) -> socket.socket:
-    host, port = _address.host(address), int(address.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=both
-        )
+        return bound_to(address, _BACKLOG)
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"the page cannot listen at {address}: {error}. Perhaps another process "
             "does; port 0 takes one that is free"
         ) from None
-
-
-def _shut(end: socket.socket) -> None:
-    """Whoever uses it finds it at its end."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(end, socket.SHUT_RDWR)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.towers import _programs, _replicas, _rows
 
 PyTree = Any
@@ -110,7 +110,7 @@ def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
             # A CPU's array may be the caller's memory, which loaders fill again.
             leaf = leaf.copy()
         return jax.device_put(leaf, sharding)
-    if _replicas.is_key(leaf):
+    if trees.is_key(leaf):
         return _replicas.of_key_data(lambda data: put(data, sharding), leaf)
     return jax.make_array_from_process_local_data(sharding, _host(leaf))
 
@@ -121,7 +121,7 @@ def of_first_process(tree: PyTree) -> PyTree:
     def own(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return leaf
-        if _replicas.is_key(leaf):
+        if trees.is_key(leaf):
             return _replicas.of_key_data(multihost_utils.broadcast_one_to_all, leaf)
         return multihost_utils.broadcast_one_to_all(_host(leaf))
 
@@ -189,10 +189,10 @@ def in_processes(mesh: Mesh, value: int) -> list[int]:
 
 def joined(parts: list[Any]) -> Any:
     """Along the first dimension, on the host; random keys stay what they are."""
-    if _replicas.is_key(parts[0]):
+    if trees.is_key(parts[0]):
         return _replicas.of_key_data(lambda *data: joined(list(data)), *parts)
     return np.concatenate([np.asarray(part) for part in parts])
 
 
 def _host(leaf: Any) -> Any:
-    return leaf if _replicas.is_key(leaf) else np.asarray(leaf)
+    return leaf if trees.is_key(leaf) else np.asarray(leaf)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
+from agn_optax._internal import trees
 from agn_optax.round import collectives
 from agn_optax.towers import _loss, _mesh, _replicas
 
@@ -75,7 +76,7 @@ def as_row(tree: PyTree) -> PyTree:
 
     def strong(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        if not _replicas.is_key(x):
+        if not trees.is_key(x):
             x = jax.lax.convert_element_type(x, x.dtype)
         return x[None]
 

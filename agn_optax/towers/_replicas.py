@@ -19,7 +19,13 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from agn_optax import errors
 from agn_optax._internal import trees
-from agn_optax.round import ExchangeState, OnHost, ShardedCenter, collectives
+from agn_optax.round import (
+    ExchangeState,
+    OnHost,
+    ShardedCenter,
+    collectives,
+    piece_length,
+)
 from agn_optax.towers._all_reduce import AllReduceState
 
 PyTree = Any
@@ -83,11 +89,6 @@ class InFlight:
     rows: PyTree
 
 
-def is_key(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def of_key_data(function: Callable[..., Any], *keys: Any) -> Any:
     """Random keys of what ``function`` makes of the numbers in ``keys``."""
     data = function(*map(jax.random.key_data, keys))
@@ -98,7 +99,7 @@ def fold_keys(tree: PyTree, index: Any) -> PyTree:
     """``tree`` with the random keys of tower ``index``; tower 0 keeps them."""
 
     def fold(leaf: Any) -> Any:
-        if not is_key(leaf):
+        if not trees.is_key(leaf):
             return leaf
         flat = jax.vmap(lambda key: jax.random.fold_in(key, index))(leaf.reshape(-1))
         return jnp.where(index == 0, leaf, flat.reshape(leaf.shape))
@@ -155,7 +156,9 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
     Some differ on purpose: random keys, pieces of a center, gradients in flight.
     """
-    named = {path: leaf for path, leaf in alike(state).items() if not is_key(leaf)}
+    named = {
+        path: leaf for path, leaf in alike(state).items() if not trees.is_key(leaf)
+    }
     same = jax.device_get(_same_rows(list(named.values()), workers))
     differing = (path for path, rows in zip(named, same, strict=True) if not rows)
     return Agreement(next(differing, None))
@@ -291,9 +294,7 @@ class _Cut:
         self.pieces: _Lengths = {}
         self.parts: _Lengths = {}
         for (path, _), shape in zip(leaves, center.shapes, strict=True):
-            size, count = math.prod(shape), within * across
-            is_whole = count == 1 or not shape or size < count  # as `Layout` has it
-            length = None if is_whole else -(-size // count)
+            length = piece_length(shape, within * across)
             part = None if length is None or within == 1 else length * across
             self.pieces[path] = shape, length
             self.parts[path] = shape, part

@@ -183,7 +183,7 @@ def test_ctrl_c_ends_all(here, monkeypatch):
 )
 def test_its_line_tells_the_address(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
-    assert _launch_command._address_in(line) == local
+    assert _launch_command._reached_at(_launch_command._serving(line)) == local
 
 
 def test_its_line_tells_the_page_and_who_may_look(capsys):
@@ -202,4 +202,4 @@ def test_its_line_tells_the_page_and_who_may_look(capsys):
     "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
 )
 def test_only_its_own_line_tells_the_address(line):
-    assert _launch_command._address_in(line) == ""
+    assert not _launch_command._serving(line)

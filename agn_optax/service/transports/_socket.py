@@ -137,13 +137,8 @@ def listening_at(place: _transport.Place) -> socket.socket:
       OSError: there is none.
     """
     address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
-    host, port = _address.host(address), int(address.rpartition(":")[2])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
-        )
+        return bound_to(address, socket.SOMAXCONN)
     except OSError as error:
         if place.direct_address is None:
             raise
@@ -151,6 +146,34 @@ def listening_at(place: _transport.Place) -> socket.socket:
             f"cannot listen at {place.direct_address}: {error}. Perhaps another "
             "process does; port 0 takes one that is free"
         ) from None
+
+
+def bound_to(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at "host:port".
+
+    Raises:
+      OSError: it cannot.
+    """
+    host, port = _address.host(address), int(address.rpartition(":")[2])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port), family=family, backlog=backlog, dualstack_ipv6=both
+    )
+
+
+def connections(
+    listening: socket.socket, is_closed: Callable[[], bool]
+) -> Iterator[socket.socket]:
+    """Those that come, until nobody listens any more."""
+    while not is_closed():
+        try:
+            end, _ = listening.accept()
+        except OSError:
+            if not is_closed():
+                time.sleep(0.1)  # too many open files, perhaps not for long
+            continue
+        yield end
 
 
 # Unix sockets whose name is no file, and goes with them.
@@ -232,13 +255,7 @@ class SocketListener(_transport.Listener):
         return f"it is for processes of user {own}, and this is of {user}"
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
-                end, _ = self._listening.accept()
-            except OSError:
-                if not self._closed:
-                    time.sleep(0.1)  # too many open files, perhaps not for long
-                continue
+        for end in connections(self._listening, lambda: self._closed):
             try:
                 self._threads.submit(self._serve, end)
             except RuntimeError as error:  # no more threads
