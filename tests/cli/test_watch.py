@@ -190,7 +190,7 @@ def test_watch_waits_for_a_center_that_is_not_there_yet(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def live(*, enabled):
         def show(table):
-            out = rich.console.Console(file=io.StringIO(), width=100)
+            out = rich.console.Console(file=io.StringIO(), width=400)
             out.print(table)
             looks.append(out.file.getvalue())
             if len(looks) == 1:
