@@ -74,6 +74,8 @@ class CenterOptions:
     Center:
       address HOST:PORT|unix:PATH [127.0.0.1:0]: Where to listen; port 0 takes one that
         is free.
+      address_file FILE: Where the address is left, on a disk that workers share: they
+        reach a center that may come back elsewhere as file:FILE.
       barrier: Workers that must have joined before any of them starts.
       max_workers [64]: Workers that may be there at a time.
       lease [10]: Seconds after which a worker that lost its connection is given up.
@@ -155,6 +157,7 @@ class CenterOptions:
     """
 
     address: str | None = None
+    address_file: pathlib.Path | None = None
     barrier: int | None = None
     max_workers: int | None = None
     lease: float | None = None

@@ -18,7 +18,6 @@ from agn_optax.cli import _center_options, _export, _options, _rules, _table
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.launch import Ended, Program
-from agn_optax.service import address as addresses
 from agn_optax.service import tokens
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -126,6 +125,7 @@ def launch_command(
                     "AGN_OPTAX_RANK": str(rank),
                     "AGN_OPTAX_WORKERS": str(options.workers),
                     "AGN_OPTAX_WORKER": name,
+                    "AGN_OPTAX_PROCESSES": "1",
                     **told,
                     **token_of(rank),
                 },
@@ -204,7 +204,7 @@ def _check(
         _options.refuse(options, why, only=("token_file",))
     else:
         for each in where.split(","):
-            addresses.check(each.strip())
+            service.check_reachable(each.strip())
         why = f"is for an embedded center, and --center is {where}"
         if config is not None:
             raise errors.InvalidArgumentError(f"--config {why}")

@@ -65,6 +65,8 @@ def serve(
         server = stack.enter_context(service.serve(made, **settings))
         if token and not is_fixed:
             _leave(stack, server.address, token)
+        if center.address_file is not None:
+            stack.enter_context(service.published(server.address, center.address_file))
         if json:
             _options.print_json(
                 {

@@ -19,7 +19,7 @@ from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
 from agn_optax.rules import Rule, check_rule
-from agn_optax.service import _address, _tls, _token
+from agn_optax.service import _published, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._remote import Remote
@@ -48,7 +48,9 @@ def connect(
     Args:
       address: ``"host:port"`` or ``"unix:path"``, as ``Server.address`` has it. Several
         of them, in a list or separated by commas, are a center in shards: leaves are
-        assigned to the servers by their sizes, and large ones are cut.
+        assigned to the servers by their sizes, and large ones are cut. ``"file:PATH"``
+        names a file with the address of a center that may come back elsewhere, as
+        ``serve --address-file`` writes it; it is read again at every call.
       rule: the rule that the center runs.
       timeout: seconds without a sign of life after which a call gives up, more than the
         three that a center at which it waits may be silent. An exchange that finds
@@ -101,20 +103,18 @@ def connect(
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):
         address = [address]
-    addresses = [_address.check(each) for each in address]
+    addresses = [_published.check_reachable(each) for each in address]
     if not addresses or len(set(addresses)) != len(addresses):
         raise errors.InvalidArgumentError(
             f"one address or several different ones expected, got {addresses}"
         )
     check.seconds(timeout, "timeout", positive=True)
-    _tls.check(tls, credentials, insecure, *addresses)
     ways = named(transports)
     is_whole = len(addresses) == 1
     with contextlib.ExitStack() as made:
         centers = []
         for each in addresses:
-            said = _token.of(token, each)
-            connection = Connection(each, timeout, tls, credentials, said)
+            connection = Connection(each, timeout, tls, credentials, insecure, token)
             made.callback(connection.close)
             remote = Remote(connection, rule, ways)
             centers.append(RemoteCenter(remote, like if is_whole else None))
@@ -131,12 +131,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
 
     Attributes:
       rule: the rule.
-      address: where the center is.
     """
 
     def __init__(self, remote: Remote, like: PyTree = None) -> None:
         self.rule = remote.rule
-        self.address = remote.address
         self._like = like
         self._connection = remote.connection
         self._remote = remote
@@ -145,6 +143,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         beats = functools.partial(_beat, weakref.ref(self), self._connection)
         in_background(beats, "agn-optax heartbeat", lasting=True)
         _open_centers.add(self)
+
+    @property
+    def address(self) -> str:
+        """Where the center is."""
+        return self._connection.address
 
     @property
     def unreachable_since(self) -> float | None:

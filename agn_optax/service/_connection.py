@@ -7,6 +7,7 @@ is heard of for too long.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import random
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from agn_optax import errors
-from agn_optax.service import _address, _handshake, _status
+from agn_optax.service import _address, _handshake, _published, _status, _tls, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._files import Reread
 from agn_optax.service._tls import Tls
@@ -46,16 +47,18 @@ _NOBODY = ("connect to remote host", "timed out", "DNS")
 
 
 class Connection:
-    """To one address.
+    """To one center.
 
     Args:
-      address: of the center.
+      address: of the center, or ``file:PATH`` with a file that says where it is.
       timeout: seconds without a sign of life after which a call gives up.
       tls: who vouches for the center; None for plain text, or
       credentials: of gRPC, which say it instead.
-      token: says by which this end is known, for every call anew; None without one.
+      insecure: allows plain text beyond this machine.
+      token: by which this end is known, see `_token.of`.
 
     Attributes:
+      address: where the center was last.
       unreachable_since: seconds since the epoch; None while the center answers.
     """
 
@@ -65,8 +68,12 @@ class Connection:
         timeout: float,
         tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        token: Callable[[], str | None] = lambda: None,
+        insecure: bool = False,
+        token: _token.Token = None,
     ) -> None:
+        self._file = _published.path_of(_published.check_reachable(address))
+        self._check = functools.partial(_tls.check, tls, credentials, insecure)
+        self._check(*([address] if self._file is None else []))
         self._credentials: Callable[[], grpc.ChannelCredentials | None]
         self._credentials = lambda: credentials
         if tls is not None:
@@ -75,7 +82,7 @@ class Connection:
         self.timeout = timeout
         self.tls = tls
         self.unreachable_since: float | None = None
-        self._token = token
+        self._token = _token.of(token, lambda: self.address)
         self._lock = threading.Lock()
         self._channel: Any = None
         self._shown: Any = None  # credentials, by that channel
@@ -158,8 +165,10 @@ class Connection:
 
         Raises:
           CenterClosedError: the connection is closed.
+          CenterUnreachableError: nobody has said where the center is.
         """
         while True:
+            self._find()
             with self._lock:
                 self.check_open()
                 channel = self._channel = self._channel or self._new_channel()
@@ -238,6 +247,22 @@ class Connection:
     def _metadata(self) -> list[tuple[str, str]]:
         token = self._token()
         return [] if token is None else [("authorization", f"Bearer {token}")]
+
+    def _find(self) -> None:
+        """Where the center is now, if a file says it."""
+        if self._file is None:
+            return
+        try:
+            found = _published.read(self._file)
+        except errors.CenterUnreachableError:
+            if self._channel is None:
+                raise
+            return  # it may still be where it was
+        if found != self.address:
+            self._check(found)
+            self._let_go()
+            self.address = found
+            _log.info("the center is at %s, as %s says", found, self._file)
 
     def _new_channel(self) -> Any:
         options = _address.client_options(self.address)

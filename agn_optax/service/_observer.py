@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2
 
 from agn_optax import errors
 from agn_optax.center import Snapshot
-from agn_optax.service import _address, _tls, _token
+from agn_optax.service import _address, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._remote import pull
@@ -27,7 +27,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
     A call that finds nobody is not tried again; the next one may find somebody.
 
     Args:
-      address: ``"host:port"`` or ``"unix:path"``.
+      address: ``"host:port"``, ``"unix:path"`` or ``"file:path"``, as of `connect`.
       timeout: seconds that a call may take.
       tls: who vouches for the center, and a certificate and key of this end if it wants
         them; None for plain text, which must stay on this machine.
@@ -57,10 +57,14 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         insecure: bool = False,
         token: _token.Token = None,
     ) -> None:
-        self.address = _address.check(address)
-        _tls.check(tls, credentials, insecure, address)
-        said = _token.of(token, address)
-        self._connection = Connection(address, timeout, tls, credentials, said)
+        self._connection = Connection(
+            address, timeout, tls, credentials, insecure, token
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the center is."""
+        return self._connection.address
 
     def status(self) -> dict[str, Any]:
         """Who is there: what ``agn-optax status --json`` prints.

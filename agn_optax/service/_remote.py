@@ -44,7 +44,6 @@ class Remote:
     Attributes:
       connection: to it.
       rule: of it.
-      address: of it.
       travelling: see `travels`; None until somebody has initialized it.
       description: what it said of itself last.
       useless: transports that are not tried again in this life of the center: they did
@@ -55,7 +54,6 @@ class Remote:
         self, connection: Connection, rule: Rule, transports: Sequence[Transport]
     ) -> None:
         self.connection = connection
-        self.address = connection.address
         self.rule = rule
         self.travelling: _trees.Travelling | None = None
         self.description: pb.Description
@@ -67,6 +65,11 @@ class Remote:
         self._known: dict[Any, str] = {}
 
     # What it is.
+
+    @property
+    def address(self) -> str:
+        """Where it is."""
+        return self.connection.address
 
     def describe(self) -> pb.Description:
         """What the center says of itself, fresh."""

@@ -27,12 +27,12 @@ TOKENS = "AGN_OPTAX_TOKENS"
 _EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 not bound to
 
 
-def of(given: Token, address: str) -> Callable[[], str | None]:
+def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
     """Says the token for a center, as it is at the time.
 
     Args:
       given: a token, or a file with one; None looks for it elsewhere.
-      address: of the center.
+      address: says where the center is at the time.
 
     Raises:
       InvalidArgumentError: it is no token, or the file cannot be read.
@@ -51,9 +51,7 @@ def of(given: Token, address: str) -> Callable[[], str | None]:
                 f"{type(given).__name__}"
             )
         return _checked(given, "the token that was given")
-    if _address.is_local(address):
-        return lambda: _of_this_machine(address)
-    return lambda: None
+    return lambda: _of_this_machine(address())
 
 
 def generated() -> str:
@@ -123,7 +121,9 @@ def _in_file(path: pathlib.Path) -> str:
 
 
 def _of_this_machine(address: str) -> str | None:
-    """That of a center that has left one here."""
+    """That of a center on this machine that has left one here."""
+    if not _address.is_local(address):
+        return None
     port = address.rpartition(":")[2]
     others = [] if address.startswith("unix:") else [f"{h}:{port}" for h in _EVERYWHERE]
     for each in (address, *others):

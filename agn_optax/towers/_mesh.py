@@ -146,16 +146,21 @@ def initialize_distributed(
     process stays alone. So one script runs unchanged on a laptop and on a cluster. On
     CPUs the processes talk through gloo.
 
+    Workers around a center are jobs of their own, each of which may be lost alone: in
+    their environment it joins nobody unasked. For a worker of several processes,
+    ``initialize_distributed(**service.environment().distributed)`` joins just these.
+
     Args:
       coordinator_address: ``host:port`` of process 0.
-      num_processes: how many there are.
+      num_processes: how many there are; 1 stays alone, wherever it runs.
       process_id: which of them this is, from 0.
 
     Returns:
       The number of processes.
 
     Raises:
-      InvalidArgumentError: some of the arguments came without the others.
+      InvalidArgumentError: some of the arguments came without the others; or none
+        came, in the environment of a worker that would be joined with the others.
       RuntimeError: JAX has been used already, or the others do not come.
 
     Example:
@@ -178,8 +183,17 @@ def initialize_distributed(
         raise errors.InvalidArgumentError(
             f"coordinator_address came without {' and '.join(missing)}"
         )
-    if not given and not any(name in os.environ for name in _CLUSTER):
+    if num_processes == 1:
         return 1
+    cluster = next((name for name in _CLUSTER if name in os.environ), None)
+    if not given and cluster is None:
+        return 1
+    if not given and "AGN_OPTAX_CENTER" in os.environ:
+        raise errors.InvalidArgumentError(
+            "this is a worker around a center (AGN_OPTAX_CENTER), and all workers that "
+            f"its cluster ({cluster}) has started would become one job, which ends "
+            "with any of them: give **service.environment().distributed"
+        )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(**given)
     return jax.process_count()

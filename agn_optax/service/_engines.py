@@ -1,0 +1,220 @@
+"""What the engines that start workers tell them, by variables of their own.
+
+Each engine is a function of the environment. A task may be one of several that are
+started and restarted alone (`Task.index`), which is what a worker is, and one of
+several processes that start and end together (`Task.process`), as the hosts of a slice
+of TPUs do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from agn_optax import errors
+
+Variables = Mapping[str, str]
+
+# Where the center of a set of Kubernetes listens, unless AGN_OPTAX_PORT says otherwise.
+PORT = 5000
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What one engine says of this process; None is what it does not say.
+
+    Attributes:
+      engine: its name.
+      said: the variables that say it, with their values.
+      index, count: of what is restarted alone: a task of an array, a pod, a slice.
+      process, processes: of what starts and ends together.
+      host: of process 0 of these.
+      center: its address.
+      restarts: how often this one was started again.
+      is_gang: whether those processes can only be one worker.
+    """
+
+    engine: str
+    said: str
+    index: int | None = None
+    count: int | None = None
+    process: int = 0
+    processes: int = 1
+    host: str | None = None
+    center: str | None = None
+    restarts: int | None = None
+    is_gang: bool = False
+
+
+def tasks(variables: Variables) -> list[Task]:
+    """What each engine says that says something, the nearest to this process first.
+
+    Raises:
+      InvalidArgumentError: a variable makes no sense.
+    """
+    if "RAY_JOB_ID" in variables or "RAY_RAYLET_PID" in variables:
+        # Whatever started Ray's node is of the node, and of no actor on it.
+        return []
+    found = (_skypilot, _kubernetes, _leader_worker_set, _slurm, _tpu)
+    return [task for engine in found if (task := engine(variables)) is not None]
+
+
+def number(variables: Variables, name: str, *, least: int = 0) -> int | None:
+    """What a variable says; None if it is not there.
+
+    Raises:
+      InvalidArgumentError: it is not a whole number, or below the ``least``.
+    """
+    text = variables.get(name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise errors.InvalidArgumentError(
+            f"{name} must be a whole number >= {least}, got {text!r}"
+        )
+    return int(text)
+
+
+def _skypilot(variables: Variables) -> Task | None:
+    """Nodes of one task, which SkyPilot recovers together."""
+    rank = number(variables, "SKYPILOT_NODE_RANK")
+    nodes = number(variables, "SKYPILOT_NUM_NODES", least=1)
+    if rank is None or nodes is None:
+        return None
+    return Task(
+        "SkyPilot",
+        _said(variables, "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+        process=rank,
+        processes=nodes,
+        host=variables.get("SKYPILOT_NODE_IPS", "").split("\n")[0] or None,
+    )
+
+
+def _kubernetes(variables: Variables) -> Task | None:
+    """Pods of an Indexed Job, or Jobs of a JobSet whose pods start together.
+
+    Of a set, ``JOBSET_NAME``, ``REPLICATED_JOB_NAME`` and ``JOB_INDEX`` are what a
+    manifest takes from the annotations of its pods.
+    """
+    pod = number(variables, "JOB_COMPLETION_INDEX")
+    if pod is None:
+        return None
+    name, job = variables.get("JOBSET_NAME"), number(variables, "JOB_INDEX")
+    if name and job is not None:
+        kind = variables.get("REPLICATED_JOB_NAME", "worker")
+        return Task(
+            "JobSet",
+            _said(variables, "JOBSET_NAME", "JOB_INDEX", "JOB_COMPLETION_INDEX"),
+            index=job,
+            process=pod,
+            processes=number(variables, "AGN_OPTAX_PROCESSES", least=1) or 1,
+            host=f"{name}-{kind}-{job}-0.{name}",
+            center=f"{name}-center-0-0.{name}:{_port(variables)}",
+            is_gang=True,
+        )
+    said = _said(variables, "JOB_COMPLETION_INDEX")
+    if len(_hosts_of_slice(variables)) > 1:  # then its pods are those of one slice
+        return None
+    return Task("Kubernetes", said, index=pod)
+
+
+def _leader_worker_set(variables: Variables) -> Task | None:
+    """A group whose leader is the center, or of one worker's processes."""
+    leader = variables.get("LWS_LEADER_ADDRESS")
+    size = number(variables, "LWS_GROUP_SIZE", least=1)
+    pod = number(variables, "LWS_WORKER_INDEX")
+    if leader is None or size is None or pod is None:
+        return None
+    said = _said(variables, "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+    if number(variables, "AGN_OPTAX_PROCESSES") == size > 1:
+        group = re.search(r"-(\d+)$", leader.partition(".")[0])
+        return Task(
+            "LeaderWorkerSet",
+            said,
+            index=None if group is None else int(group[1]),
+            process=pod,
+            processes=size,
+            host=leader,
+            is_gang=True,
+        )
+    if pod == 0:
+        raise errors.InvalidArgumentError(
+            f"this is the leader of a LeaderWorkerSet, where the center is, and no "
+            f"worker ({said}); AGN_OPTAX_PROCESSES={size} makes one worker of a group"
+        )
+    address = f"{leader}:{_port(variables)}"
+    return Task("LeaderWorkerSet", said, index=pod - 1, count=size - 1, center=address)
+
+
+def _slurm(variables: Variables) -> Task | None:
+    """Tasks of an array, each of which is a job of its own, and those of a step."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    step = number(variables, "SLURM_STEP_NUM_TASKS", least=1)
+    names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"] if step else []
+    index = number(variables, "SLURM_ARRAY_TASK_ID")
+    count = None
+    if index is not None:
+        array = ["SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX"]
+        names = [*array, "SLURM_ARRAY_TASK_COUNT", *names]
+        count = _whole_array(variables, array)
+    return Task(
+        "SLURM",
+        _said(variables, *names) or _said(variables, "SLURM_JOB_ID"),
+        index=index,
+        count=count,
+        process=(number(variables, "SLURM_PROCID") or 0) if step else 0,
+        processes=step or 1,
+        host=_first_host(variables.get("SLURM_STEP_NODELIST", "")),
+        restarts=number(variables, "SLURM_RESTART_COUNT"),
+    )
+
+
+def _whole_array(variables: Variables, names: list[str]) -> int | None:
+    """The tasks of an array that is 0, 1, ...; None if its ranks are not plain."""
+    _, least, most = (number(variables, name) for name in names)
+    count = number(variables, "SLURM_ARRAY_TASK_COUNT")
+    if least is None or most is None or count is None:
+        return None
+    return count if (least, most) == (0, count - 1) else None
+
+
+def _tpu(variables: Variables) -> Task | None:
+    """Hosts of a slice, and slices of several."""
+    hosts = _hosts_of_slice(variables)
+    host = number(variables, "TPU_WORKER_ID")
+    slices = number(variables, "MEGASCALE_NUM_SLICES", least=1)
+    if host is None or (len(hosts) < 2 and slices is None):
+        return None
+    names = ["TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"]
+    if slices is not None:
+        names += ["MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES"]
+    return Task(
+        "TPU",
+        _said(variables, *names),
+        index=None if slices is None else number(variables, "MEGASCALE_SLICE_ID"),
+        count=slices,
+        process=host,
+        processes=max(1, len(hosts)),
+        host=hosts[0] if hosts else None,
+        is_gang=True,
+    )
+
+
+def _hosts_of_slice(variables: Variables) -> list[str]:
+    return [h for h in variables.get("TPU_WORKER_HOSTNAMES", "").split(",") if h]
+
+
+def _first_host(nodes: str) -> str | None:
+    """Of SLURM's short form: ``node[001-015,020],other`` begins with ``node001``."""
+    found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
+    return None if found is None else found[1] + (found[2] or "")
+
+
+def _port(variables: Variables) -> int:
+    return number(variables, "AGN_OPTAX_PORT", least=1) or PORT
+
+
+def _said(variables: Variables, *names: str) -> str:
+    return " ".join(f"{name}={variables[name]}" for name in names if name in variables)
