@@ -55,7 +55,7 @@ docs: venv ## build site/html/: notebooks run, and a warning is an error
 proto: venv ## generate the code of the service's messages
 	@$(python) -m grpc_tools.protoc -I . --python_out=. --pyi_out=. agn_optax/service/center.proto
 
-extras := cli flax grain keys metrics tensorboard
+extras := cli flax grain keys kubernetes metrics ray tensorboard
 lock: ## pin what pyproject.toml asks for, with hashes (needs uv); ARGS=--upgrade: the newest of all
 	uv pip compile --universal --python-version 3.11 --generate-hashes \
 		--group dev $(extras:%=--extra %) --quiet --no-header $(ARGS) \

@@ -31,7 +31,8 @@ LAYERS = {
     "flax": {"_internal"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
     "launch": {"_internal"},
-    "cli": {"_internal", "rules", "center", "planning", "service", "launch"},
+    "engines": {"_internal", "service", "launch"},
+    "cli": {"_internal", "rules", "center", "planning", "service", "launch", "engines"},
 }
 # What a layer needs beyond jax, numpy, optax and the standard library: its extra.
 EXTRAS = {

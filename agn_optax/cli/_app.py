@@ -69,6 +69,8 @@ for each in (
 ):
     app.command()(_options.spread(each))
 # What follows the program's name is the program's.
-app.command("launch", context_settings={"allow_interspersed_args": False})(
-    _options.spread(_launch_command.launch_command)
-)
+app.command(
+    "launch",
+    cls=_launch_command.LaunchCommand,
+    context_settings={"allow_interspersed_args": False},
+)(_options.spread(_launch_command.launch_command))

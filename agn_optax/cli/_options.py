@@ -15,6 +15,7 @@ import json
 import pathlib
 import re
 import tomllib
+import types
 import typing
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
@@ -142,17 +143,6 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def arguments(record: Any) -> list[str]:
-    """The command line that fills in a record as this one is."""
-    made = []
-    for name, value in given(record).items():
-        if isinstance(value, bool):
-            made.append(option(name if value else f"no_{name}"))
-        else:
-            made.append(f"{option(name)}={value}")
-    return made
-
-
 def refuse(
     record: Any,
     why: str,
@@ -177,12 +167,28 @@ def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
       InvalidArgumentError: it cannot be read, is not TOML, has a key that is no option,
         or a value of another type than the option's.
     """
-    if path is None:
-        return {}
+    return {} if path is None else taken(loaded(path), str(path), *kinds)
+
+
+def loaded(path: pathlib.Path) -> dict[str, Any]:
+    """A TOML file.
+
+    Raises:
+      InvalidArgumentError: it cannot be read, or is not TOML.
+    """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # brackets within brackets
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
+
+
+def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
+    """What a table of TOML gives for the fields of some kinds of records.
+
+    Raises:
+      InvalidArgumentError: it has a key that is no field, or a value of another type
+        than the field's; says ``where``.
+    """
     known = {
         option(name).removeprefix("--"): (name, annotation)
         for kind in kinds
@@ -194,11 +200,11 @@ def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise errors.InvalidArgumentError(
-                f"{path} has an unknown key {key!r}{hint}; known keys are "
+                f"{where} has an unknown key {key!r}{hint}; known keys are "
                 f"{', '.join(sorted(known))}"
             )
         name, annotation = known[key]
-        values[name] = _converted(value, annotation, f"{key} in {path}")
+        values[name] = _converted(value, annotation, f"{key} in {where}")
     return values
 
 
@@ -216,13 +222,22 @@ def print_json(value: Any) -> None:
 
 
 def _converted(value: Any, annotation: Any, what: str) -> Any:
-    kind, _ = typing.get_args(annotation)  # and None
+    kinds = [each for each in typing.get_args(annotation) if each is not type(None)]
+    kind = kinds[0] if typing.get_origin(annotation) is types.UnionType else annotation
+    of = typing.get_args(kind)
+    if typing.get_origin(kind) is list and type(value) is list:
+        return [_converted(each, of[0], f"{what}[{i}]") for i, each in enumerate(value)]
+    if typing.get_origin(kind) is dict and type(value) is dict:
+        return {
+            n: _converted(each, of[1], f"{n} of {what}") for n, each in value.items()
+        }
     if kind is float and type(value) is int:
         return float(value)
     if kind is pathlib.Path and type(value) is str:
         return pathlib.Path(value)
     if type(value) is not kind:
+        wanted = str(kind) if of else kind.__name__
         raise errors.InvalidArgumentError(
-            f"{what} must be of type {kind.__name__}, got {value!r}"
+            f"{what} must be of type {wanted}, got {value!r}"
         )
     return value

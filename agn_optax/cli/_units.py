@@ -1,4 +1,4 @@
-"""Rates as people write them: ``1Gbit``, ``100Mbit/s``, ``1.2GB``."""
+"""Rates and sizes as people write them: ``1Gbit``, ``100Mbit/s``, ``1.2GB``."""
 
 from __future__ import annotations
 
@@ -52,3 +52,22 @@ def rate(text: str, what: str) -> float:
     is_bits = unit == "b" or unit.lower().startswith("bit")
     power = _POWERS.index((found["prefix"] or " ").lower())
     return number * base**power / (8 if is_bits else 1)
+
+
+def size(text: str, what: str) -> int:
+    """Bytes of memory: a rate's number, of bytes, and not a second.
+
+    Raises:
+      InvalidArgumentError: it is not written so, or not positive.
+
+    Example:
+      >>> size("1.5GB", "memory"), size("16 GiB", "memory")
+      (1500000000, 17179869184)
+    """
+    found = _RATE.fullmatch(text.strip())
+    is_size = found is not None and found["unit"] in ("B", "byte", "bytes")
+    if not is_size or (text.strip().endswith("s") and "/" in text):
+        raise errors.InvalidArgumentError(
+            f"{what} must be a size with its unit, such as 512MB or 16GiB, got {text!r}"
+        )
+    return int(rate(text, what))

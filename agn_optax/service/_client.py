@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
 from agn_optax.rules import Rule, check_rule
-from agn_optax.service import _published, _token
+from agn_optax.service import _published, _tls, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
 from agn_optax.service._remote import Remote
@@ -29,6 +30,7 @@ from agn_optax.service.transports import named
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
+_TRANSPORTS, _INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
 
 
 def connect(
@@ -59,18 +61,21 @@ def connect(
         models whose containers are not dicts, lists and tuples. A worker that gives its
         parameters to `start` need not say so.
       tls: who vouches for the center, and this worker's certificate and key if it wants
-        them; None for plain text, which must stay on this machine.
+        them. None takes the files that ``AGN_OPTAX_TLS_CA``,
+        ``AGN_OPTAX_TLS_CERTIFICATE`` and ``AGN_OPTAX_TLS_KEY`` name, or, without them,
+        plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
         gRPC.
-      insecure: allows plain text beyond this machine.
+      insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
       token: by which the center knows this end, or the path of a file with it, which is
         read again when it changes. None takes what ``AGN_OPTAX_TOKEN`` says, or the
         file that ``AGN_OPTAX_TOKEN_FILE`` names, or, of a center on this machine that
         `agn-optax serve` has started for the same user, the one that it has made.
       transports: how exchanges may travel, the preferred way first; the first one that
-        works is taken. ``"memory"`` is shared with a center of the same user on this
-        machine, ``"socket"`` a connection of their own beside gRPC's, ``"grpc"`` works
-        wherever anything does, and a list without it insists.
+        works is taken; None takes those that ``AGN_OPTAX_TRANSPORTS`` says, with
+        commas between them, or all. ``"memory"`` is shared with a center of the same
+        user on this machine, ``"socket"`` a connection of their own beside gRPC's,
+        ``"grpc"`` works wherever anything does, and a list without it insists.
 
     Returns:
       The center.
@@ -99,6 +104,11 @@ def connect(
       >>> center.close(); server.stop()
     """
     check_rule(rule)
+    if transports is None and (said := os.environ.get(_TRANSPORTS)):
+        transports = said.split(",")
+    if tls is None and credentials is None:
+        tls = _tls.of_environment()
+        insecure = insecure or os.environ.get(_INSECURE) == "1"
     if isinstance(address, str):
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):

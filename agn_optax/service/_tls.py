@@ -18,6 +18,9 @@ from agn_optax.service import _address, _x509
 from agn_optax.service._files import Path, Reread
 
 Pem = bytes | Path
+# Files of a worker that is given none.
+CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
+KEY = "AGN_OPTAX_TLS_KEY"
 
 
 class Tls(NamedTuple):
@@ -174,6 +177,16 @@ def tls(
     made = Tls(ca, certificate, key)
     made.context(serves=False)
     return made
+
+
+def of_environment() -> Tls | None:
+    """That of the files which variables name, for who was given none.
+
+    Raises:
+      InvalidArgumentError: see `tls`.
+    """
+    named = [os.environ.get(name) or None for name in (CA, CERTIFICATE, KEY)]
+    return tls(*named) if any(named) else None
 
 
 def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:

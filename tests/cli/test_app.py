@@ -10,6 +10,7 @@ from agn_optax import __version__, errors
 from agn_optax.cli import _options, _status
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
+from agn_optax.engines import _run
 
 
 def test_version_and_help():
@@ -54,7 +55,7 @@ def test_without_arguments_it_shows_help():
 
 def test_a_record_survives_its_command_line():
     rule = RuleOptions(rule="agn", nesterov=False, b1=-0.5, momentum=1e-30)
-    arguments = _options.arguments(rule)
+    arguments = _run.arguments(_options.given(rule))
     assert "--no-nesterov" in arguments
     made = {}
 

@@ -11,6 +11,7 @@ import rich.console
 from commands import ROOT, command, fails
 
 from agn_optax.cli import _launch_command
+from agn_optax.engines import Local, Run, _local, reached_at, serving
 from agn_optax.service import Access
 from agn_optax.service._access import ROLES
 
@@ -70,8 +71,8 @@ def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
     monkeypatch.setattr(sys, "executable", shutil.which(program))
     result = command("launch", "--workers=2", "--rule=downpour", "train.py")
     assert result.exit_code == 1
-    assert "the center ended before it served" in result.stderr
-    assert "worker-" not in result.stdout
+    assert "agn-optax: the center ended before it served" in result.stdout
+    assert "worker-0 |" not in result.stdout
 
 
 ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
@@ -168,7 +169,7 @@ def test_ctrl_c_ends_all(here, monkeypatch):
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt  # as `run` does when all have ended
 
-    monkeypatch.setattr(_launch_command.launch, "run", interrupted)
+    monkeypatch.setattr(_local.launch, "run", interrupted)
     assert command("launch", "--workers=1", ELSEWHERE, "train.py").exit_code == 130
 
 
@@ -183,12 +184,15 @@ def test_ctrl_c_ends_all(here, monkeypatch):
 )
 def test_its_line_tells_the_address(address, local):
     line = json.dumps({"event": "serving", "rule": "agn", "address": address})
-    assert _launch_command._reached_at(_launch_command._serving(line)) == local
+    assert reached_at(serving(line)) == local
 
 
 def test_its_line_tells_the_page_and_who_may_look(capsys):
-    made, shown = ["a" * 64, "b" * 64], "d" * 64
-    access = Access(_launch_command._lines(["worker-0"], made, shown).encode())
+    serve = {"page": True}
+    rule = {"rule": "downpour"}
+    run = Run(name="run", program=["t.py"], workers=1, rule=rule, serve=serve)
+    engine = Local(run)
+    shown, access = engine.page_token, Access(engine._lines().encode())
     assert access.caller(shown.encode()).calls == ROLES["observer"]
     page = "http://127.0.0.1:1/"
     line = json.dumps({"event": "serving", "address": "127.0.0.1:80", "page": page})
@@ -202,4 +206,4 @@ def test_its_line_tells_the_page_and_who_may_look(capsys):
     "line", ["", "serving", "3", '{"event": "other", "address": "a"}', "{"]
 )
 def test_only_its_own_line_tells_the_address(line):
-    assert not _launch_command._serving(line)
+    assert not serving(line)

@@ -1,0 +1,13 @@
+"""A center and its workers as tasks of whatever runs them.
+
+`Run` describes what is to be run, whoever runs it: what each task is told stands there,
+once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine.
+"""
+
+from agn_optax.engines._engine import Engine
+from agn_optax.engines._local import Local, reached_at, serving
+from agn_optax.engines._run import Resources, Run
+
+__all__ = ["ENGINES", "Engine", "Local", "Resources", "Run", "reached_at", "serving"]
+
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Local,)}

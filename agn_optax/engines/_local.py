@@ -1,0 +1,199 @@
+"""Processes of this machine, ended all together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agn_optax import errors, launch
+from agn_optax.engines._engine import Engine, Output
+from agn_optax.engines._run import Run
+from agn_optax.launch import Ended, Program
+from agn_optax.service import tokens
+
+CENTER = "center"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSettings:
+    """How processes are started and ended.
+
+    Attributes:
+      restart_delay: seconds before one that failed is started again.
+      start_delay: seconds between the starts of two workers.
+      on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
+        or these ``"go on"``.
+    """
+
+    restart_delay: float = 1.0
+    start_delay: float = 0.0
+    on_failure: str = "stop"
+
+
+class Local(Engine):
+    """Processes of this machine.
+
+    Workers are told where the center is once it serves. Each finds a token of its own,
+    by which the center knows its name; one for whoever watches is left for this user's
+    programs, and none is on a command line.
+    """
+
+    name = "local"
+    Settings = LocalSettings
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.worker_resources.processes > 1:
+            raise errors.InvalidArgumentError(
+                "a worker is one process on this machine, got processes = "
+                f"{run.worker_resources.processes}"
+            )
+        if run.center_restarts and run.storage is None:
+            raise errors.InvalidArgumentError(
+                f"a center that is started again (center-restarts = "
+                f"{run.center_restarts}) needs storage, where it finds what it had"
+            )
+        self._is_closed = run.has_center and not run.serve.get("open")
+        # One for each worker, and one for whoever watches.
+        names = [*run.worker_names, "here"] if self._is_closed else []
+        self._tokens = [tokens.generated() for _ in names]
+        # And one to be pasted into a browser, which lets it look, and no more.
+        has_page = run.serve.get("page") or run.serve.get("page_address") is not None
+        is_shown = self._is_closed and has_page
+        self.page_token = tokens.generated() if is_shown else ""
+
+    def files(self) -> Mapping[str, str]:
+        """None: processes are started as they are."""
+        return {}
+
+    def commands(self) -> list[str]:
+        """What is started, each with its environment, the center first."""
+        run = self.run
+        where = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
+        said = [shlex.join(self._serve())] if run.has_center else []
+        for rank in range(run.workers):
+            told = run.worker_environment(rank, **where)
+            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
+            command = shlex.join(run.worker_command(sys.executable))
+            said.append(" ".join([*variables, command]))
+        return said
+
+    def launch(self, output: Output) -> dict[str, Any]:
+        """Starts all, and waits until they have ended."""
+        run, settings = self.run, self.settings
+        if run.storage is not None:
+            run.storage.mkdir(parents=True, exist_ok=True)
+        stack = contextlib.ExitStack()
+
+        def when_it_serves(line: str) -> Sequence[Program]:
+            said = serving(line)
+            if not said:
+                return ()
+            address = reached_at(said)
+            where = address if run.storage is None else f"file:{self._address_file}"
+            if self._tokens:
+                with contextlib.suppress(OSError):  # then nobody else has one
+                    stack.enter_context(tokens.left_here(address, self._tokens[-1]))
+            return self._workers(AGN_OPTAX_CENTER=where)
+
+        if run.has_center:
+            programs = [
+                Program(
+                    CENTER,
+                    self._serve(),
+                    {tokens.TOKENS: self._lines()} if self._tokens else {},
+                    restarts=run.center_restarts,
+                    waited_for=False,
+                    followers=when_it_serves,
+                )
+            ]
+        else:
+            programs = self._workers()
+        begin = time.monotonic()
+        with stack:
+            ended = launch.run(
+                programs,
+                output=output,
+                grace=run.grace,
+                restart_delay=settings.restart_delay,
+                on_failure=cast(Any, settings.on_failure),  # it is checked
+            )
+        code = _exit_code(ended)
+        if run.has_center and len(ended) == 1:
+            code = code or 1
+            output(CENTER, "agn-optax: the center ended before it served")
+        return {
+            "returncode": code,
+            "seconds": time.monotonic() - begin,
+            "programs": [vars(each) for each in ended],
+        }
+
+    @property
+    def _address_file(self) -> pathlib.Path:
+        """Where a center that may come back at another port says where it is."""
+        assert self.run.storage is not None
+        return self.run.storage.absolute() / "center"
+
+    def _serve(self) -> list[str]:
+        more: dict[str, Any] = {"json": True}
+        if self.run.storage is not None:
+            more |= {"address_file": self._address_file, **self.run.durable()}
+        return self.run.serve_command(sys.executable, **more)
+
+    def _workers(self, **more: str) -> list[Program]:
+        run = self.run
+        made = self._tokens[:-1] or [""] * run.workers
+        return [
+            Program(
+                run.worker_name(rank),
+                run.worker_command(sys.executable),
+                run.worker_environment(
+                    rank, **more, **({tokens.TOKEN: token} if token else {})
+                ),
+                restarts=run.restarts,
+                delay=rank * self.settings.start_delay,
+            )
+            for rank, token in enumerate(made)
+        ]
+
+    def _lines(self) -> str:
+        """Who may call the center: each worker, this user's programs, and a browser."""
+        names, made = self.run.worker_names, self._tokens
+        roles = ["chief", *["worker"] * (len(names) - 1)]
+        lines = [*zip(roles, names, made, strict=False)]
+        lines += [("chief,operator", "*", made[-1])]
+        lines += [("observer", "*", self.page_token)] if self.page_token else []
+        return "\n".join(" ".join(line) for line in lines)
+
+
+def serving(line: str) -> dict[str, Any]:
+    """What ``serve --json`` prints once it serves, if a line is that."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    is_that = isinstance(said, dict) and said.get("event") == "serving"
+    return said if is_that else {}
+
+
+def reached_at(said: Mapping[str, Any]) -> str:
+    """Where this machine's workers find a center that has ``said`` that it serves."""
+    # One that listens everywhere is reached on this machine, where plain text may be.
+    host, _, port = str(said["address"]).rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def _exit_code(ended: Sequence[Ended]) -> int:
+    """As a shell has it, of the first program at fault."""
+    for each in ended:
+        if each.returncode and not each.stopped:
+            return each.returncode if each.returncode > 0 else 128 - each.returncode
+    return 0

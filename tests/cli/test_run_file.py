@@ -1,0 +1,152 @@
+"""``agn-optax launch run.toml``: a run described by a file."""
+
+import json
+import os
+import re
+
+import pytest
+from commands import ROOT, command, fails, succeeds
+
+RUN = """
+program = "train.py"
+arguments = ["--epochs", "3"]
+workers = 2
+transports = ["socket", "grpc"]
+environment = {SEED = "7"}
+
+[rule]
+rule = "easgd"
+moving-rate = 0.25
+
+[center]
+barrier = 2
+
+[resources.worker]
+cpus = 1
+memory = "2GiB"
+
+[local]
+restart-delay = 0.1
+"""
+WORKER = """
+import os, sys, jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+me = service.environment()
+print("argv", *sys.argv[1:], "seed", os.environ["SEED"])
+if {dies!r} == me.worker and not me.restarts:
+    os.kill(os.getpid(), 9)
+with service.connect(me.address, me.rule) as center:
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, name=me.worker)
+    params, state = worker.start({{"w": jnp.ones(3)}}, chief=me.rank == 0)
+    for step in range(4):
+        updates, state = worker.tx.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+    print(center, "made", worker.exchanges, "exchanges")
+    print("version", center.pull().version)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "train.py").write_text(WORKER.format(dies=""))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_it_runs(here):
+    said = succeeds("launch", "run.toml", "--on", "local")
+    assert said.count("argv --epochs 3 seed 7") == 2
+    assert said.count("made 2 exchanges") == 2
+    assert said.count("by socket") == 2
+    assert f"journal{os.sep}" not in said
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_comes_back_and_the_center_is_kept(here):
+    (here / "train.py").write_text(WORKER.format(dies="worker-1"))
+    (here / "run.toml").write_text('storage = "kept"\nrestarts = 2\n' + RUN)
+    result = command("launch", "run.toml", "--json")
+    assert result.exit_code == 0, result.output
+    programs = {each["name"]: each for each in json.loads(result.stdout)["programs"]}
+    assert programs["worker-1"]["restarts"] == 1
+    assert (here / "kept/journal").is_dir()
+    assert not (here / "kept/center").exists()  # the address of one that has drained
+    again = command("launch", "run.toml", "--json")  # which goes on
+    assert again.exit_code == 0, again.output
+    assert max(map(int, re.findall(r"version (\d+)", again.stderr))) == 8
+
+
+def test_what_would_be_run_is_printed(here):
+    said = succeeds("launch", "--dry-run", "run.toml", "--workers=3")
+    center, *workers = said.splitlines()[1:]
+    assert "serve --rule=easgd --moving-rate=0.25 --barrier=2 --json" in center
+    assert len(workers) == 3
+    for rank, line in enumerate(workers):
+        assert f"AGN_OPTAX_RANK={rank} AGN_OPTAX_WORKERS=3 " in line
+        assert "AGN_OPTAX_TRANSPORTS=socket,grpc" in line
+        assert line.endswith("train.py --epochs 3")
+    assert not (here / "kept").exists()
+
+
+def test_options_come_before_or_after_the_file(here):
+    first = succeeds("launch", "--dry-run", "--barrier=1", "run.toml")
+    last = succeeds("launch", "run.toml", "--dry-run", "--barrier=1")
+    assert first == last
+    assert "--barrier=1" in first
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("workers = 2", "", "how many --workers"),
+        ("workers = 2", "workers = 0", "workers must be positive, got 0"),
+        ("workers = 2", 'workers = "2"', "must be of type int, got '2'"),
+        ("workers", "worker", "unknown key 'worker' (did you mean 'workers'?)"),
+        ("[center]", "[centre]", "unknown key 'centre'"),
+        ("barrier = 2", "barier = 2", "(did you mean 'barrier'?)"),
+        ('program = "train.py"', "", "must have a program or a module"),
+        ('program = "train.py"', 'program = "t"\nmodule = "m"', "and not both"),
+        ('["--epochs", "3"]', '["--epochs", 3]', "arguments in run.toml[1]"),
+        ('{SEED = "7"}', "{SEED = 7}", "SEED of environment in run.toml must be"),
+        ('rule = "easgd"', 'rule = "easgo"', "easgo"),
+        ('memory = "2GiB"', 'memory = "much"', "memory in [resources.worker]"),
+        ('memory = "2GiB"', "processes = 2", "one process on this machine"),
+        ("cpus = 1", "cpus = 0", "cpus in [resources.worker] of run.toml must be"),
+        ("[local]\nrestart-delay", "[local]\nrestart-dely", "[local] of run.toml"),
+        ("workers = 2", "workers = 2\non-failure = 'stop'", "its table [local]"),
+        ("workers = 2", "workers = 2\ncenter-restarts = 1", "needs storage"),
+        ("workers = 2", "workers = 2\nname = 'A b'", "name of a run must be"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(here, old, new, said):
+    assert old in RUN
+    (here / "run.toml").write_text(RUN.replace(old, new, 1))
+    assert said in " ".join(fails("launch", "run.toml", code=2).split())
+
+
+def test_a_center_that_is_there(here):
+    (here / "run.toml").write_text(
+        'program = "train.py"\nworkers = 1\ncenter = "127.0.0.1:9"\n'
+    )
+    said = succeeds("launch", "run.toml", "--dry-run").splitlines()
+    assert len(said) == 2
+    assert "AGN_OPTAX_CENTER=127.0.0.1:9" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run.toml", "more"], "describes the whole run: more does not go with it"),
+        (["run.toml", "--config=a.toml"], "--config does not go with it"),
+        (["--on=moon", "run.toml"], "--on must be one of"),
+        (["none.toml"], "cannot read none.toml"),
+    ],
+)
+def test_wrong_usage(arguments, said):
+    assert said in " ".join(fails("launch", *arguments, code=2).split())
