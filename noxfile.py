@@ -30,7 +30,7 @@ NEEDED = (
 
 HERE = pathlib.Path(__file__).parent
 # What the tests need beside the group dev. (As the lock, which `make lock` makes.)
-EXTRAS = "cli,flax,grain,keys,metrics,tensorboard"
+EXTRAS = "cli,flax,grain,keys,kubernetes,metrics,ray,tensorboard"
 # A use of each extra, as those who installed just that have it.
 USES = {
     "": "agn_optax.agn(optax.sgd(0.1), 3).init(1.0)",
@@ -40,7 +40,9 @@ USES = {
     "'--chief=b']; cli.main()",
     "flax": "import flax.linen; from orbax.checkpoint import v1",
     "grain": "import grain",
+    "kubernetes": "import yaml",
     "metrics": "import prometheus_client",
+    "ray": "import ray",
     "tensorboard": "import tensorboardX",
 }
 
