@@ -25,8 +25,8 @@ class RuleOptions:
       moving_rate: Of easgd: alpha, in (0, 1].
       rho: Of easgd: the elastic penalty in the local gradients; 0 unless set.
       record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
-      codec NAME: How contributions travel: {codecs}. A float, the center too; what an
-        int loses goes into the next contribution.
+      codec NAME: How contributions travel: {codecs}. A float, the center too; what any
+        other loses goes into the next contribution.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.

@@ -37,6 +37,14 @@ CODECS = {
     **{
         f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
     },
+    "e3m0": codecs.error_feedback(codecs.quantize(4, format="e3m0")),
+    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
+    "sign": codecs.error_feedback(codecs.sign()),
+    # With what SparseLoCo has: 64 of 4096 elements, in 2 bits.
+    "top_k": codecs.error_feedback(
+        codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
+        decay=0.95,
+    ),
 }
 # What a setting of an optimizer may be at most; 0 is the least.
 _HIGHEST = {

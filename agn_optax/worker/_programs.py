@@ -121,6 +121,11 @@ def programs(
         inner_state = _sound(state.inner_state, fresh.inner_state)
         return params, state._replace(inner_state=inner_state)
 
+    def take_back(state: LocalState, contribution: PyTree) -> LocalState:
+        assert rule.codec.returned is not None
+        owed = rule.codec.returned(contribution, state.codec_state)
+        return state._replace(codec_state=owed)
+
     # What local steps may not touch while it is on its way lies in buffers of its own,
     # which the next departure writes over: fresh ones would take longer.
     def depart(
@@ -163,6 +168,8 @@ def programs(
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="has_sent"),
+        # What a message had that the center has dropped; None where it is lost.
+        take_back=jax.jit(take_back, donate_argnums=0) if rule.codec.returned else None,
         depart=jax.jit(depart, donate_argnums=(0, 2)),
         stay=jax.jit(stay, donate_argnums=1),
         land=jax.jit(land, donate_argnums=(0, 1)),

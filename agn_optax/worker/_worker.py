@@ -505,6 +505,7 @@ class Worker:
         if answer.refused:
             return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
+        state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
         self._local_steps = 0
@@ -529,6 +530,18 @@ class Worker:
         self._adopted(answer)
         self._local_steps = 0
         return params, state
+
+    def _taken_back(
+        self, state: LocalState, message: Message, answer: Snapshot
+    ) -> LocalState:
+        """With what a dropped message had, if the codec sends that later.
+
+        Of one in parts some may have been applied, and nothing may be applied twice.
+        """
+        in_parts = isinstance(answer.version, tuple)
+        if answer.applied or in_parts or self._programs.take_back is None:
+            return state
+        return self._programs.take_back(state, message.contribution)
 
     def _new_message(
         self,
@@ -593,6 +606,7 @@ class Worker:
         if answer.refused:
             params, state = self._give_in(params, state, answer, has_sent=True)
         else:
+            state = self._taken_back(state, message, answer)
             params, state = self._programs.land(
                 params, state, message.contribution, left, anchor.params, answer.params
             )

@@ -268,6 +268,13 @@ CODECS = {
     "quantize": functools.partial(codecs.quantize, 8, block=4),
     "error_feedback": lambda: codecs.error_feedback(codecs.quantize(4, block=5)),
     "of a cast": lambda: codecs.error_feedback(codecs.cast("bfloat16")),
+    "top_k": lambda: codecs.error_feedback(
+        codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(2))
+    ),
+    "random_k": lambda: codecs.error_feedback(codecs.random_k(2, block=4)),
+    "sign": lambda: codecs.error_feedback(codecs.sign(block=4)),
+    "stochastic": lambda: codecs.quantize(4, block=5, rounding="stochastic"),
+    "low_rank": lambda: codecs.error_feedback(codecs.low_rank(1)),
 }
 
 
@@ -276,6 +283,8 @@ OBSERVED = {
     "quantize": functools.partial(shared.agn, shared.sgd(0.5)),
     "error_feedback": shared.downpour,
     "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
+    "top_k": shared.downpour,
+    "random_k": functools.partial(shared.agn, shared.sgd(0.5)),
 }
 
 
@@ -325,7 +334,13 @@ def test_13_what_was_sent_and_the_residual_are_what_was_contributed(place):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "codec",
-    [codecs.cast("bfloat16"), *(codecs.quantize(bits, block=5) for bits in (2, 4, 8))],
+    [
+        codecs.cast("bfloat16"),
+        *(codecs.quantize(bits, block=5) for bits in (2, 4, 8)),
+        codecs.quantize(4, block=5, format="e3m0"),
+        codecs.top_k(2, block=5),
+        codecs.random_k(2, block=5),
+    ],
     ids=str,
 )
 def test_13_of_numbers_of_any_size(codec, dtype):

@@ -1,0 +1,104 @@
+"""One codec behind the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax import errors
+from agn_optax.rules.codecs._codec import Codec, check_codec
+
+PyTree = Any
+
+
+def chain_codecs(*codecs: Codec) -> Codec:
+    r"""The floating arrays that one codec sends are encoded by the next.
+
+    .. math:: m = \text{encode}_2(\text{encode}_1(k)); \qquad
+        \hat k = \text{decode}_1(\text{decode}_2(m))
+
+    Whole numbers, such as the indices of `top_k` or packed codes, pass untouched. So
+    ``chain_codecs(top_k(64), quantize(2))`` sends 2 bits for each value that travels,
+    and ``error_feedback`` around the chain keeps what both lose.
+
+    Args:
+      *codecs: one or more, the one that sees the contribution first.
+
+    Returns:
+      A codec whose state is a tuple of theirs.
+
+    Raises:
+      InvalidTypeError: one is not a codec.
+      InvalidArgumentError: there is none, or `error_feedback` is among them: it belongs
+        around the chain, where it sees what all of them lose.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from agn_optax import codecs
+      >>> codec = codecs.chain_codecs(codecs.top_k(2), codecs.cast("bfloat16"))
+      >>> like = jnp.zeros(4)
+      >>> sent, _ = codec.encode(jnp.array([1.0, -3.0, 0.5, 2.0]), codec.init(like))
+      >>> print(sent["values"].dtype, codec.decode(sent, like))
+      bfloat16 [ 0. -3.  0.  2.]
+    """
+    if not codecs:
+        raise errors.InvalidArgumentError("chain_codecs needs one codec at least")
+    for i, codec in enumerate(codecs):
+        check_codec(codec, f"codec {i} of chain_codecs")
+        if codec.returned is not None:
+            raise errors.InvalidArgumentError(
+                f"{codec} keeps what it loses, but not what the others of a chain do: "
+                "put error_feedback around chain_codecs"
+            )
+    first, *others = codecs
+    made = first
+    for other in others:
+        made = _pair(made, other)
+    name = f"chain_codecs({', '.join(map(str, codecs))})"
+    answers = next(
+        (codec.answers for codec in codecs if codec.answers is not None), None
+    )
+    return Codec(made.init, made.encode, made.decode, name=name, answers=answers)
+
+
+def _pair(first: Codec, second: Codec) -> Codec:
+    def abstract(like: PyTree) -> tuple[PyTree, list[Any]]:
+        """What the first sends, and its floating arrays."""
+        sent, _ = jax.eval_shape(lambda x: first.encode(x, first.init(x)), like)
+        return sent, [leaf for leaf in jax.tree.leaves(sent) if _is_floating(leaf)]
+
+    def init(params: PyTree) -> PyTree:
+        _, floating = abstract(params)
+        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in floating]
+        return first.init(params), second.init(zeros)
+
+    def encode(contribution: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        sent, own = first.encode(contribution, state[0])
+        leaves, treedef = jax.tree.flatten(sent)
+        floating = [leaf for leaf in leaves if _is_floating(leaf)]
+        encoded, other = second.encode(floating, state[1])
+        rest = iter(encoded)
+        leaves = [next(rest) if _is_floating(leaf) else leaf for leaf in leaves]
+        return jax.tree.unflatten(treedef, leaves), (own, other)
+
+    def decode(encoded: PyTree, like: PyTree) -> PyTree:
+        sent, floating = abstract(like)
+        wanted, treedef = jax.tree.flatten(sent)
+        parts: list[PyTree] = []
+        jax.tree.map(lambda leaf, part: parts.append(part), sent, encoded)
+        pairs = list(zip(parts, wanted, strict=True))
+        values = iter(
+            second.decode(
+                [part for part, leaf in pairs if _is_floating(leaf)], floating
+            )
+        )
+        leaves = [next(values) if _is_floating(leaf) else part for part, leaf in pairs]
+        return first.decode(jax.tree.unflatten(treedef, leaves), like)
+
+    return Codec(init, encode, decode, name="pair")
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,0 +1,212 @@
+"""A few elements of each block, or one bit of each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from agn_optax._internal import check
+from agn_optax.rules.codecs._codec import Codec, of_leaves
+from agn_optax.rules.codecs._packing import (
+    TINY,
+    blocks_of,
+    finite_rows,
+    packed,
+    unpacked,
+)
+from agn_optax.rules.codecs._quantize import of_random_leaves
+
+PyTree = Any
+
+
+def top_k(k: int = 64, *, block: int = 4096) -> Codec:
+    r"""Of each block, the elements of the largest absolute values travel.
+
+    .. math:: I = \text{the } K \text{ largest of } |k|; \qquad m = (I, k_I); \qquad
+        \hat k_i = k_i \text{ for } i \in I \text{, else } 0
+
+    What does not travel is lost, so wrap it in `error_feedback`; and
+    ``chain_codecs(top_k(64), quantize(2))`` sends the values in fewer bits.
+
+    Args:
+      k: elements of each block that travel, a positive int.
+      block: elements of a block, a positive int; blocks do not span leaves.
+
+    Returns:
+      A codec without state, which sends for each leaf the ``indices`` within the blocks
+      (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
+      (in the leaf's dtype). A block that is not finite has values that are not.
+
+    Raises:
+      InvalidArgumentError: an argument is not a positive int.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from agn_optax import codecs
+      >>> codec, like = codecs.top_k(2, block=4), jnp.zeros(4)
+      >>> sent, _ = codec.encode(jnp.array([1.0, -3.0, 0.5, 2.0]), codec.init(like))
+      >>> print(sent["indices"].nbytes, sent["values"], codec.decode(sent, like))
+      1 [-3.  2.] [ 0. -3.  0.  2.]
+
+    References:
+      Sebastian U. Stich, Jean-Baptiste Cordonnier, Martin Jaggi, *Sparsified SGD with
+      Memory*, 2018.
+    """
+    k, block = check.positive_int(k, "k"), check.positive_int(block, "block")
+
+    def encode(leaf: Any) -> PyTree:
+        leaf = jnp.asarray(leaf)
+        blocks = blocks_of(leaf, block)
+        sizes = jnp.abs(blocks)
+        length = blocks.shape[1]
+        _, indices = jax.lax.top_k(sizes, min(k, length))
+        values = jnp.take_along_axis(blocks, indices, axis=1)
+        # Whatever `top_k` makes of one that is no number: the block is none.
+        values = jnp.where(finite_rows(blocks)[:, None], values, jnp.nan)
+        return {
+            "indices": packed(indices.reshape(-1), _bits(length)),
+            "values": values.reshape(-1),
+        }
+
+    def decode(sent: PyTree, like: Any) -> jax.Array:
+        size = math.prod(like.shape)
+        count, length, kept = _sizes(size, block, k)
+        indices = unpacked(sent["indices"], _bits(length), count * kept)
+        at = jnp.arange(count)[:, None], indices.astype(jnp.int32).reshape(count, kept)
+        blocks = jnp.zeros((count, length), like.dtype)
+        blocks = blocks.at[at].set(
+            sent["values"].reshape(count, kept).astype(like.dtype)
+        )
+        return blocks.reshape(-1)[:size].reshape(like.shape)
+
+    return of_leaves(f"top_k({k}, block={block})", encode, decode)
+
+
+def random_k(k: int = 64, *, block: int = 4096) -> Codec:
+    r"""Of each block, some elements travel that are drawn anew for every message.
+
+    .. math:: I = K \text{ positions of a block, at random}; \qquad m = (I, k_I); \qquad
+        \hat k_i = k_i \text{ for } i \in I \text{, else } 0
+
+    All blocks of a leaf have the same positions, so these cost next to nothing, and
+    nothing has to be searched. Wrap it in `error_feedback`.
+
+    Args:
+      k: elements of each block that travel, a positive int.
+      block: elements of a block, a positive int; blocks do not span leaves.
+
+    Returns:
+      A codec with `StochasticState`, which sends for each leaf the ``positions``
+      (:math:`\lceil \log_2 \text{block} \rceil` bits each, in uint8) and the ``values``
+      (in the leaf's dtype).
+
+    Raises:
+      InvalidArgumentError: an argument is not a positive int.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from agn_optax import codecs
+      >>> codec = codecs.error_feedback(codecs.random_k(1, block=2))
+      >>> like, owed = jnp.zeros(4), 0
+      >>> state = codec.init(like)
+      >>> for _ in range(30):
+      ...     sent, state = codec.encode(jnp.ones(4), state)
+      ...     owed = owed + codec.decode(sent, like)
+      >>> print(owed + state.residual)
+      [30. 30. 30. 30.]
+
+    References:
+      Sebastian U. Stich, Jean-Baptiste Cordonnier, Martin Jaggi, *Sparsified SGD with
+      Memory*, 2018.
+    """
+    k, block = check.positive_int(k, "k"), check.positive_int(block, "block")
+
+    def encode(leaf: Any, key: Any) -> PyTree:
+        blocks = blocks_of(jnp.asarray(leaf), block)
+        length = blocks.shape[1]
+        positions = jax.random.choice(key, length, (min(k, length),), replace=False)
+        return {
+            "positions": packed(positions, _bits(length)),
+            "values": blocks[:, positions].reshape(-1),
+        }
+
+    def decode(sent: PyTree, like: Any) -> jax.Array:
+        size = math.prod(like.shape)
+        count, length, kept = _sizes(size, block, k)
+        positions = unpacked(sent["positions"], _bits(length), kept).astype(jnp.int32)
+        values = sent["values"].reshape(count, kept).astype(like.dtype)
+        blocks = jnp.zeros((count, length), like.dtype).at[:, positions].set(values)
+        return blocks.reshape(-1)[:size].reshape(like.shape)
+
+    return of_random_leaves(f"random_k({k}, block={block})", encode, decode)
+
+
+def sign(*, block: int = 4096) -> Codec:
+    r"""One bit of each element travels, and the mean absolute value of each block.
+
+    .. math:: s = \text{mean} |k|; \qquad m = (s, k \ge 0); \qquad
+        \hat k = \pm s
+
+    Without `error_feedback` it does not converge on some convex problems.
+
+    Args:
+      block: elements that share a mean, a positive int; blocks do not span leaves.
+
+    Returns:
+      A codec without state, which sends for each leaf its ``signs`` (uint8, of eight
+      elements each) and ``scales`` (float32, one for each block). A block that is not
+      finite has a scale that is not.
+
+    Raises:
+      InvalidArgumentError: ``block`` is not a positive int.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from agn_optax import codecs
+      >>> codec, like = codecs.sign(), jnp.zeros(3)
+      >>> sent, _ = codec.encode(jnp.array([1.0, -3.0, 0.5]), codec.init(like))
+      >>> print(sent["signs"].nbytes, codec.decode(sent, like))
+      1 [ 1.5 -1.5  1.5]
+
+    References:
+      Sai Praneeth Karimireddy, Quentin Rebjock, Sebastian U. Stich, Martin Jaggi,
+      *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*, 2019.
+    """
+    block = check.positive_int(block, "block")
+
+    def encode(leaf: Any) -> PyTree:
+        leaf = jnp.asarray(leaf)
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        blocks = jnp.abs(blocks_of(wide, block))
+        count, length = blocks.shape
+        last = leaf.size - (count - 1) * length  # elements of the last block
+        sizes = jnp.full(count, length).at[-1:].set(max(last, 1))
+        # Divided by the largest first: sums of finite numbers stay finite.
+        peaks = jnp.maximum(jnp.max(blocks, axis=1), TINY)
+        means = (blocks / peaks[:, None]).sum(axis=1) / sizes
+        return {
+            "signs": packed((wide >= 0).reshape(-1), 1),
+            "scales": (means * peaks).astype(jnp.float32),
+        }
+
+    def decode(sent: PyTree, like: Any) -> jax.Array:
+        size = math.prod(like.shape)
+        signs = unpacked(sent["signs"], 1, size).astype(jnp.float32) * 2 - 1
+        blocks = blocks_of(signs, block) * sent["scales"][:, None]
+        return blocks.reshape(-1)[:size].reshape(like.shape).astype(like.dtype)
+
+    return of_leaves(f"sign(block={block})", encode, decode)
+
+
+def _sizes(size: int, block: int, k: int) -> tuple[int, int, int]:
+    """Of a leaf: its blocks, the elements of each, and how many of these travel."""
+    length = min(block, max(size, 1))
+    return -(-size // length), length, min(k, length)
+
+
+def _bits(length: int) -> int:
+    """Of an index below a length."""
+    return max(1, (length - 1).bit_length())
