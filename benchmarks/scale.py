@@ -248,13 +248,13 @@ def tree(
             crew.everywhere(set_pause, args.step)
             seen = [watching(stack, level) for level in levels]
             with ThreadPoolExecutor(1) as thread:
-                all_of_it = (args.repeats + 2) * args.window
+                all_of_it = 2 * (args.repeats + 2) * args.window
                 working = thread.submit(
                     crew.work, "leaves", args.leaf_workers, all_of_it
                 )
                 looks = []
                 for _ in range(1 + args.repeats):  # by the first one all are at work
-                    time.sleep(args.window)
+                    time.sleep(2 * args.window)
                     looks.append([look(level) for level in seen])
                 working.result()
             sent = sum(look(seen[0])[:, 1])
@@ -453,7 +453,7 @@ def main() -> None:
     add("--pauses", type=float, nargs="+", default=[0, 0.2, 0.5, 2], help="seconds")
     add("--leaf-workers", type=int, default=27, help="of the tree")
     add("--levels", type=int, default=3, help="of the tree")
-    add("--periods", type=int, nargs="+", default=[10, 1], help="of its centers")
+    add("--periods", type=int, nargs="+", default=[5, 1], help="of its centers")
     add("--step", type=float, default=0.3, help="seconds, of its workers")
     add("--shards", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--rate", type=float, default=40e6, help="bytes a second of a shard's link")

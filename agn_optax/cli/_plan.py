@@ -324,13 +324,17 @@ def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
         )
         said.append(_as_table(_those(costs, lambda cost: cost.kept), _KEPT))
     said.append(_as_table(whole, _MEMORY))
-    said.append(
-        "Beside activations and gradients. The center's has a message of every worker."
-        if cluster.tree is None
-        else "Beside activations and gradients. The center's is that of one with "
-        "workers, and has a message of each."
-    )
+    said.append(_memory(cluster))
     return rich.console.Group(*said)
+
+
+def _memory(cluster: Cluster) -> str:
+    whose = "" if cluster.tree is None else " that it has, in the lowest level"
+    shards = "" if cluster.shards == 1 else "; of all its shards together"
+    return (
+        "Beside activations and gradients. The center's has a message of every worker"
+        f"{whose}{shards}."
+    )
 
 
 def _head(cluster: Cluster) -> str:

@@ -15,7 +15,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.planning import _times
 from agn_optax.planning._cluster import Cluster
-from agn_optax.planning._cost import CenterMemory, Cost, Remedies, WorkerMemory
+from agn_optax.planning._cost import CenterMemory, Cost, Level, Remedies, WorkerMemory
 from agn_optax.planning._times import Times, Work
 from agn_optax.rules import Rule, check_rule, codecs
 
@@ -85,8 +85,7 @@ def plan(
     center = _cast(params, center_dtype)
     work = _work(rule, center, params)
     message, children = work.message, cluster.centers[0][1]
-    link, disk = _times.lowest(cluster)
-    took = _times.times(work, cluster, link, disk)
+    took = _times.times(work, cluster, *_times.lowest(cluster))
     longest = took.longest(children)
     hidden = _hiding(took, cluster)
     asked, period = period, hidden if period is None else period
@@ -94,12 +93,18 @@ def plan(
     lowest = _times.level(
         work, took, cluster.centers[0], period, interval=max(steps, longest)
     )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
-    # To its parent a center is a worker, whose parameters have the center's dtype.
-    up = _work(rule, center, center)
-    levels = (lowest, *_times.above(lowest, up, cluster))
+    narrow = None
+    if rule.codec.is_identity:
+        halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
+        narrow = _work(halved, center, params)
+    levels: tuple[Level, ...] = (lowest,)
+    of_root = work
+    if len(cluster.centers) > 1:
+        # To its parent a center is a worker, whose parameters have the center's dtype.
+        of_root = _work(rule, center, center)
+        levels = (lowest, *_times.above(lowest, of_root, cluster))
     kept = None
     if cluster.disk is not None:
-        of_root = work if len(levels) == 1 else up
         kept = _times.kept(of_root, cluster, levels[-1], cluster.disk)
     return Cost(
         rule=rule.name,
@@ -131,7 +136,7 @@ def plan(
         hosts=cluster.shards * sum(count for count, _ in cluster.centers),
         levels=levels,
         kept=kept,
-        remedies=_remedies(rule, center, params, cluster, asked),
+        remedies=_remedies(work, narrow, cluster, asked),
     )
 
 
@@ -157,21 +162,14 @@ def _hiding(took: Times, cluster: Cluster) -> int:
 
 
 def _remedies(
-    rule: Rule, center: PyTree, params: PyTree, cluster: Cluster, asked: int | None
+    work: Work, narrow: Work | None, cluster: Cluster, asked: int | None
 ) -> Remedies:
-    """What would help, each by itself."""
-    link, disk = _times.lowest(cluster)
-
-    def hides(rule: Rule, cluster: Cluster) -> tuple[Work, Times, int]:
-        work = _work(rule, center, params)
-        took = _times.times(work, cluster, link, disk)
-        return work, took, _hiding(took, cluster)
-
-    work, took, hidden = hides(rule, cluster)
-    half = None
-    if rule.codec.is_identity:
-        narrow = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-        *_, half = hides(narrow, cluster)
+    """What would help, each by itself; ``narrow`` is the work with 16 bits."""
+    place = _times.lowest(cluster)
+    took = _times.times(work, cluster, *place)
+    hidden, half = _hiding(took, cluster), None
+    if narrow is not None:
+        half = _hiding(_times.times(narrow, cluster, *place), cluster)
     alone = took.alone if asked is None else asked * cluster.step_time
     target = max(alone, cluster.step_time)
     return Remedies(

@@ -195,5 +195,4 @@ def lowest(cluster: Cluster) -> tuple[Link, Disk | None]:
 
 
 def _occupied(work: Work, cluster: Cluster) -> float:
-    link, disk = lowest(cluster)
-    return times(work, cluster, link, disk).occupied
+    return times(work, cluster, *lowest(cluster)).occupied
