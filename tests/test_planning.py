@@ -438,6 +438,8 @@ def test_the_page_on_scale_has_what_its_command_prints():
     assert scale.written(said, args) == said
     rows = [line for line in scale.page(args).splitlines() if line[:4] == "| 1e"]
     assert len(rows) == 3 * len(args.parameters) * len(args.workers) == 60
+    few = scale.arguments(["--codec=bfloat16", "--parameters", "1e9", "--workers=10"])
+    assert "| 1e09 | 10 | 2 GB |" in scale.page(few)
 
 
 def test_parameters_that_are_not_floating():

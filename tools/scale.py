@@ -12,7 +12,6 @@ then. Beside `agn-optax plan`, which has all of it for one of them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,10 +38,7 @@ class Runs:
             count: [jax.ShapeDtypeStruct((round(count) // 1000, 1000), jnp.float32)]
             for count in args.parameters
         }
-        codec = rules.CODECS[args.codec] if args.codec else None
-        self._rule = dataclasses.replace(
-            rules.diloco(), **({"codec": codec} if codec else {})
-        )
+        self._rule = rules.diloco(codec=rules.CODECS.get(args.codec))
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
         """Parameters and workers."""
@@ -257,7 +253,7 @@ def number(value: int | None) -> str:
 
 
 def written(text: str, args: argparse.Namespace) -> str:
-    """The page with its tables made again."""
+    """The page's text, with its tables made again."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:begin]}\n{page(args)}\n{text[end:]}"
 
