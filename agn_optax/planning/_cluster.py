@@ -73,7 +73,7 @@ class Disk:
     def journal(self, snapshot: float, message: float) -> float:
         """Bytes that the journal has at most, for messages of so many."""
         size = self.size or max(JOURNAL_SIZE, SNAPSHOTS * snapshot)
-        return min(size, RECORDS * message)
+        return min(size, RECORDS * max(1.0, message))
 
 
 # As `agn_optax.center.durability` has them, which is beside this layer.
@@ -133,7 +133,7 @@ class Tree:
             check.rate(self.latency, "parent_latency", low=0.0, high=math.inf)
 
     def centers(self, workers: int) -> list[tuple[int, int]]:
-        """Of each level, from below: centers, and what the fullest of them has."""
+        """Centers of each level, from below, and what the fullest of them has."""
         fan_out = self.fan_out or _root(workers, self.levels or 1)
         levels: list[tuple[int, int]] = []
         below = workers
@@ -204,7 +204,7 @@ class Cluster:
 
     @property
     def centers(self) -> list[tuple[int, int]]:
-        """Of each level, from below: centers, and what the fullest of them has."""
+        """Centers of each level, from below, and what the fullest of them has."""
         return (
             [(1, self.workers)]
             if self.tree is None

@@ -151,7 +151,7 @@ def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
         snapshot=math.ceil(snapshot),
         journal=math.ceil(journal),
         read=(snapshot + journal) / disk.bandwidth,
-        replay=journal / message * apply,
+        replay=journal / max(1.0, message) * apply,
         rejoin=root.children * machine.overhead + root.load * root.interval,
     )
 
