@@ -22,7 +22,9 @@ PyTree = Any
 TRANSPORTS = ("grpc", "socket", "memory")
 
 
-def connect(address: str, transport: str = "", codec: str = "", **options: Any) -> Any:
+def connect(
+    address: str | list[str], transport: str = "", codec: str = "", **options: Any
+) -> Any:
     """A connection to a center that `served` serves; "" takes the best transport."""
     if transport:
         options["transports"] = [transport]
@@ -93,9 +95,11 @@ def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
     return (now - begin) / done
 
 
-def exchanging(center: Any, contribution: PyTree, worker: str) -> Callable[[], None]:
+def exchanging(
+    center: Any, contribution: PyTree, worker: str, version: Any = 0
+) -> Callable[[], None]:
     """One exchange after the other, each of a worker that is up to date."""
-    session, version = center.join(worker), 0
+    session = center.join(worker)
     sequences = itertools.count(1)
 
     def run() -> None:
@@ -130,6 +134,12 @@ class Crew:
             process.ask(_hire, team, makers[i::count])
         for process in self._processes:
             process.answer()
+
+    def everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What a function returns in each of the processes."""
+        for process in self._processes:
+            process.ask(function, *args)
+        return [process.answer() for process in self._processes]
 
     def work(self, team: str, workers: int, window: float) -> list[float]:
         """How often each of the first workers of a team does it in ``window`` seconds.

@@ -1,7 +1,9 @@
 """The planner: its equations in cases that can be done by hand, and measured runs."""
 
 import dataclasses
+import importlib.util
 import itertools
+import pathlib
 import statistics
 import time
 from concurrent import futures
@@ -15,7 +17,8 @@ from support import RULES, step, tree
 
 import agn_optax
 from agn_optax import errors, planning, rules, service
-from agn_optax.planning import Cluster, Machine
+from agn_optax.center.durability import _keeper
+from agn_optax.planning import Cluster, Disk, Machine, Tree, _cluster
 from agn_optax.rules import codecs
 
 PATIENCE = 60.0  # seconds
@@ -149,6 +152,209 @@ def test_a_new_rule_is_planned_as_it_is():
     assert cost.center.total == 2000 + 4004 + 2000 + cost.message
 
 
+SLOW = Machine(overhead=0.25, endpoint_rate=4e6, apply_rate=8e6)
+NAMES = {"latency", "worker link", "center link", "ends", "arithmetic", "journal"}
+
+
+def test_shards_by_hand():
+    """Each has its part, and its link; the worker's end has to do with all of them."""
+    many = dataclasses.replace(
+        LINK, bandwidth=3e6, center_bandwidth=1e6, machine=SLOW, shards=4
+    )
+    cost = plan(cluster=many)
+    there_and_back = 8 / 3  # by the worker's link, which is less than four of 1 MB/s
+    ends = (0.25 + 2 / 4) / 2
+    assert cost.exchange == pytest.approx(there_and_back + 5 * ends + 4 / 8)
+    assert cost.service == pytest.approx(max(1, ends + 4 / 8))
+    assert cost.hosts == 4
+    (level,) = cost.levels
+    assert level.received == pytest.approx(level.exchanges * 4e6)  # all together
+    two = plan(cluster=dataclasses.replace(many, shards=2, machine=FREE))
+    assert two.exchange == pytest.approx(8 / 2)  # what two shards have
+
+
+def test_a_tree_with_one_level_is_a_center():
+    alone = dataclasses.replace(LINK, workers=8, machine=SLOW)
+    same = dataclasses.replace(alone, tree=Tree(levels=1))
+    assert plan(cluster=same) == plan(cluster=alone)
+    disk = Disk(bandwidth=1e6)
+    kept = dataclasses.replace(same, disk=disk)
+    assert plan(cluster=kept) == plan(cluster=dataclasses.replace(alone, disk=disk))
+
+
+@pytest.mark.parametrize(
+    ("tree", "workers", "centers"),
+    [
+        (Tree(levels=3), 27, [(9, 3), (3, 3), (1, 3)]),
+        (Tree(levels=3), 28, [(7, 4), (2, 4), (1, 2)]),
+        (Tree(fan_out=3), 28, [(10, 3), (4, 3), (2, 2), (1, 2)]),
+        (Tree(fan_out=100), 10_000, [(100, 100), (1, 100)]),
+        (Tree(fan_out=100), 7, [(1, 7)]),
+        (Tree(levels=4), 10_000, [(1000, 10), (100, 10), (10, 10), (1, 10)]),
+        (Tree(levels=2), 10**15, [(31622777, 31622777), (1, 31622777)]),
+        (Tree(levels=9), 1, [(1, 1)]),
+    ],
+)
+def test_trees(tree, workers, centers):
+    assert tree.centers(workers) == centers
+
+
+def test_a_tree_by_hand():
+    """3 levels and 27 workers: the upper links are half as fast."""
+    tree = Tree(levels=3, period=8, bandwidth=0.5e6, latency=1.0)
+    cost = plan(
+        cluster=dataclasses.replace(LINK, workers=27, latency=0.1, tree=tree), period=40
+    )
+    assert cost.hosts == 13
+    assert cost.center.messages == 3 * cost.message
+    sites, middle, root = cost.levels
+    assert [(level.centers, level.children) for level in cost.levels] == [
+        (9, 3),
+        (3, 3),
+        (1, 3),
+    ]
+    assert sites.exchange == pytest.approx(8.1)
+    assert (sites.period, sites.interval) == (40, pytest.approx(20))  # 3 x 4 < 20
+    assert sites.exchanges == pytest.approx(3 / 20)
+    assert sites.load == pytest.approx(3 * 4 / 20)
+    # Eight exchanges of a site take longer than three sites at one parent.
+    assert middle.exchange == pytest.approx(17)
+    assert (middle.period, middle.interval) == (8, pytest.approx(8 * 20 / 3))
+    # ... and eight of those longer than three more.
+    assert root.interval == pytest.approx(8 * middle.interval / 3)
+    assert root.received == pytest.approx(3 / root.interval * 4e6)
+    assert {level.bottleneck for level in cost.levels} == {"nothing"}
+
+
+def test_a_parent_that_is_late_is_met_as_often_as_can_be():
+    tree = Tree(levels=2, period=1, bandwidth=0.01e6)
+    lan = dataclasses.replace(LINK, workers=4, tree=tree)
+    cost = plan(cluster=lan, period=20)
+    sites, root = cost.levels
+    assert root.bottleneck == "worker link"
+    # 400 s there, 400 s back; two of them take turns for no longer.
+    assert root.period == 160  # exchanges of a site with a worker in 5 s each
+    assert root.interval == pytest.approx(800)
+    assert cost.utilization_overlapping == 1.0  # nobody below waits for that
+    free = dataclasses.replace(lan, tree=dataclasses.replace(tree, period=None))
+    assert plan(cluster=free, period=20).levels == (sites, root)
+
+
+def test_a_journal_by_hand():
+    disk = Disk(bandwidth=2e6, sync=0.25, size=16e6)
+    two = dataclasses.replace(LINK, workers=2, machine=SLOW, disk=disk)
+    without = plan(cluster=dataclasses.replace(two, disk=None), period=100)
+    cost = plan(cluster=two, period=100)
+    assert without.kept is None
+    assert cost.exchange == pytest.approx(without.exchange + 0.25 + 4 / 2)
+    assert cost.service == without.service  # the disk is not the slowest part
+    kept = cost.kept
+    # A snapshot of 4 MB after every four messages of as many.
+    assert kept.written == pytest.approx(2 / 50 * (4e6 + 4e6 / 4))
+    assert (kept.snapshot, kept.journal) == (4_000_000, 16_000_000)
+    assert kept.read == pytest.approx((4 + 16) / 2)
+    assert kept.replay == pytest.approx(4 * 16 / 8)  # four messages
+    assert kept.rejoin == pytest.approx(2 * (0.25 + cost.service))
+    assert kept.restart == pytest.approx(kept.read + kept.replay + kept.rejoin)
+    slow = dataclasses.replace(two, disk=dataclasses.replace(disk, bandwidth=0.5e6))
+    cost = plan(cluster=slow)
+    assert cost.service == pytest.approx(5 / 0.5)
+    assert cost.bottleneck == "journal"
+
+
+def test_only_the_root_of_a_tree_keeps_a_journal():
+    disk, tree = Disk(bandwidth=1e6), Tree(levels=2)
+    kept = plan(cluster=dataclasses.replace(LINK, workers=9, tree=tree, disk=disk))
+    free = plan(cluster=dataclasses.replace(LINK, workers=9, tree=tree))
+    assert kept.levels[0] == free.levels[0]
+    assert kept.levels[1].exchange == pytest.approx(free.levels[1].exchange + 4)
+    assert kept.kept.written == pytest.approx(
+        kept.levels[1].exchanges * 4e6 * (1 + 4e6 / 2**30)
+    )
+
+
+def test_a_journal_is_as_large_as_it_is():
+    """Its default is that of `agn_optax.center.Journal`."""
+    assert _cluster.JOURNAL_SIZE == _keeper._JOURNAL_SIZE
+    assert _cluster.SNAPSHOTS == _keeper._SNAPSHOTS
+    assert _cluster.RECORDS == _keeper._RECORDS
+    disk = Disk(bandwidth=1.0)
+    assert disk.journal(snapshot=4e6, message=4e6) == 2**30
+    assert disk.journal(snapshot=4e9, message=4e9) == 16e9
+    assert disk.journal(snapshot=40, message=40) == 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "bottleneck"),
+    [
+        ({}, "worker link"),
+        ({"workers": 8}, "center link"),
+        ({"center_bandwidth": 0.5e6}, "center link"),
+        ({"latency": 9.0}, "latency"),
+        ({"machine": dataclasses.replace(FREE, overhead=9.0)}, "ends"),
+        ({"machine": dataclasses.replace(FREE, endpoint_rate=1e5)}, "ends"),
+        ({"machine": dataclasses.replace(FREE, apply_rate=1e5)}, "arithmetic"),
+        (
+            {"workers": 9, "machine": dataclasses.replace(SLOW, apply_rate=2e6)},
+            "arithmetic",
+        ),
+        ({"workers": 9, "machine": dataclasses.replace(SLOW, overhead=8.0)}, "ends"),
+        ({"disk": Disk(bandwidth=1e5)}, "journal"),
+        ({"disk": Disk(bandwidth=1e9, sync=60.0)}, "journal"),
+        ({"bandwidth": 1e12}, "nothing"),
+    ],
+)
+def test_the_bottleneck_is_named(settings, bottleneck):
+    cluster = dataclasses.replace(LINK, **settings)
+    cost = plan(cluster=cluster)
+    assert cost.bottleneck == cost.levels[0].bottleneck == bottleneck
+    if bottleneck != "nothing":
+        assert bottleneck in NAMES
+        assert (
+            plan(cluster=cluster, period=cost.hidden_period - 1).bottleneck
+            == bottleneck
+        )
+    assert plan(cluster=cluster, period=cost.hidden_period).bottleneck == "nothing"
+
+
+@pytest.mark.parametrize("machine", [FREE, SLOW])
+@pytest.mark.parametrize("disk", [None, Disk(bandwidth=1e6)])
+def test_what_would_help_helps(machine, disk):
+    """And the next smaller number does not."""
+    crowd = Cluster(
+        step_time=0.5, bandwidth=9e6, workers=40, machine=machine, disk=disk
+    )
+    period = 2 * plan(cluster=dataclasses.replace(crowd, workers=1)).hidden_period
+    cost = plan(cluster=crowd, period=period)
+    help_ = cost.remedies
+    assert cost.utilization_overlapping < 1
+    assert plan(cluster=crowd, period=help_.period).utilization_overlapping == 1
+    assert plan(cluster=crowd, period=help_.period - 1).utilization_overlapping < 1
+    narrow = rules.downpour(codec=codecs.cast("bfloat16"))
+    assert help_.bfloat16 == plan(narrow, crowd).hidden_period < help_.period
+    assert plan(narrow, crowd).remedies.bfloat16 is None
+
+    def busy(**change):
+        """The part of the time for which a center is occupied."""
+        changed = dataclasses.replace(crowd, **change)
+        return plan(cluster=changed, period=period).levels[0].load
+
+    assert busy(shards=help_.shards) <= 1
+    assert busy(shards=help_.shards - 1) == pytest.approx(1)
+    if disk is None:  # which no center with a parent has
+        assert busy(tree=Tree(levels=help_.levels)) <= 1
+        assert busy(tree=Tree(levels=help_.levels - 1)) == pytest.approx(1)
+
+
+def test_what_no_number_helps():
+    """Each shard has to say as much as a center for an exchange of nothing."""
+    slow = dataclasses.replace(LINK, workers=9, machine=SLOW)
+    help_ = plan(cluster=slow, period=1).remedies
+    assert (help_.shards, help_.levels) == (None, None)
+    done = plan(cluster=LINK, period=100).remedies
+    assert (done.period, done.shards, done.levels) == (16, 1, 1)
+
+
 def test_totals():
     cost = plan(rules.diloco(), cluster=dataclasses.replace(LINK, workers=3))
     assert cost.worker.waiting == (1 + 1 + 2) * 4_000_000  # x, a, message and answer
@@ -200,6 +406,17 @@ def test_large_models_are_trees_of_leaves_that_arrays_can_have():
             lambda: dataclasses.replace(LINK, center_bandwidth=0),
             "center_bandwidth must be a number in",
         ),
+        (lambda: dataclasses.replace(LINK, shards=0), "shards must be a positive int"),
+        (Tree, "a tree needs one of fan_out and levels"),
+        (lambda: Tree(fan_out=3, levels=3), "needs one of fan_out and levels, got"),
+        (lambda: Tree(fan_out=1), "fan_out must be a whole number >= 2, got 1"),
+        (lambda: Tree(levels=0), "levels must be a positive int, got 0"),
+        (lambda: Tree(levels=2, period=0), "parent_period must be a positive int"),
+        (lambda: Tree(levels=2, bandwidth=0), "parent_bandwidth must be a number in"),
+        (lambda: Tree(levels=2, latency=-1), "parent_latency must be a number in"),
+        (lambda: Disk(bandwidth=0), "bandwidth must be a number in"),
+        (lambda: Disk(bandwidth=1, sync=-1), "sync must be a number in"),
+        (lambda: Disk(bandwidth=1, size=0), "size must be a number in"),
         (lambda: plan(rules.downpour), "rule must be a record"),
         (lambda: plan(inner=optax.sgd), "inner must be an optax.Gradient"),
         (lambda: plan(period=0), "period must be a positive int, got 0"),
@@ -209,6 +426,21 @@ def test_large_models_are_trees_of_leaves_that_arrays_can_have():
 def test_bad_input(call, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
         call()
+
+
+def test_the_page_on_scale_has_what_its_command_prints():
+    root = pathlib.Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("scale", root / "tools/scale.py")
+    scale = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scale)
+    page = scale.page(scale.arguments([]))
+    assert sum(line.startswith("| 1e") for line in page.splitlines()) == 3 * 5 * 4
+    said = (root / "docs/scale.md").read_text()
+    assert f"{scale.BEGIN}\n{page}\n{scale.END}" in said
+    few = scale.arguments(["--codec=bfloat16", "--parameters", "1e9", "--workers=10"])
+    made = scale.written(f"before {scale.BEGIN}old{scale.END} after", few)
+    assert made == f"before {scale.BEGIN}\n{scale.page(few)}\n{scale.END} after"
+    assert "| 1e09 | 10 | 2 GB |" in made
 
 
 def test_parameters_that_are_not_floating():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import rich.console
 import rich.table
@@ -13,17 +13,28 @@ import rich.text
 from agn_optax import planning
 from agn_optax.cli import _calibrate, _options, _rules, _table, _units
 from agn_optax.cli._rules import RuleOptions
-from agn_optax.planning import Cluster, Cost, Machine
+from agn_optax.planning import (
+    Cluster,
+    Cost,
+    Disk,
+    Kept,
+    Level,
+    Machine,
+    Remedies,
+    Tree,
+)
 
+T = TypeVar("T")
 _Column = Callable[[Cost], str]
 _TIMES: dict[str, _Column] = {
     "message": lambda cost: _table.size(cost.message),
     "answer": lambda cost: _table.size(cost.answer),
-    "exchange": lambda cost: f"{cost.exchange:.3g} s",
+    "exchange": lambda cost: _seconds(cost.exchange),
     "hidden": lambda cost: str(cost.hidden_period or "never"),
     "period": lambda cost: str(cost.period),
     "busy": lambda cost: f"{cost.utilization:.1%}",
     "overlap": lambda cost: f"{cost.utilization_overlapping:.1%}",
+    "bottleneck": lambda cost: cost.bottleneck,
 }
 _MEMORY: dict[str, _Column] = {
     "model and optimizer": lambda cost: _size(
@@ -36,10 +47,50 @@ _MEMORY: dict[str, _Column] = {
     "overlap": lambda cost: _size(cost.worker.overlapping),
     "center": lambda cost: _size(cost.center.total),
 }
+_REMEDIES: dict[str, Callable[[Remedies], str]] = {
+    "period": lambda remedies: _number(remedies.period),
+    "with bfloat16": lambda remedies: _number(remedies.bfloat16),
+    "shards": lambda remedies: _number(remedies.shards),
+    "levels": lambda remedies: _number(remedies.levels),
+}
+_HELP = (
+    "What would help, each by itself: a longer period, which hides exchanges; 16 bits, "
+    "and the period then;\nso many shards, or levels of centers, at which a center has "
+    "time for everybody while one worker exchanges."
+)
+_LEVELS: dict[str, Callable[[Level], str]] = {
+    "centers": lambda level: str(level.centers),
+    "each has": lambda level: str(level.children),
+    "period": lambda level: str(level.period),
+    "once in": lambda level: _seconds(level.interval),
+    "exchange": lambda level: _seconds(level.exchange),
+    "a second": lambda level: f"{level.exchanges:.3g}",
+    "received": lambda level: _rate(level.received),
+    "sent": lambda level: _rate(level.sent),
+    "load": lambda level: f"{level.load:.1%}",
+    "bottleneck": lambda level: level.bottleneck,
+}
+_KEPT: dict[str, Callable[[Kept], str]] = {
+    "written": lambda kept: _rate(kept.written),
+    "snapshot": lambda kept: _table.size(kept.snapshot),
+    "journal": lambda kept: _table.size(kept.journal),
+    "read": lambda kept: _seconds(kept.read),
+    "replay": lambda kept: _seconds(kept.replay),
+    "rejoin": lambda kept: _seconds(kept.rejoin),
+    "restart": lambda kept: _seconds(kept.restart),
+}
 
 
 def _rate(number: float) -> str:
     return f"{_table.size(number)}/s"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s"
+
+
+def _number(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 _DEFAULT = Machine()
@@ -79,9 +130,24 @@ class ClusterOptions:
       period [each rule's hidden one]: Local steps between exchanges.
       latency: Seconds of a round trip.
       center_bandwidth RATE [--bandwidth]: Of the center's link, for all workers.
+      shards: Hosts that have a part of each center, and a link of their own.
       inner NAME: The workers' optimizer, of optax.
       dtype: Of the parameters.
       center_dtype [--dtype]: Of the center.
+
+    Tree of centers:
+      fan_out: Workers, or centers, that a center has at most.
+      levels: Of centers, instead of --fan-out.
+      parent_period [the hidden one]: Exchanges at a center between two with its parent.
+      parent_bandwidth RATE [--center-bandwidth]: Of a center's link to its parent, and
+        of the parent's, for all of them.
+      parent_latency [--latency]: Seconds of a round trip between them.
+
+    Journal:
+      disk RATE [no journal]: That a host of the center writes and reads.
+      sync [0]: Seconds until what was written is there for good.
+      journal_size BYTES [1 GiB or four snapshots]: After which a snapshot takes its
+        place.
     """
 
     parameters: float
@@ -91,9 +157,18 @@ class ClusterOptions:
     period: int | None = None
     latency: float = 0.0
     center_bandwidth: str | None = None
+    shards: int = 1
     inner: str = "adam"
     dtype: str = "float32"
     center_dtype: str | None = None
+    fan_out: int | None = None
+    levels: int | None = None
+    parent_period: int | None = None
+    parent_bandwidth: str | None = None
+    parent_latency: float | None = None
+    disk: str | None = None
+    sync: float | None = None
+    journal_size: float | None = None
 
 
 def plan(
@@ -107,8 +182,13 @@ def plan(
     For every rule: the bytes and seconds of an exchange, the shortest period at which
     communication hides behind local steps, the part of the time that workers are busy
     with these, at --period or at that one, where they wait for their answers and where
-    they overlap, and the memory that workers and center keep. Plain data parallelism
-    stands below. With --rule or --rule-from, only that rule is planned.
+    they overlap, the bottleneck and what would help, and the memory that workers and
+    center keep. Plain data parallelism stands below. With --rule or --rule-from, only
+    that rule is planned.
+
+    With --fan-out or --levels the center is a tree of centers, and each level has a
+    row. With --disk the center keeps a journal, and what that writes and how long a
+    restart takes is said as well.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
@@ -120,6 +200,9 @@ def plan(
         workers=options.workers,
         latency=options.latency,
         machine=_machine(machine),
+        shards=options.shards,
+        tree=_tree(options),
+        disk=_disk(options),
         **_rates(options, "bandwidth", "center_bandwidth"),
     )
     codec = _rules.codec(rule)
@@ -168,6 +251,31 @@ def _machine(options: MachineOptions) -> Machine:
     return Machine(**(_options.given(options) | rates))
 
 
+def _tree(options: ClusterOptions) -> Tree | None:
+    if options.fan_out is None and options.levels is None:
+        only = ("parent_period", "parent_bandwidth", "parent_latency")
+        _options.refuse(options, "needs --fan-out or --levels", only=only)
+        return None
+    return Tree(
+        fan_out=options.fan_out,
+        levels=options.levels,
+        period=options.parent_period,
+        bandwidth=_rates(options, "parent_bandwidth").get("parent_bandwidth"),
+        latency=options.parent_latency,
+    )
+
+
+def _disk(options: ClusterOptions) -> Disk | None:
+    if options.disk is None:
+        _options.refuse(options, "needs --disk", only=("sync", "journal_size"))
+        return None
+    return Disk(
+        bandwidth=_units.rate(options.disk, "--disk"),
+        sync=options.sync or 0.0,
+        size=options.journal_size,
+    )
+
+
 def _rates(options: ClusterOptions | MachineOptions, *names: str) -> dict[str, float]:
     """Those that were given, in bytes a second."""
     given = _options.given(options)
@@ -180,26 +288,71 @@ def _rates(options: ClusterOptions | MachineOptions, *names: str) -> dict[str, f
 
 def _as_dict(cost: Cost) -> dict[str, Any]:
     worker, center = cost.worker, cost.center
+    kept, remedies = cost.kept, cost.remedies
     sums = {"waiting": worker.waiting, "overlapping": worker.overlapping}
     return {
         **cost._asdict(),
         "worker": worker._asdict() | sums,
         "center": center._asdict() | {"total": center.total},
+        "levels": [level._asdict() for level in cost.levels],
+        "kept": kept and kept._asdict() | {"restart": kept.restart},
+        "remedies": remedies and remedies._asdict(),
     }
 
 
 def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
-    machine = cluster.machine
-    return rich.console.Group(
+    whole = [(cost, cost) for cost in costs]
+    said: list[rich.console.RenderableType] = [
+        _head(cluster),
+        _as_table(whole, _TIMES),
+        _ends(cluster),
+        _HELP,
+        _as_table(_those(costs, lambda cost: cost.remedies), _REMEDIES),
+    ]
+    if cluster.tree is not None:
+        said.append(
+            "Centers, from those that have workers to the root; exchanges overlap with "
+            "local steps, and the period is that of each child."
+        )
+        levels = [(cost, level) for cost in costs for level in cost.levels]
+        said.append(_as_table(levels, _LEVELS))
+    if cluster.disk is not None:
+        whose = "center" if cluster.tree is None else "root"
+        said.append(
+            f"The journal of the {whose}, on each of its hosts, whose disk takes "
+            f"{_rate(cluster.disk.bandwidth)}."
+        )
+        said.append(_as_table(_those(costs, lambda cost: cost.kept), _KEPT))
+    said.append(_as_table(whole, _MEMORY))
+    said.append(_memory(cluster))
+    return rich.console.Group(*said)
+
+
+def _memory(cluster: Cluster) -> str:
+    whose = "" if cluster.tree is None else " that it has, in the lowest level"
+    shards = "" if cluster.shards == 1 else "; of all its shards together"
+    return (
+        "Beside activations and gradients. The center's has a message of every worker"
+        f"{whose}{shards}."
+    )
+
+
+def _head(cluster: Cluster) -> str:
+    shards = cluster.shards
+    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
+    return (
         f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
-        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at the center",
-        _as_table(costs, _TIMES),
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
+    )
+
+
+def _ends(cluster: Cluster) -> str:
+    machine = cluster.machine
+    return (
         f"An exchange of nothing takes {cluster.latency:g} s on its way and "
         f"{machine.overhead:.2g} s at its ends, which take "
         f"{_rate(machine.endpoint_rate)}; the center's arithmetic takes "
-        f"{_rate(machine.apply_rate)}.",
-        _as_table(costs, _MEMORY),
-        "Beside activations and gradients. The center's has a message of every worker.",
+        f"{_rate(machine.apply_rate)}."
     )
 
 
@@ -207,15 +360,25 @@ def _size(number: int) -> str:
     return _table.size(number) if number else "-"
 
 
-def _as_table(costs: Sequence[Cost], columns: dict[str, _Column]) -> rich.table.Table:
-    """A row for each rule, and what they are compared with at the end."""
+def _those(
+    costs: Sequence[Cost], part: Callable[[Cost], T | None]
+) -> list[tuple[Cost, T]]:
+    """The costs that have that part."""
+    found = ((cost, part(cost)) for cost in costs)
+    return [(cost, each) for cost, each in found if each is not None]
+
+
+def _as_table(
+    rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]]
+) -> rich.table.Table:
+    """A row for each, and what rules are compared with at the end."""
     table = rich.table.Table()
     table.add_column("rule", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
-    for cost in costs:
-        if cost is costs[-1]:
+    for cost, row in rows:
+        if not cost.levels:
             table.add_section()
-        cells = [cost.rule, *(column(cost) for column in columns.values())]
+        cells = [cost.rule, *(column(row) for column in columns.values())]
         table.add_row(*map(rich.text.Text, cells))
     return table

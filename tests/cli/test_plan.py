@@ -49,6 +49,46 @@ def test_json_says_what_the_library_does():
     assert reduced["rule"] == "all_reduce"
 
 
+def test_shards_a_tree_and_a_journal():
+    options = ["--workers=27", "--rule=downpour", "--shards=2", "--levels=3"]
+    upwards = ["--parent-period=5", "--parent-bandwidth=1Gbit", "--parent-latency=0.1"]
+    kept = ["--disk=1GB", "--sync=0.01", "--journal-size=2e10"]
+    said = json.loads(succeeds(*PLAN, *options, *upwards, *kept, "--json"))
+    cluster = planning.Cluster(
+        step_time=0.8,
+        bandwidth=125e6,
+        workers=27,
+        shards=2,
+        tree=planning.Tree(levels=3, period=5, bandwidth=125e6, latency=0.1),
+        disk=planning.Disk(bandwidth=1e9, sync=0.01, size=2e10),
+    )
+    assert said["tree"] == vars(cluster.tree)
+    assert said["disk"] == vars(cluster.disk)
+    cost = planning.plan(
+        rules.downpour(),
+        planning.abstract(1.3e9),
+        cluster,
+        inner=_plan._rules.inner("adam"),
+    )
+    assert said["rules"][0] == json.loads(json.dumps(_plan._as_dict(cost)))
+    assert said["rules"][0]["kept"]["restart"] == cost.kept.restart
+    said = succeeds(*PLAN, *options, *upwards, *kept)
+    assert "at each of the center's 2 shards" in said
+    assert "Centers, from those that have workers to the root" in said
+    assert said.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
+    assert "The journal of the root" in said
+
+
+def test_the_bottleneck_and_what_would_help():
+    said = succeeds(*PLAN, "--workers=8", "--rule=diloco")
+    assert re.search(r"diloco .* center link ", said)
+    assert re.search(r"diloco +\u2502 +416 +\u2502 +208 +\u2502 +4 +\u2502 +3 ", said)
+    said = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--period=500")
+    assert re.search(r"diloco .* nothing ", said)
+    said = succeeds(*PLAN, "--workers=8", "--rule=diloco", "--codec=bfloat16")
+    assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", said)
+
+
 def test_one_rule_with_settings():
     options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
     said = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
@@ -82,6 +122,17 @@ def test_a_rule_of_ones_own(tmp_path, monkeypatch):
         (["--rule=ang"], "--rule must be one of"),
         (["--codec=int3"], "--codec must be one of bfloat16, .*, got 'int3'"),
         (["--moving-rate=0.5"], "--moving-rate needs --rule"),
+        (["--shards=0"], "shards must be a positive int, got 0"),
+        (["--fan-out=3", "--levels=3"], "a tree needs one of fan_out and levels"),
+        (["--parent-period=5"], "--parent-period needs --fan-out or --levels"),
+        (["--parent-bandwidth=5Gb"], "--parent-bandwidth needs --fan-out or --levels"),
+        (
+            ["--levels=2", "--parent-bandwidth=5"],
+            "--parent-bandwidth must be a positive",
+        ),
+        (["--disk=fast"], "--disk must be a positive rate"),
+        (["--sync=1"], "--sync needs --disk"),
+        (["--journal-size=1e9"], "--journal-size needs --disk"),
         (["--measure", "--overhead=1"], "--overhead does not go with --measure"),
     ],
 )

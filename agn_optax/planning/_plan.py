@@ -1,31 +1,10 @@
-"""What rare communication costs, before it is paid: time and memory of every rule.
-
-Sizes are read off the rules by abstract evaluation, so a rule of yours is planned as
-those of the library are. With `n` workers, step time `t`, period `p`, a message of `m`
-bytes and an answer of `b` bytes, links of `B` bytes a second (the center's has `C`, for
-all workers), and `u` bytes that the center's arithmetic reads and writes:
-
-    an exchange          e = overhead + latency + (m + b) / min(B, C)
-                             + (m + b) / endpoint_rate + u / apply_rate
-    the center, of it    s = max(m / C,  b / C,  u / apply_rate
-                                 + (overhead + (m + b) / endpoint_rate) / 2)
-    a round              R = max(p t + e, n s)           where the worker waits
-                         R = max(p t, e, n s)            where exchanges overlap
-    utilization          p t / R
-    hidden               where max(e, n s) <= p t
-
-Links carry both directions at once, so the center may receive one message while it
-sends the answer to another; half of what the two ends do is taken to be done by the
-center. Parts of an exchange follow each other in the model; where they are under way at
-once (chunks on the link while others are copied), `e` is an upper bound. Workers are
-taken to be evenly spread in time: near the center's limit they meet, and wait longer.
-"""
+"""Plans: of a rule around a center, and of the plain data parallelism beside it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,149 +13,15 @@ import optax
 from agn_optax import errors, rules
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
-from agn_optax.rules import Rule, check_rule
+from agn_optax.planning import _times
+from agn_optax.planning._cluster import Cluster
+from agn_optax.planning._cost import CenterMemory, Cost, Level, Remedies, WorkerMemory
+from agn_optax.planning._times import Times, Work
+from agn_optax.rules import Rule, check_rule, codecs
 
 PyTree = Any
 
-__all__ = [
-    "CenterMemory",
-    "Cluster",
-    "Cost",
-    "Machine",
-    "WorkerMemory",
-    "abstract",
-    "all_reduce",
-    "built_in_rules",
-    "plan",
-]
-
 _LARGEST_LEAF = 1 << 30  # elements; sizes of single arrays are int32 here and there
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What an exchange takes beside the links: constants, as ``--measure`` finds them.
-
-    The defaults are round numbers of a machine with two cores.
-
-    Args:
-      overhead: seconds of an exchange of nothing, over no distance.
-      endpoint_rate: bytes a second, message and answer, through worker and center:
-        copies, frames and gRPC at both ends.
-      apply_rate: bytes a second that the center's arithmetic reads and writes.
-
-    Raises:
-      InvalidArgumentError: a constant is not a positive number (``overhead`` may be 0).
-
-    Example:
-      >>> from agn_optax import planning
-      >>> planning.Machine(overhead=0.001).apply_rate
-      5000000000.0
-    """
-
-    overhead: float = 0.002
-    endpoint_rate: float = 1e9
-    apply_rate: float = 5e9
-
-    def __post_init__(self) -> None:
-        check.rate(self.overhead, "overhead", low=0.0, high=math.inf)
-        _positive(self, "endpoint_rate", "apply_rate")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Workers, what a step takes them, and what lies between them and the center.
-
-    Args:
-      step_time: seconds of a local step.
-      bandwidth: of each worker's link, bytes a second in either direction.
-      workers: how many.
-      latency: seconds of a round trip between a worker and the center.
-      center_bandwidth: of the center's link, bytes a second in either direction, for
-        all workers together; None is as much as one worker's.
-      machine: what the two ends take.
-
-    Raises:
-      InvalidArgumentError: a number is out of range.
-
-    Example:
-      >>> from agn_optax import planning
-      >>> planning.Cluster(step_time=0.8, bandwidth=125e6, workers=8).latency
-      0.0
-    """
-
-    step_time: float
-    bandwidth: float
-    workers: int = 1
-    latency: float = 0.0
-    center_bandwidth: float | None = None
-    machine: Machine = dataclasses.field(default_factory=Machine)
-
-    def __post_init__(self) -> None:
-        _positive(self, "step_time", "bandwidth")
-        if self.center_bandwidth is not None:
-            _positive(self, "center_bandwidth")
-        check.rate(self.latency, "latency", low=0.0, high=math.inf)
-        check.positive_int(self.workers, "workers")
-
-    @property
-    def shared(self) -> float:
-        """Bytes a second of the center's link."""
-        given = self.center_bandwidth
-        return self.bandwidth if given is None else given
-
-
-class WorkerMemory(NamedTuple):
-    """Bytes that a worker keeps, beside what its train step takes (gradients, ...)."""
-
-    params: int
-    inner_state: int  # the inner optimizer's
-    record: int = 0
-    codec_state: int = 0  # what the rule's codec keeps from one exchange to the next
-    anchor: int = 0  # the center as last adopted, where the rule reads it
-    staged: int = 0  # during an exchange: the message, and the answer
-    overlap: int = 0  # the parameters as sent, where local steps go on meanwhile
-
-    @property
-    def waiting(self) -> int:
-        """All of it, in a worker that waits for its answers."""
-        return sum(self) - self.overlap
-
-    @property
-    def overlapping(self) -> int:
-        """All of it, in a worker with ``overlap=True``."""
-        return sum(self)
-
-
-class CenterMemory(NamedTuple):
-    """Bytes that the center keeps."""
-
-    center: int = 0
-    center_state: int = 0  # the center optimizer's
-    version: int = 0  # the next one, while somebody reads the current one
-    messages: int = 0  # one for every worker, if all exchange at once
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(self)
-
-
-class Cost(NamedTuple):
-    """What a rule costs on a `Cluster`."""
-
-    rule: str
-    message: int  # bytes of one exchange, from the worker
-    answer: int  # bytes of one exchange, to the worker
-    exchange: float  # seconds, where nobody else is served meanwhile
-    service: float  # seconds for which it occupies the center
-    applied: int  # bytes that the center's arithmetic reads and writes for it
-    hidden_period: int | None  # local steps; None if there is none
-    period: int  # local steps, of the following two
-    utilization: float  # part of the time in local steps, where workers wait
-    utilization_overlapping: float  # ... where exchanges overlap with local steps
-    worker: WorkerMemory
-    center: CenterMemory
 
 
 def plan(
@@ -238,34 +83,39 @@ def plan(
     # the snapshot: one copy either way.
     anchored = rule.needs_anchor or rule.penalty is not None
     center = _cast(params, center_dtype)
-    center_state = jax.eval_shape(rule.center.init, center)
-    message = trees.nbytes(rounds.contribution_like(rule, center, params))
-    answer = trees.nbytes(center, rule.codec.answers)
-
-    machine, workers = cluster.machine, cluster.workers
-    ends = machine.overhead + (message + answer) / machine.endpoint_rate
-    # The message is read twice (its norm is taken first), and the center and its
-    # optimizer's state go there and back.
-    applied = 2 * (message + trees.nbytes(center) + trees.nbytes(center_state))
-    apply = applied / machine.apply_rate
-    link = (message + answer) / min(cluster.bandwidth, cluster.shared)
-    exchange = cluster.latency + link + ends + apply
-    service = max(max(message, answer) / cluster.shared, ends / 2 + apply)
-
-    longest = max(exchange, workers * service)
-    hidden = max(1, math.ceil(longest / cluster.step_time))
-    period = hidden if period is None else period
+    work = _work(rule, center, params)
+    message, children = work.message, cluster.centers[0][1]
+    took = _times.times(work, cluster, *_times.lowest(cluster))
+    longest = took.longest(children)
+    hidden = _hiding(took, cluster)
+    asked, period = period, hidden if period is None else period
     steps = period * cluster.step_time
+    lowest = _times.level(
+        work, took, cluster.centers[0], period, interval=max(steps, longest)
+    )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
+    narrow = None
+    if rule.codec.is_identity:
+        halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
+        narrow = _work(halved, center, params)
+    levels: tuple[Level, ...] = (lowest,)
+    of_root = work
+    if len(cluster.centers) > 1:
+        # To its parent a center is a worker, whose parameters have the center's dtype.
+        of_root = _work(rule, center, center)
+        levels = (lowest, *_times.above(lowest, of_root, cluster))
+    kept = None
+    if cluster.disk is not None:
+        kept = _times.kept(of_root, cluster, levels[-1], cluster.disk)
     return Cost(
         rule=rule.name,
         message=message,
-        answer=answer,
-        exchange=exchange,
-        service=service,
-        applied=applied,
+        answer=work.answer,
+        exchange=took.alone,
+        service=took.occupied,
+        applied=work.applied,
         hidden_period=hidden,
         period=period,
-        utilization=steps / max(steps + exchange, workers * service),
+        utilization=steps / max(steps + took.alone, children * took.occupied),
         utilization_overlapping=steps / max(steps, longest),
         worker=WorkerMemory(
             params=trees.nbytes(params),
@@ -278,10 +128,55 @@ def plan(
         ),
         center=CenterMemory(
             center=trees.nbytes(center),
-            center_state=trees.nbytes(center_state),
+            center_state=work.snapshot - trees.nbytes(center),
             version=trees.nbytes(center),
-            messages=workers * message,
+            messages=children * message,
         ),
+        bottleneck=lowest.bottleneck,
+        hosts=cluster.shards * sum(count for count, _ in cluster.centers),
+        levels=levels,
+        kept=kept,
+        remedies=_remedies(work, narrow, cluster, asked),
+    )
+
+
+def _work(rule: Rule, center: PyTree, params: PyTree) -> Work:
+    """Bytes of an exchange of parameters with a center."""
+    message = trees.nbytes(rounds.contribution_like(rule, center, params))
+    state = jax.eval_shape(rule.center.init, center)
+    snapshot = trees.nbytes(center) + trees.nbytes(state)
+    return Work(
+        message,
+        answer=trees.nbytes(center, rule.codec.answers),
+        # The message is read twice (its norm is taken first), and the center and its
+        # optimizer's state go there and back.
+        applied=2 * (message + snapshot),
+        snapshot=snapshot,
+    )
+
+
+def _hiding(took: Times, cluster: Cluster) -> int:
+    """Local steps that hide an exchange."""
+    longest = took.longest(cluster.centers[0][1])
+    return max(1, math.ceil(longest / cluster.step_time))
+
+
+def _remedies(
+    work: Work, narrow: Work | None, cluster: Cluster, asked: int | None
+) -> Remedies:
+    """What would help, each by itself; ``narrow`` is the work with 16 bits."""
+    place = _times.lowest(cluster)
+    took = _times.times(work, cluster, *place)
+    hidden, half = _hiding(took, cluster), None
+    if narrow is not None:
+        half = _hiding(_times.times(narrow, cluster, *place), cluster)
+    alone = took.alone if asked is None else asked * cluster.step_time
+    target = max(alone, cluster.step_time)
+    return Remedies(
+        period=hidden,
+        bfloat16=half if half is not None and half < hidden else None,
+        shards=_times.shards(work, cluster, target),
+        levels=_times.depth(work, cluster, target),
     )
 
 
@@ -350,6 +245,11 @@ def all_reduce(
             inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
         ),
         center=CenterMemory(),
+        bottleneck="nothing"
+        if exchange <= step
+        else "latency"
+        if others * cluster.latency > sent / cluster.bandwidth
+        else "worker link",
     )
 
 
@@ -416,8 +316,3 @@ def _shapes(params: PyTree) -> PyTree:
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
     return jax.eval_shape(lambda tree: optax.tree.cast(tree, dtype), tree)
-
-
-def _positive(record: Any, *fields: str) -> None:
-    for field in fields:
-        check.rate(getattr(record, field), field, low=0.0, high=math.inf, low_open=True)

@@ -1,0 +1,305 @@
+"""What large runs would take, on paper: the tables of docs/scale.md, from the planner.
+
+For every number of parameters and of workers: what one center on one host would have to
+do, how many shards or which tree of centers it takes instead, and what a journal is
+then. Beside `agn-optax plan`, which has all of it for one of them.
+
+    python tools/scale.py                  # prints the tables
+    python tools/scale.py --write          # puts them into docs/scale.md
+    python tools/scale.py --codec bfloat16 --workers 64 --parameters 7e9 70e9
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import planning, rules
+from agn_optax.cli._units import rate
+from agn_optax.planning import Cluster, Cost, Disk, Machine, Tree
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
+BEGIN, END = "<!-- python tools/scale.py -->\n", "<!-- end -->"
+
+
+class Runs:
+    """Those that are planned."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        # In one leaf each: what a plan takes grows with their number, and bytes do not.
+        self._models = {
+            count: [jax.ShapeDtypeStruct((round(count) // 1000, 1000), jnp.float32)]
+            for count in args.parameters
+        }
+        self._rule = rules.diloco(codec=rules.CODECS.get(args.codec))
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        """Parameters and workers."""
+        for parameters in self.args.parameters:
+            for workers in self.args.workers:
+                yield parameters, workers
+
+    def cost(
+        self, parameters: float, workers: int, period: int, **cluster: Any
+    ) -> Cost:
+        """Of one of them."""
+        args = self.args
+        return planning.plan(
+            self._rule,
+            self._models[parameters],
+            Cluster(
+                step_time=args.step_time,
+                bandwidth=rate(args.bandwidth, "--bandwidth"),
+                center_bandwidth=rate(args.center_bandwidth, "--center-bandwidth"),
+                latency=args.latency,
+                workers=workers,
+                machine=Machine(
+                    overhead=args.overhead,
+                    endpoint_rate=rate(args.endpoint_rate, "--endpoint-rate"),
+                    apply_rate=rate(args.apply_rate, "--apply-rate"),
+                ),
+                **cluster,
+            ),
+            inner=optax.adamw(1e-3),
+            period=period,
+        )
+
+    def enough(
+        self, parameters: float, workers: int, **cluster: Any
+    ) -> tuple[int, int]:
+        """The period at which a worker by itself hides, and shards for all of them."""
+        alone = self.cost(parameters, 1, self.args.period)
+        period = max(self.args.period, alone.hidden_period or 1)
+        while True:
+            cost = self.cost(parameters, workers, period, **cluster)
+            assert cost.remedies is not None
+            if cost.remedies.shards is not None:
+                return period, cost.remedies.shards
+            period *= 2  # as a small exchange is, of too many workers
+
+
+def one_center(runs: Runs) -> list[str]:
+    """A center on one host: how busy it would be, and what would help."""
+    rows = []
+    for parameters, workers in runs:
+        cost = runs.cost(parameters, workers, runs.args.period)
+        asked = workers / (cost.period * runs.args.step_time)  # exchanges a second
+        help_ = cost.remedies
+        assert help_ is not None
+        rows.append(
+            [
+                f"{parameters:.0e}".replace("e+", "e"),
+                f"{workers:,}",
+                size(cost.message),
+                seconds(cost.exchange),
+                f"{size(asked * (cost.message + cost.answer))}/s",
+                seconds(cost.service),
+                share(asked * cost.service),
+                f"{cost.utilization_overlapping:.0%}",
+                cost.bottleneck,
+                number(help_.period),
+                number(help_.bfloat16),
+                number(help_.shards),
+                number(help_.levels),
+                size(cost.center.total),
+            ]
+        )
+    head = (
+        "parameters, workers, message, exchange, at the center, of it, load, busy, "
+        "bottleneck, period, with bfloat16, shards, levels, memory"
+    )
+    return table(head.split(", "), rows)
+
+
+def enough(runs: Runs) -> list[str]:
+    """As many shards as it takes, for one center, and for each of a tree's."""
+    rows = []
+    fan_out = Tree(fan_out=runs.args.fan_out)
+    for parameters, workers in runs:
+        period, shards = runs.enough(parameters, workers)
+        one = runs.cost(parameters, workers, period, shards=shards)
+        _, each = runs.enough(parameters, workers, tree=fan_out)
+        tree = runs.cost(parameters, workers, period, shards=each, tree=fan_out)
+        above = tree.levels[1:]
+        rows.append(
+            [
+                f"{parameters:.0e}".replace("e+", "e"),
+                f"{workers:,}",
+                number(period),
+                f"{one.utilization:.0%}",
+                number(one.hosts),
+                size(one.center.total / shards),
+                size(spread(one) / shards),
+                " + ".join(f"{level.centers:,}" for level in tree.levels),
+                number(tree.hosts),
+                size(tree.center.total / each),
+                seconds(sum(level.interval + level.exchange for level in above))
+                if above
+                else "-",
+                above[-1].bottleneck if above else "-",
+            ]
+        )
+    head = (
+        "parameters, workers, period, busy, shards, memory of each, if spread, "
+        "tree of centers, hosts, memory of each, to the root, bottleneck at the root"
+    )
+    return table(head.split(", "), rows)
+
+
+def spread(cost: Cost) -> float:
+    """Bytes of a center whose workers come evenly: each is there for an exchange."""
+    lowest, center = cost.levels[0], cost.center
+    there = min(1.0, lowest.exchange / lowest.interval)
+    return center.total - center.messages * (1 - there)
+
+
+def journals(runs: Runs) -> list[str]:
+    """What a journal writes, with as many shards as it takes with it."""
+    args, rows = runs.args, []
+    disk = Disk(bandwidth=rate(args.disk, "--disk"), sync=args.sync)
+    for parameters, workers in runs:
+        period, shards = runs.enough(parameters, workers, disk=disk)
+        cost = runs.cost(parameters, workers, period, shards=shards, disk=disk)
+        kept = cost.kept
+        assert kept is not None
+        rows.append(
+            [
+                f"{parameters:.0e}".replace("e+", "e"),
+                f"{workers:,}",
+                number(period),
+                number(shards),
+                f"{size(kept.written)}/s",
+                share(kept.written / disk.bandwidth),
+                size(kept.snapshot),
+                size(kept.journal),
+                seconds(kept.read),
+                seconds(kept.replay),
+                seconds(kept.rejoin),
+                seconds(kept.restart),
+            ]
+        )
+    head = (
+        "parameters, workers, period, shards, each writes, its disk's load, snapshot, "
+        "journal, read, replay, rejoin, restart"
+    )
+    return table(head.split(", "), rows)
+
+
+def page(args: argparse.Namespace) -> str:
+    """All tables, with what they assume."""
+    runs = Runs(args)
+    codec = f", contributions as {args.codec}" if args.codec else ""
+    assumed = (
+        f"DiLoCo with {args.step_time:g} s a step{codec}; {args.bandwidth} at each "
+        f"worker and {args.center_bandwidth} at\neach host of a center, round trips of "
+        f"{1e3 * args.latency:g} ms; an exchange of nothing takes "
+        f"{1e3 * args.overhead:g} ms,\nboth ends {args.endpoint_rate} and the center's "
+        f"arithmetic {args.apply_rate} a second; disks take {args.disk} a\nsecond, and "
+        f"{1e3 * args.sync:g} ms to sync."
+    )
+    parts = [
+        [assumed],
+        [f"### One center on one host, period {args.period}"],
+        one_center(runs),
+        ["### As many hosts as it takes"],
+        enough(runs),
+        ["### With a journal"],
+        journals(runs),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Of Markdown."""
+    lines = [head, ["---:"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def size(value: float) -> str:
+    """Bytes, in two digits or three."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} EB"
+
+
+def seconds(value: float) -> str:
+    """As people say it."""
+    if value < 0.9995:
+        return f"{1e3 * value:.3g} ms"
+    for unit, many in (("s", 1), ("min", 60), ("h", 3600)):
+        if value < 200 * many:
+            return f"{value / many:.3g} {unit}"
+    return f"{value / 86400:,.3g} days"
+
+
+def share(value: float) -> str:
+    """Of a whole, or of many."""
+    if value < 1:
+        return f"{value:.1%}"
+    return f"{value:,.1f} times" if value < 100 else f"{value:,.0f} times"
+
+
+def number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def written(text: str, args: argparse.Namespace) -> str:
+    """The page's text, with its tables made again."""
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return f"{text[:begin]}\n{page(args)}\n{text[end:]}"
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="What large runs would take, on paper."
+    )
+    add = parser.add_argument
+    add("--parameters", type=float, nargs="+", default=[1e8, 1e9, 1e10, 1e11, 1e12])
+    add("--workers", type=int, nargs="+", default=[10, 100, 1_000, 10_000])
+    add(
+        "--period",
+        type=int,
+        default=500,
+        help="local steps, or more where it takes more",
+    )
+    add("--step-time", type=float, default=1.0, help="seconds of a local step")
+    add("--codec", choices=rules.CODECS, help="how contributions travel")
+    add("--bandwidth", default="10Gbit", help="of each worker's link")
+    add("--center-bandwidth", default="10Gbit", help="of the link of a center's host")
+    add("--latency", type=float, default=0.001, help="seconds of a round trip")
+    add("--fan-out", type=int, default=32, help="of a tree of centers")
+    add(
+        "--overhead",
+        type=float,
+        default=0.002,
+        help="seconds of an exchange of nothing",
+    )
+    add(
+        "--endpoint-rate", default="2.5GB", help="message and answer, through both ends"
+    )
+    add("--apply-rate", default="30GB", help="that the center's arithmetic moves")
+    add("--disk", default="2GB", help="a second that it writes, or reads")
+    add("--sync", type=float, default=0.002, help="seconds")
+    add("--write", action="store_true", help="put the tables into docs/scale.md")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    args = arguments()
+    if args.write:
+        PAGE.write_text(written(PAGE.read_text(), args))
+    else:
+        print(page(args))
+
+
+if __name__ == "__main__":
+    main()
