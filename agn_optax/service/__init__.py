@@ -11,7 +11,9 @@ from agn_optax.service import _absl  # noqa: F401 first
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
 from agn_optax.service import _handshake as handshake  # noqa: F401
+from agn_optax.service import _path as path  # noqa: F401
 from agn_optax.service import _token as tokens  # noqa: F401
+from agn_optax.service import _versions as versions  # noqa: F401
 from agn_optax.service import wire as wire
 from agn_optax.service._access import Access
 from agn_optax.service._client import RemoteCenter, connect
