@@ -20,10 +20,12 @@ from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer
+from agn_optax.service._probe import Way as Way
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._server import Server, serve
 from agn_optax.service._tls import Tls, tls
+from agn_optax.service._watchdog import LEAST_RATE as LEAST_RATE
 
 __all__ = [
     "Access",

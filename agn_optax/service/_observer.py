@@ -103,13 +103,21 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
         return self._ask(attempt)
 
-    def measure(self, transport: str, *, route: Route | None = None) -> Way:
+    def measure(
+        self,
+        transport: str,
+        *,
+        route: Route | None = None,
+        timeout: float | None = None,
+    ) -> Way:
         """How fast a way is, each direction by itself; takes a reader, and a second.
 
         Args:
           transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as `connect` has them.
           route: of a socket: by which interface it connects, and how long its segments
             may be; None leaves that to the system.
+          timeout: seconds in which some kilobytes must come through; None for those of
+            every call.
 
         Raises:
           CenterUnreachableError: there is no such way.
@@ -117,14 +125,17 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
           ProtocolError: the center is of a release that cannot be measured.
         """
         (way,) = named([transport])
+        patience = self._connection.timeout if timeout is None else timeout
 
         def attempt() -> Way:
             offers = {offer.transport: offer for offer in self.describe().offers}
-            own, patience = offers.get(transport), self._connection.timeout
+            own = offers.get(transport)
             try:
                 return measure(
                     self._connection, way, own, timeout=patience, route=route
                 )
+            except errors.AgnOptaxError:
+                raise  # some of them are errors of the system, too
             except OSError as error:
                 raise errors.CenterUnreachableError(
                     f"no way by {transport}: {error}"

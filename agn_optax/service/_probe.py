@@ -125,7 +125,12 @@ def measure(
         if is_shared:
             both = rate(1, 1)
             return Way(transport.name, min(trips), both, both, path)
-        up, down = rate(1, 0), rate(0, 1)
+        up, down = rate(1, 0), None
+        try:
+            down = rate(0, 1)
+        except errors.CenterUnreachableError:
+            if up is not None:
+                raise  # else what got stuck is still in the way
         return Way(transport.name, min(trips), up, down, path)
     finally:
         for link in made:

@@ -77,6 +77,9 @@ _UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
 _MOST_NAME = 256  # bytes of a worker's name
 _MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
 _MOST_OF_ONE = 3  # of a caller, who may read slowly
+# Who measure at a time. Of one whose bytes get lost on the way several are there, as it
+# is not heard that the others have gone.
+_MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # pulls
 _LONGEST_WAIT = 60.0  # seconds that a pull may wait for the first parameters
 _SAVED = 8e-9  # seconds that a byte of a snapshot costs others
@@ -139,7 +142,7 @@ class Servicer:
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
         self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
         self._initializations = Places(1, 1)
-        self._probing = Places(1, 1)
+        self._probing = Places(_MOST_PROBING, _MOST_OF_ONE_PROBING)
         self._dtype = dtype
         self._parent = parent
         # Once, and before anybody asks: calls that come together would each compute it,

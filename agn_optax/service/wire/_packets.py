@@ -28,7 +28,7 @@ MOST_CONTROL = 64 << 10  # bytes; most have a hundred
 MOST_SCHEMA = (
     64 << 20
 )  # bytes of a control part with a schema; very many leaves have them
-MOST_PROBED = 16 << 20  # bytes of a probe, each way
+MOST_PROBED = 4 << 20  # bytes of a probe, each way
 _BLOCK = 1 << 16  # bytes, which are repeated: more than what compresses looks back
 
 
