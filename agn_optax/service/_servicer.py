@@ -515,6 +515,7 @@ class Servicer:
             degraded=self.core.degraded,
             disk_free=None if room is None else room.free,
             disk_needed=None if room is None else room.needed,
+            center=self.core.life,
             workers=[
                 pb.WorkerStatus(
                     name=name,

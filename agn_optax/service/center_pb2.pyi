@@ -348,7 +348,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address", "disk_free", "disk_needed")
+    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address", "disk_free", "disk_needed", "center")
     class RefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +373,7 @@ class StatusReply(_message.Message):
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DISK_FREE_FIELD_NUMBER: _ClassVar[int]
     DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FIELD_NUMBER: _ClassVar[int]
     version: int
     rule: str
     mode: str
@@ -390,4 +391,5 @@ class StatusReply(_message.Message):
     page_address: str
     disk_free: int
     disk_needed: int
-    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., refused: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ...) -> None: ...
+    center: str
+    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., refused: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., center: _Optional[str] = ...) -> None: ...
