@@ -18,7 +18,7 @@ from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 _FIRST = 16 << 10  # bytes: several packets, and half a second of the slowest way
 _FIRST_SHARED = 64 << 10  # ... or what goes through shared memory
 _LONG = 0.1  # seconds that tell how fast a way is
-_TIMES = 3  # of the most bytes
+_TIMES = 2  # of the most bytes
 
 
 class Way(NamedTuple):
