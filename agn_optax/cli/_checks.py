@@ -22,6 +22,7 @@ from agn_optax.service import (
     fingerprint,
     handshake,
     path,
+    publishing,
     versions,
     wire,
 )
@@ -133,6 +134,8 @@ class Checks:
                 self._center.close()
 
     def _check_address(self) -> _Found:
+        if (file := publishing.path_of(self.address)) is not None:
+            self.address = publishing.read(file)
         address.check(self.address)
         if self.address.startswith("unix:"):
             return "ok", f"{self.address} is a socket of this machine"

@@ -12,6 +12,7 @@ from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
 from agn_optax.service import _handshake as handshake  # noqa: F401
 from agn_optax.service import _path as path  # noqa: F401
+from agn_optax.service import _published as publishing  # noqa: F401
 from agn_optax.service import _token as tokens  # noqa: F401
 from agn_optax.service import _versions as versions  # noqa: F401
 from agn_optax.service import wire as wire

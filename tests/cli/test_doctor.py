@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
+import re
 import socket
+import subprocess
 import threading
 import time
 
@@ -288,6 +291,36 @@ def test_doctor_of_a_disk_that_fills(tmp_path):
         assert status["disk_free"] > 0
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """Of 4 MB."""
+    if os.getuid():
+        pytest.skip("only root can mount a small disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place]
+    if subprocess.run(mount, check=False).returncode:  # noqa: S603 the system's own
+        pytest.skip("nothing can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 as above
+
+
+def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
+    kept = center.Snapshots(small_disk / "center")
+    params = jnp.zeros(250_000)
+    with service.serve(RULE, params, durability=kept) as own:
+        assert checks(own.address, code=0)["disk"][0] == "ok"  # two more fit
+        taken = small_disk / "taken"
+        taken.write_bytes(bytes(1_500_000))  # one more does
+        result, said = checks(own.address, code=0)["disk"]
+        assert (result, "make room before both" in said) == ("warning", True)
+        taken.write_bytes(bytes(2_500_000))
+        result, said = checks(own.address, code=1)["disk"]
+        taken.unlink()
+    assert result == "failed"
+    assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", said)
+
+
 # What gRPC makes of the environment.
 
 
@@ -402,3 +435,13 @@ def test_the_doctor_says_what_a_proxy_answers(variables, nowhere):
         mute = proxy._replace(host=host, port=int(port))
         why = _network.why_not_through(mute, "center.invalid:5000", 5.0)
     assert "without an answer" in why or "reset" in why
+
+
+def test_doctor_of_an_address_in_a_file(server, tmp_path):
+    where = tmp_path / "center"
+    found = checks(f"file:{where}", code=1)
+    assert "no center has left its address" in found["address"][1]
+    where.write_text(f"{server.address}\n")
+    found = checks(f"file:{where}", code=0)
+    assert found["address"][1].startswith(f"{server.address} is 127.0.0.1")
+    assert "socket" in found["rates"][1]
