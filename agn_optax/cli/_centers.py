@@ -67,60 +67,47 @@ class Centers(contextlib.AbstractContextManager["Centers"]):
         self._ask(self.addresses, known)
         if not self._is_tree:
             return [known[address] for address in self.addresses]
-        roots = self._roots(known)
-        found: dict[str, Seen] = {}
-        lives: set[str] = set()
-        for root in roots:
-            found.update(self._below(known[root], known, found.keys(), lives))
-        # Those that were given, and that nobody has named.
-        for address in self.addresses:
-            life = (known[address].status or {}).get("center")
-            if address not in found and (not life or life not in lives):
-                found[address] = known[address]
-        return list(found.values())
+        placed = _Placed()
+        for root in self._roots(known):
+            self._place(known[root], known, placed)
+        for address in self.addresses:  # those that no parent has named
+            placed.add(known[address])
+        return list(placed.in_order(None))
 
     def _roots(self, known: dict[str, Seen]) -> list[str]:
-        """Of those that are known, and of all above them, who have no parent."""
+        """Of those that were given, and of all above them, who have no parent."""
         roots: dict[str, None] = {}
+        climbed: set[str] = set()
         level = list(self.addresses)
         while level:
+            climbed.update(level)
             above: dict[str, None] = {}
             for address in level:
                 parents = _parents(known[address])
                 (above if parents else roots).update(
                     dict.fromkeys(parents or [address])
                 )
-            level = [address for address in above if address not in known]
-            self._ask(level, known)
-            roots.update(dict.fromkeys(a for a in above if not _parents(known[a])))
+            level = [address for address in above if address not in climbed]
+            self._ask([address for address in level if address not in known], known)
         return list(roots)
 
-    def _below(
-        self, root: Seen, known: dict[str, Seen], taken: Any, lives: set[str]
-    ) -> Iterator[tuple[str, Seen]]:
-        """A root, and all sites below it, none of them twice."""
-        level = [] if root.address in taken else [root]
-        tree: dict[str | None, list[Seen]] = {None: level}
+    def _place(self, root: Seen, known: dict[str, Seen], placed: _Placed) -> None:
+        """A root, and all sites below it."""
+        level = [root] if placed.add(root) else []
         while level:
-            lives |= {seen.status["center"] for seen in level if seen.status}
             named = {
-                site: (seen, worker["name"])
-                for seen in level
-                for worker in (seen.status or {}).get("workers", ())
-                if (site := worker["serves_at"]) and site not in taken
+                site: (parent, worker["name"])
+                for parent in level
+                for worker in (parent.status or {}).get("workers", ())
+                if (site := worker["serves_at"])
             }
             self._ask([site for site in named if site not in known], known)
             level = []
             for site, (parent, name) in named.items():
-                life = (known[site].status or {}).get("center")
-                if life in lives and life:
-                    continue  # by another address
-                own = known[site]._replace(
-                    depth=parent.depth + 1, under=(parent.address, name)
-                )
-                tree.setdefault(parent.address, []).append(own)
-                level.append(own)
-        yield from _in_order(tree, None)
+                under = parent.address, name
+                own = known[site]._replace(depth=parent.depth + 1, under=under)
+                if placed.add(own):
+                    level.append(own)
 
     def _ask(self, addresses: Sequence[str], known: dict[str, Seen]) -> None:
         """All at once; adds what they said to what is known."""
@@ -147,10 +134,28 @@ def _parents(seen: Seen) -> list[str]:
     return [each for each in said.split(",") if ":" in each]
 
 
-def _in_order(
-    tree: dict[str | None, list[Seen]], above: str | None
-) -> Iterator[tuple[str, Seen]]:
-    """Each followed by all that is below it."""
-    for seen in tree.get(above, ()):
-        yield seen.address, seen
-        yield from _in_order(tree, seen.address)
+class _Placed:
+    """Centers that have their place in a tree, none of them twice."""
+
+    def __init__(self) -> None:
+        self._addresses: set[str] = set()
+        self._lives: set[str] = set()
+        self._below: dict[str | None, list[Seen]] = {}
+
+    def add(self, seen: Seen) -> bool:
+        """Whether it had none yet, by this address or another one."""
+        life = (seen.status or {}).get("center", "")
+        if seen.address in self._addresses or life in self._lives:
+            return False
+        self._addresses.add(seen.address)
+        if life:  # those of earlier releases do not say which one it is
+            self._lives.add(life)
+        above = None if seen.under is None else seen.under[0]
+        self._below.setdefault(above, []).append(seen)
+        return True
+
+    def in_order(self, above: str | None) -> Iterator[Seen]:
+        """Each followed by all that is below it."""
+        for seen in self._below.get(above, ()):
+            yield seen
+            yield from self.in_order(seen.address)

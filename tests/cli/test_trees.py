@@ -112,6 +112,22 @@ def test_a_center_that_two_names_lead_to_is_shown_once():
         assert len([name for name in shown(said) if "worker" in name]) == 1
 
 
+def test_a_tree_that_bites_its_own_tail():
+    """A worker may say that it is any center; nobody goes around in circles."""
+    with (
+        tree(sites=["site"]) as (root, (site,)),
+        service.connect(site.address, RULE) as center,
+    ):
+        center.announce(root.address)
+        center.join("ouroboros")
+        for address in (root.address, site.address):
+            said = succeeds("status", address, "--tree")
+            assert shown(said).count(root.address) == 1
+            assert "2 of 2 centers" in said
+        both = f"{root.address},{root.address.replace('127.0.0.1', 'localhost')}"
+        assert "2 of 2 centers" in succeeds("status", both, "--tree")
+
+
 def test_shards():
     with service.serve(RULE) as one, service.serve(RULE) as other:
         both = f"{one.address}, {other.address}"
