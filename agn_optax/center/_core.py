@@ -31,7 +31,7 @@ from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
-from agn_optax.center.durability import Durability, Keeper
+from agn_optax.center.durability import Durability, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
@@ -165,6 +165,11 @@ class Core:
     def saved_version(self) -> int | None:
         """Of the newest snapshot on disk that this process wrote; None without one."""
         return None if self._keeper is None else self._keeper.saved_version
+
+    @property
+    def room(self) -> Room | None:
+        """On the disk where it is kept; None as long as it is not."""
+        return None if self._keeper is None else self._keeper.room()
 
     def atomically(self) -> threading.Condition:
         """Around what nobody may come between; notified whenever something changed."""

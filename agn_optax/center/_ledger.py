@@ -280,6 +280,14 @@ class Ledger:
         # Seconds: if `expire` is not called for longer, the center was not running.
         self._nap = math.inf
 
+    @property
+    def round_grace(self) -> float | None:
+        """Seconds in which the others may follow a quorum; None without one."""
+        mode = self.mode
+        if not isinstance(mode, Synchronous) or mode.quorum is None:
+            return None
+        return mode.grace
+
     def present(self) -> Mapping[str, Member]:
         """The workers that are there, or may still come back within their leases."""
         return self._present

@@ -106,6 +106,17 @@ class ShardedCenter:
         """The center as it is: every part is one version of its shard."""
         return self.unite(self.all(lambda center: center.pull(), self.centers))
 
+    @property
+    def address(self) -> str:
+        """Those of all shards, where they have any, as `connect` takes them."""
+        return ",".join(getattr(center, "address", "") for center in self.centers)
+
+    def announce(self, address: str) -> None:
+        """Says to all shards where their workers are themselves a center."""
+        for center in self.centers:
+            if hasattr(center, "announce"):
+                center.announce(address)
+
     def close(self) -> None:
         """Closes the connections to all shards."""
         for center in self.centers:

@@ -13,6 +13,7 @@ import typer
 from agn_optax import errors, launch, service
 from agn_optax.cli import _center_options, _export, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
+from agn_optax.cli._notify import notify
 from agn_optax.cli._rules import RuleOptions
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -90,9 +91,11 @@ def serve(
             if shown:
                 typer.echo(f"token of the page {shown}")
 
+        notify("READY=1", f"STATUS=serving {made.name} at {server.address}")
         core = server.center.core
         while not (signals or core.wait_until_closed(_LOOK)):
             pass
+        notify("STOPPING=1", "STATUS=draining")
         if not signals and not core.failure:
             typer.echo("draining, as an operator has asked for", err=True)
         if signals:

@@ -12,11 +12,27 @@ import typer
 
 from agn_optax import errors, service
 from agn_optax.cli import _center_options, _options, _table
+from agn_optax.cli._centers import Centers, Seen
 
 Address = Annotated[
     str,
     typer.Argument(
         metavar="ADDRESS", help="Where the center is: HOST:PORT or unix:PATH."
+    ),
+]
+Addresses = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS[,ADDRESS...]",
+        help="Where the center is, or its shards: HOST:PORT or unix:PATH.",
+    ),
+]
+Tree = Annotated[
+    bool,
+    typer.Option(
+        "--tree",
+        help="Also its parents and their sites, as far as they can be reached. All of "
+        "them are shown the same token: take an observer's.",
     ),
 ]
 Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
@@ -81,25 +97,31 @@ def tls_of(reached: Reached) -> service.Tls | None:
 
 
 def status(
-    address: Address,
+    address: Addresses,
     reached: Reached,
+    tree: Tree = False,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show a center and its workers, once.
+    """Show a center and its workers, once; or all shards of one, or a whole tree.
 
-    Rates are means since the center was started.
+    Rates are means since the centers were started.
     """
-    with observer(address, reached, timeout) as center:
-        said = _with_rates(address, None, center.status())
+    with _centers_at(address, reached, timeout, tree=tree) as centers:
+        look = _Look(centers.look(), {})
+    missing = look.missing(centers.addresses)
+    if missing is not None and look.only(tree=tree):
+        raise missing
     if json:
-        _options.print_json(said)
+        _options.print_json(look.as_json(tree=tree))
     else:
-        _table.console().print(_table.of(said))
+        _table.console().print(look.table(tree=tree))
+    if missing is not None:
+        raise missing
 
 
 def watch(
-    address: Address,
+    address: Addresses,
     reached: Reached,
     interval: Annotated[
         float, typer.Option(min=0.05, help="Seconds between two looks.")
@@ -107,43 +129,40 @@ def watch(
     count: Annotated[
         int | None, typer.Option(min=1, help="Looks, after which it ends.")
     ] = None,
+    tree: Tree = False,
     timeout: Timeout = 5.0,
     json: _options.Json = False,
 ) -> None:
-    """Show a center and its workers, again and again, until Ctrl-C.
+    """Show a center and its workers, again and again, until Ctrl-C; or several.
 
     Rates are those since the last look. A center that is not there yet is waited for,
-    as is one that goes away, whose last table stays. With --json, each look is an
-    object on a line of its own.
+    as is one that goes away, of which what was known last stays. With --json, each look
+    is an object on a line of its own.
     """
-    before: dict[str, Any] | None = None
-    shown: dict[str, Any] | None = None
-    failure: errors.AgnOptaxError | None = None
+    before: dict[str, dict[str, Any]] | None = None
+    shown: dict[str, dict[str, Any]] = {}
+    missing: errors.AgnOptaxError | None = None
     with (
-        observer(address, reached, timeout) as center,
+        _centers_at(address, reached, timeout, tree=tree) as centers,
         _table.live(enabled=not json) as show,
         contextlib.suppress(KeyboardInterrupt),
     ):
         begin = time.monotonic()
-        for look in itertools.islice(itertools.count(), count):
+        for number in itertools.islice(itertools.count(), count):
             # On time whatever a look takes, unless it takes longer than the interval.
-            time.sleep(max(0.0, begin + look * interval - time.monotonic()))
-            try:
-                now, failure = center.status(), None
-            except errors.CenterUnreachableError as error:
-                failure = error
-                said = {"address": address, "error": str(error)}
-            else:
-                said = shown = _with_rates(address, before or now, now)
-                before = now
+            time.sleep(max(0.0, begin + number * interval - time.monotonic()))
+            look = _Look(centers.look(), before)
+            before = {**(before or {}), **look.statuses()}
+            missing = look.missing(centers.addresses)
+            if not isinstance(missing, errors.CenterUnreachableError | None):
+                break  # for which it makes no sense to wait
             if json:
-                _options.print_json(said)
-            elif failure is None:
-                show(_table.of(said))
+                _options.print_json(look.as_json(tree=tree))
             else:
-                show(_table.lost(str(failure), shown))
-    if failure is not None:
-        raise failure
+                show(look.table(tree=tree, shown=shown))
+            shown.update(look.known())
+    if missing is not None:
+        raise missing
 
 
 def save(
@@ -180,6 +199,86 @@ def drain(
         _options.print_json({"event": "draining", "address": address})
     else:
         typer.echo(f"draining {address}")
+
+
+class _Look:
+    """Centers at one moment, with what has happened since another one.
+
+    Args:
+      seen: the centers.
+      before: what each of them said then, by its address; without any, rates are since
+        it was started. None for the first of several looks, which knows no rates.
+    """
+
+    def __init__(
+        self, seen: list[Seen], before: dict[str, dict[str, Any]] | None
+    ) -> None:
+        self._seen = seen
+        self._said = []
+        for each in seen:
+            said: dict[str, Any] = {"address": each.address, "error": ""}
+            if each.error is not None:
+                said["error"] = str(each.error)
+            if (now := each.status) is not None:
+                since = now if before is None else before.get(each.address)
+                said |= _with_rates(each.address, since, now)
+            said["depth"] = each.depth
+            said["under"] = None if each.under is None else list(each.under)
+            self._said.append(said)
+
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """Of those that answered, as they said it."""
+        return {s.address: s.status for s in self._seen if s.status is not None}
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Of those that answered, with rates."""
+        return {said["address"]: said for said in self._said if not said["error"]}
+
+    def only(self, *, tree: bool) -> dict[str, Any] | None:
+        """The only one, where there was no more to be looked at."""
+        return self._said[0] if not tree and len(self._said) == 1 else None
+
+    def missing(self, addresses: list[str]) -> errors.AgnOptaxError | None:
+        """Why some that should be there are not; None if all are."""
+        found = [
+            each.error
+            for each in self._seen
+            if each.error is not None and each.address in addresses
+        ]
+        # Those for which there is no hope are first.
+        found.sort(key=lambda e: isinstance(e, errors.CenterUnreachableError))
+        return found[0] if found else None
+
+    def as_json(self, *, tree: bool) -> dict[str, Any]:
+        """One center as it always was, or all in a list."""
+        if (one := self.only(tree=tree)) is None:
+            return {"centers": self._said}
+        if one["error"]:
+            return {"address": one["address"], "error": one["error"]}
+        return {k: v for k, v in one.items() if k not in ("error", "depth", "under")}
+
+    def table(
+        self, *, tree: bool, shown: dict[str, dict[str, Any]] | None = None
+    ) -> Any:
+        """For people; of a center that does not answer, what was ``shown`` last."""
+        shown = shown or {}
+        if (one := self.only(tree=tree)) is None:
+            return _table.of_all(self._said, shown)
+        if one["error"]:
+            return _table.lost(one["error"], shown.get(one["address"]))
+        return _table.of(one)
+
+
+def _centers_at(
+    address: str, reached: Reached, timeout: float, *, tree: bool
+) -> Centers:
+    """Of one address, or of several that are separated by commas."""
+    addresses = [each.strip() for each in address.split(",")]
+    if len(set(addresses)) != len(addresses):
+        raise errors.InvalidArgumentError(
+            f"one address or several different ones expected, got {address!r}"
+        )
+    return Centers(addresses, lambda each: observer(each, reached, timeout), tree=tree)
 
 
 def _with_rates(

@@ -30,7 +30,7 @@ _COLUMNS = (
     _Column("per s", lambda worker: _number(worker["exchanges_per_second"]), 4),
     _Column("staleness", lambda worker: _number(worker["staleness"]), 5),
     _Column("transport", lambda worker: worker["transport"] or "-", 6),
-    _Column("last seen", lambda worker: f"{worker['seen']:.1f} s", 7),
+    _Column("last seen", lambda worker: _seconds(worker["seen"]), 7),
     _Column("period", lambda worker: str(worker["period"] or "-"), 8),
     _Column("refused", lambda worker: str(worker["refused"]), 9),
     _Column("dropped", lambda worker: str(worker["dropped"]), 10),
@@ -70,30 +70,112 @@ def of(said: dict[str, Any], width: int | None = None) -> Any:
       width: characters there are; None for those of `console`. Columns go where there
         are too few, the least important first.
     """
-    width = console().width if width is None else width
-    table = rich.table.Table(
-        title=_title(said), title_justify="left", caption=_caption(said)
-    )
     workers = said["workers"]
     names = _distinct([worker["name"] for worker in workers], _MOST_NAME)
-    own = max(map(rich.cells.cell_len, ["worker", *names]))
-    table.add_column("worker", min_width=own, no_wrap=True)
-    columns = _fitting(workers, width - own - 4)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    for name, worker in zip(names, workers, strict=True):
-        cells = [rich.text.Text(column.cell(worker)) for column in columns]
-        table.add_row(rich.text.Text(name), *cells)
+    table = _filled(names, workers, "worker", width)
+    table.title, table.caption = _title(said), _caption(said)
     if said["degraded"]:
-        warning = rich.text.Text(f"warning: {said['degraded']}", style="bold red")
-        return rich.console.Group(table, warning)
+        return rich.console.Group(table, _warning(f"warning: {said['degraded']}"))
     return table
+
+
+def of_all(
+    centers: list[dict[str, Any]],
+    shown: dict[str, dict[str, Any]],
+    width: int | None = None,
+) -> Any:
+    """Several centers and all of their workers in one table.
+
+    Args:
+      centers: the status of each, with its place in the tree; or why there is none.
+      shown: what was known before, by addresses, of those that do not answer.
+      width: as above.
+    """
+    there = []
+    for center in centers:
+        known = shown.get(center["address"]) if center["error"] else center
+        if known is not None:
+            there.append({**known, "error": center["error"], "under": center["under"]})
+    below: dict[tuple[str, str] | None, list[dict[str, Any]]] = {}
+    for center in there:
+        key = None if center["under"] is None else tuple(center["under"])
+        below.setdefault(key, []).append(center)
+    names: list[str] = []
+    rows: list[dict[str, Any]] = []
+
+    def put(center: dict[str, Any], indent: int) -> None:
+        names.append("  " * indent + center["address"])
+        rows.append(_as_row(center))
+        workers = center["workers"]
+        short = _distinct([worker["name"] for worker in workers], _MOST_NAME)
+        for name, worker in zip(short, workers, strict=True):
+            names.append("  " * (indent + 1) + name)
+            rows.append(worker)
+            for site in below.get((center["address"], worker["name"]), ()):
+                put(site, indent + 2)
+
+    for root in below.get(None, ()):
+        put(root, 0)
+    table = _filled(names, rows, "center, worker", width)
+    count = sum(len(center["workers"]) for center in there)
+    rules = ", ".join(dict.fromkeys(center["rule"] for center in there))
+    table.title = rich.text.Text(
+        f"{rules}: {len(there)} of {len(centers)} centers, {count} workers"
+    )
+    said = [
+        _warning(f"warning: {center['address']}: {center['degraded']}")
+        for center in there
+        if center["degraded"]
+    ]
+    said += [
+        _warning(f"not reachable: {center['address']}: {center['error']}")
+        for center in centers
+        if center["error"]
+    ]
+    return rich.console.Group(table, *said)
 
 
 def lost(why: str, said: dict[str, Any] | None) -> Any:
     """A center that does not answer, and what was known of it last, if anything was."""
-    warning = rich.text.Text(f"waiting: {why}", style="bold red")
+    warning = _warning(f"waiting: {why}")
     return warning if said is None else rich.console.Group(of(said), warning)
+
+
+def _warning(said: str) -> rich.text.Text:
+    return rich.text.Text(said, style="bold red")
+
+
+def _filled(
+    names: list[str], rows: list[dict[str, Any]], title: str, width: int | None
+) -> rich.table.Table:
+    """A table of those columns for which there is room beside the names."""
+    width = console().width if width is None else width
+    table = rich.table.Table(title_justify="left")
+    own = max(map(rich.cells.cell_len, [title, *names]))
+    table.add_column(title, min_width=own, no_wrap=True)
+    columns = _fitting(rows, width - own - 4)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for name, row in zip(names, rows, strict=True):
+        cells = [rich.text.Text(column.cell(row)) for column in columns]
+        table.add_row(rich.text.Text(name), *cells)
+    return table
+
+
+def _as_row(center: dict[str, Any]) -> dict[str, Any]:
+    """A center in the columns of workers: what they add up to, and what it has not."""
+    workers = center["workers"]
+    return {
+        **dict.fromkeys(("staleness", "transport", "seen", "period", "norm", "waits")),
+        "connected": not center["error"],
+        "exchanges": center["version"] or 0,
+        "exchanges_per_second": center["exchanges_per_second"],
+        "refused": sum(center["refused"].values()),
+        "dropped": sum(worker["dropped"] for worker in workers),
+        "bytes_received": center["bytes_received"],
+        "bytes_sent": center["bytes_sent"],
+        "reported": {},
+    }
 
 
 def _fitting(workers: list[dict[str, Any]], width: int) -> list[_Column]:
@@ -170,5 +252,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _yes(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "no"

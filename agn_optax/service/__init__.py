@@ -11,17 +11,22 @@ from agn_optax.service import _absl  # noqa: F401 first
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
 from agn_optax.service import _handshake as handshake  # noqa: F401
+from agn_optax.service import _path as path  # noqa: F401
+from agn_optax.service import _published as publishing  # noqa: F401
 from agn_optax.service import _token as tokens  # noqa: F401
+from agn_optax.service import _versions as versions  # noqa: F401
 from agn_optax.service import wire as wire
 from agn_optax.service._access import Access
 from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
 from agn_optax.service._observer import Observer
+from agn_optax.service._probe import Way as Way
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._server import Server, serve
 from agn_optax.service._tls import Tls, tls
+from agn_optax.service._watchdog import LEAST_RATE as LEAST_RATE
 
 __all__ = [
     "Access",

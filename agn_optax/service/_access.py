@@ -21,7 +21,7 @@ from agn_optax.service import _x509
 from agn_optax.service._files import Path, Reread
 
 _WATCHES = frozenset({"Describe", "Status", "Health"})
-_READS = _WATCHES | {"Pull"}
+_READS = _WATCHES | {"Pull", "Probe"}
 _WORKS = _READS | {"Exchange", "Alive", "Leave"}
 # Which calls each role may make.
 ROLES = {
@@ -116,7 +116,7 @@ class Access:
     | role | may |
     | --- | --- |
     | observer | see status and health |
-    | reader | also pull the parameters |
+    | reader | also pull the parameters, and measure the way |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
     | operator | do what a reader may, have a snapshot written, and drain the center |

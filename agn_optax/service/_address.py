@@ -11,6 +11,7 @@ PROTOCOL = 2  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
 # Seconds between two Waiting packets, by which a worker knows that the center is there.
 WAITING_INTERVAL = 2.0
+_HERE = "this machine"
 _MAX_MESSAGE = 64 << 20  # bytes; of gRPC, for descriptions of very many leaves
 
 # Both sides ping a silent connection, so that a host that vanished is noticed.
@@ -78,6 +79,26 @@ def is_local(address: str) -> bool:
         return name == "localhost"
 
 
+def is_everywhere(address: str) -> bool:
+    """Whether who listens there does so at all addresses of its host."""
+    if address.startswith("unix:"):
+        return False
+    try:
+        return ipaddress.ip_address(host(address)).is_unspecified
+    except ValueError:
+        return False
+
+
+def host_of(network: str) -> str:
+    """The address of one host, of what `network` makes of it; "" if it says less."""
+    if network == _HERE:
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.IPv4Address(network))
+    except ValueError:
+        return ""
+
+
 def path(address: str) -> str:
     """Of the file of a Unix socket."""
     return address.removeprefix("unix:").removeprefix("//")
@@ -101,7 +122,7 @@ def network(name: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     if address.is_loopback:
-        return "this machine"
+        return _HERE
     if address.version == 4 or address.is_link_local:
         return str(address)
     return str(ipaddress.ip_network((address, 64), strict=False))

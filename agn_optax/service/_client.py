@@ -228,6 +228,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         """What the center says of itself, fresh."""
         return self._remote.describe()
 
+    def announce(self, address: str) -> None:
+        """Workers that join from now on are themselves a center, at an address."""
+        self._remote.serves_at = address
+
     def close(self) -> None:
         """Leaves with all workers of this connection, and closes it."""
         if self._connection.closed:

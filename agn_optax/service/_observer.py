@@ -14,8 +14,11 @@ from agn_optax.center import Snapshot
 from agn_optax.service import _address, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
+from agn_optax.service._path import Route
+from agn_optax.service._probe import Way, measure
 from agn_optax.service._remote import pull
 from agn_optax.service._tls import Tls
+from agn_optax.service.transports import named
 from agn_optax.service.wire import _trees
 
 T = TypeVar("T")
@@ -97,6 +100,46 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
             schema = _trees.from_proto(self._connection.describe().schema)
             said, arrays = pull(self._connection, lambda: schema)
             return Snapshot(_trees.build(schema, arrays), said.version)
+
+        return self._ask(attempt)
+
+    def measure(
+        self,
+        transport: str,
+        *,
+        route: Route | None = None,
+        timeout: float | None = None,
+    ) -> Way:
+        """How fast a way is, each direction by itself; takes a reader, and a second.
+
+        Args:
+          transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as `connect` has them.
+          route: of a socket: by which interface it connects, and how long its segments
+            may be; None leaves that to the system.
+          timeout: seconds in which some kilobytes must come through; None for those of
+            every call.
+
+        Raises:
+          CenterUnreachableError: there is no such way.
+          NotAllowedError: this end may not.
+          ProtocolError: the center is of a release that cannot be measured.
+        """
+        (way,) = named([transport])
+        patience = self._connection.timeout if timeout is None else timeout
+
+        def attempt() -> Way:
+            offers = {offer.transport: offer for offer in self.describe().offers}
+            own = offers.get(transport)
+            try:
+                return measure(
+                    self._connection, way, own, timeout=patience, route=route
+                )
+            except errors.AgnOptaxError:
+                raise  # some of them are errors of the system, too
+            except OSError as error:
+                raise errors.CenterUnreachableError(
+                    f"no way by {transport}: {error}"
+                ) from None
 
         return self._ask(attempt)
 

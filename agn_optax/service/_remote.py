@@ -46,6 +46,7 @@ class Remote:
       rule: of it.
       travelling: see `travels`; None until somebody has initialized it.
       description: what it said of itself last.
+      serves_at: where its workers are themselves a center; "" if they are none.
       useless: transports that are not tried again in this life of the center: they did
         not work when a worker joined by another one.
     """
@@ -61,6 +62,7 @@ class Remote:
         self._transports = transports
         self._offers: dict[str, pb.Offer] = {}  # of the center's transports
         self.useless: set[str] = set()
+        self.serves_at = ""
         # The kind of contribution that was found to belong here, and its wire dtype.
         self._known: dict[Any, str] = {}
 

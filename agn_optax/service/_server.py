@@ -30,8 +30,6 @@ from agn_optax.worker import Uplink
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _LOOK = 0.2  # seconds between two looks at what still runs
-_GRACE = 30.0  # seconds, at least, where nobody says how many
-_LONGEST_GRACE = 600.0  # and at most
 _UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
 _LAST = 0.8  # seconds beyond the grace in which connections end, whoever holds them
 
@@ -97,8 +95,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
             if self._stopped.is_set():
                 return
             if grace is None:
-                longest = 2 * self._servicer.transfers.longest
-                grace = min(max(_GRACE, longest), _LONGEST_GRACE)
+                grace = self._servicer.stop_grace
             end = time.monotonic() + grace
             for listener in self._listeners.values():
                 listener.drain()
@@ -274,6 +271,8 @@ def serve(
         if parent is not None:
             if name is None:  # sites on other hosts may listen at the same address
                 name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
+            if hasattr(parent, "announce"):  # it is on the other side of a network
+                parent.announce(server.address)
             server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
         undone.pop_all()
     return server

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,7 +31,13 @@ from agn_optax.center import (
 )
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller, Door
-from agn_optax.service._address import PROTOCOL, WAITING_INTERVAL
+from agn_optax.service._address import (
+    PROTOCOL,
+    WAITING_INTERVAL,
+    host_of,
+    is_everywhere,
+)
+from agn_optax.service._address import check as check_address
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service._limits import (
     BYTE,
@@ -42,19 +48,24 @@ from agn_optax.service._limits import (
     Places,
     Shares,
 )
+from agn_optax.service._versions import installed
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import (
     MOST_CONTROL,
+    MOST_PROBED,
     MOST_SCHEMA,
     Parcel,
     Reader,
+    in_bytes,
     nothing,
+    of_bytes,
 )
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
+T = TypeVar("T", pb.Join, pb.Start)
 _log = logging.getLogger("agn_optax")
 _LEAST_COPIED = 1 << 20  # bytes
 _SILENT_BEATS = 3  # signs of life that may fail to come
@@ -66,12 +77,17 @@ _UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
 _MOST_NAME = 256  # bytes of a worker's name
 _MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
 _MOST_OF_ONE = 3  # of a caller, who may read slowly
+# Who measure at a time. Of one whose bytes get lost on the way several are there, as it
+# is not heard that the others have gone.
+_MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # pulls
 _LONGEST_WAIT = 60.0  # seconds that a pull may wait for the first parameters
 _SAVED = 8e-9  # seconds that a byte of a snapshot costs others
 _PARSED = 1e-7  # and one of a schema
 _MANY = 1024  # workers, where nobody says how many there may be
 _OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
+_GRACE = 30.0  # seconds to end in, at least, where nobody says how many
+_LONGEST_GRACE = 600.0  # and at most
 
 
 @dataclasses.dataclass
@@ -83,6 +99,7 @@ class _Traffic:
     period: int = 0  # local steps
     norm: float | None = None
     transport: str = ""
+    serves_at: str = ""
     reported: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -125,6 +142,7 @@ class Servicer:
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
         self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
         self._initializations = Places(1, 1)
+        self._probing = Places(_MOST_PROBING, _MOST_OF_ONE_PROBING)
         self._dtype = dtype
         self._parent = parent
         # Once, and before anybody asks: calls that come together would each compute it,
@@ -153,6 +171,11 @@ class Servicer:
         self.offers: list[pb.Offer] = []
         # Where it listens, for those who watch: gRPC, sockets, and the page.
         self.listens_at, self.direct_address, self.page_address = "", "", ""
+
+    @property
+    def stop_grace(self) -> float:
+        """Seconds that the service takes to end, where nobody says how many."""
+        return min(max(_GRACE, 2 * self.transfers.longest), _LONGEST_GRACE)
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Until no exchange is being applied or answered; False if one still is."""
@@ -246,6 +269,9 @@ class Servicer:
             dtype=self._dtype,
             barrier=self.core.ledger.barrier,
             offers=self._offers_to(caller),
+            versions=installed(),
+            grace=self.core.ledger.round_grace,
+            stop_grace=self.stop_grace,
         )
 
     def initialize(
@@ -266,7 +292,7 @@ class Servicer:
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
         with self.transfers.under_way(context.cancel, 0, _STALLED):
-            start = _first(reader, "start", MOST_SCHEMA)
+            start = _of_our_protocol(_control(reader, MOST_SCHEMA).start)
         _check_name(start.worker, least=0)
         caller.check("Initialize", start.worker)
         self._take(caller, _PARSED * start.ByteSize())
@@ -336,8 +362,12 @@ class Servicer:
         with self._receiving(reader, context.cancel):
             try:
                 with self.introduced(caller.host, context.cancel):
-                    caller.check("Exchange")
-                    join = _first(reader, "join")
+                    first = _control(reader)
+                if first.HasField("probe"):
+                    yield from self._probed(first, reader, caller)
+                    return
+                caller.check("Exchange")
+                join = _of_our_protocol(first.join)
                 _check_name(join.worker)
                 _check_name(join.incarnation)
                 caller.check("Exchange", join.worker)
@@ -355,6 +385,32 @@ class Servicer:
             except errors.AgnOptaxError as error:
                 self.tell("refused", join.worker, error, caller.host)
                 raise
+
+    def _probed(
+        self, control: pb.Frame | None, reader: Reader, caller: Caller
+    ) -> Iterator[Parcel]:
+        """Bytes each way, for whoever measures how fast they are.
+
+        They are paid for afterwards: nobody measures how long he waits for his turn.
+        """
+        caller.check("Probe")
+        busy = errors.CenterUnreachableError("others measure already; try again")
+        with self._probing.one(caller.key, busy, _STALLED / 2):
+            while control is not None:
+                if not control.HasField("probe"):
+                    raise errors.ProtocolError("a probe was expected")
+                probe = control.probe
+                if max(probe.size, probe.answer) > MOST_PROBED:
+                    raise errors.ProtocolError(
+                        f"a probe has at most {MOST_PROBED} bytes each way, got "
+                        f"{probe.size} and {probe.answer}"
+                    )
+                if probe.size:
+                    reader.buffer(of_bytes(probe.size), "a probe")
+                yield in_bytes(pb.Frame(probed=pb.Probed()), probe.answer)
+                if size := probe.size + probe.answer:
+                    self._take(caller, CALL + BYTE * size)
+                control = reader.control()
 
     def _live(
         self,
@@ -381,7 +437,9 @@ class Servicer:
             room=self._room(),
         )
         self._forget_traffic()
-        self._traffic[join.worker].transport = transport
+        traffic = self._traffic[join.worker]
+        traffic.transport = transport
+        traffic.serves_at = _seen_from_here(join.serves_at, caller)
         is_back = bool(join.center)
         self.tell("joined", join.worker, join.incarnation, is_back, transport)
         # gRPC's own thread calls it, on which nothing may be applied.
@@ -439,6 +497,7 @@ class Servicer:
         now = time.monotonic()
         traffic = {n: dataclasses.asdict(t) for n, t in list(self._traffic.items())}
         is_there = self.core.is_initialized
+        room = self.core.room
         return pb.StatusReply(
             version=version,
             rule=self.core.rule.name,
@@ -454,6 +513,9 @@ class Servicer:
             page_address=self.page_address,
             refused=dict(self.core.ledger.refusals.counts),
             degraded=self.core.degraded,
+            disk_free=None if room is None else room.free,
+            disk_needed=None if room is None else room.needed,
+            center=self.core.life,
             workers=[
                 pb.WorkerStatus(
                     name=name,
@@ -745,14 +807,33 @@ def _check_name(name: str, least: int = 1) -> None:
         )
 
 
-def _first(reader: Reader, kind: str, most: int = MOST_CONTROL) -> Any:
-    """What the first packet of a call says, which must be of our protocol."""
+def _control(reader: Reader, most: int = MOST_CONTROL) -> pb.Frame:
+    """Of the first packet of a call."""
     control = reader.control(most)
     if control is None:
         raise errors.ProtocolError("a call ended before its first packet")
-    said = getattr(control, kind)
+    return control
+
+
+def _of_our_protocol(said: T) -> T:
+    """What the first packet of a call says."""
     _check_protocol(said.protocol)
     return said
+
+
+def _seen_from_here(serves_at: str, caller: Caller) -> str:
+    """Where a worker is itself a center, for those who ask this center.
+
+    One that listens at all of its addresses is reached at the one that it calls from.
+    """
+    try:
+        is_any = serves_at and is_everywhere(check_address(serves_at))
+    except errors.AgnOptaxError:  # whatever it is, nobody is sent there
+        return ""
+    if not is_any:
+        return serves_at
+    host = host_of(caller.host)
+    return f"{host}:{serves_at.rpartition(':')[2]}" if host else serves_at
 
 
 def _check_protocol(protocol: int) -> None:

@@ -186,6 +186,7 @@ class RemoteSession(Session):
             worker=self.worker,
             incarnation=self.incarnation,
             center=self._life,
+            serves_at=remote.serves_at,
         )
         with self._watching(link, until, FIRST_WORD):
             link.send(Parcel(pb.Frame(join=join)))

@@ -11,7 +11,7 @@ class Packets(_message.Message):
     def __init__(self) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "attached", "answer_segment", "segment")
+    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "attached", "probe", "probed", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,8 @@ class Frame(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_SEGMENT_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     join: Join
@@ -34,9 +36,11 @@ class Frame(_message.Message):
     refused: Refused
     attach: Segment
     attached: Attached
+    probe: Probe
+    probed: Probed
     answer_segment: int
     segment: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "address", "key")
@@ -61,6 +65,18 @@ class Attached(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     refused: str
     def __init__(self, refused: _Optional[str] = ...) -> None: ...
+
+class Probe(_message.Message):
+    __slots__ = ("size", "answer")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    answer: int
+    def __init__(self, size: _Optional[int] = ..., answer: _Optional[int] = ...) -> None: ...
+
+class Probed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("kind", "details")
@@ -105,7 +121,14 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +143,9 @@ class Description(_message.Message):
     BARRIER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     OFFERS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    STOP_GRACE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -134,19 +160,24 @@ class Description(_message.Message):
     barrier: int
     heartbeat: float
     offers: _containers.RepeatedCompositeFieldContainer[Offer]
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ...) -> None: ...
+    versions: _containers.ScalarMap[str, str]
+    grace: float
+    stop_grace: float
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "center")
+    __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CENTER_FIELD_NUMBER: _ClassVar[int]
+    SERVES_AT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
     center: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., center: _Optional[str] = ...) -> None: ...
+    serves_at: str
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., center: _Optional[str] = ..., serves_at: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("center",)
@@ -274,7 +305,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "refused", "transport", "reported")
+    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "refused", "transport", "reported", "serves_at")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -297,6 +328,7 @@ class WorkerStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    SERVES_AT_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
     exchanges: int
@@ -312,10 +344,11 @@ class WorkerStatus(_message.Message):
     refused: int
     transport: str
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    serves_at: str
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address")
+    __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address", "disk_free", "disk_needed", "center")
     class RefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +371,9 @@ class StatusReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     PAGE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DISK_FREE_FIELD_NUMBER: _ClassVar[int]
+    DISK_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    CENTER_FIELD_NUMBER: _ClassVar[int]
     version: int
     rule: str
     mode: str
@@ -353,4 +389,7 @@ class StatusReply(_message.Message):
     refused: _containers.ScalarMap[str, int]
     degraded: str
     page_address: str
-    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., refused: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ...) -> None: ...
+    disk_free: int
+    disk_needed: int
+    center: str
+    def __init__(self, version: _Optional[int] = ..., rule: _Optional[str] = ..., mode: _Optional[str] = ..., uptime: _Optional[float] = ..., parameters: _Optional[int] = ..., parameter_bytes: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., parent: _Optional[str] = ..., listens_at: _Optional[str] = ..., direct_address: _Optional[str] = ..., refused: _Optional[_Mapping[str, int]] = ..., degraded: _Optional[str] = ..., page_address: _Optional[str] = ..., disk_free: _Optional[int] = ..., disk_needed: _Optional[int] = ..., center: _Optional[str] = ...) -> None: ...

@@ -1,49 +1,17 @@
-"""``agn-optax status``, ``watch`` and ``doctor``, of a center in this process."""
+"""``agn-optax status`` and ``watch``, of a center in this process."""
 
 import contextlib
 import io
 import json
 import re
-import socket
-import threading
-import time
 
-import certificates
 import jax.numpy as jnp
-import optax
 import pytest
 import rich.console
-from commands import PATIENCE, command, fails, succeeds
+from commands import command, fails, succeeds
 
-import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.cli import _doctor, _status, _table
-
-RULE = rules.easgd(0.25)
-
-
-@pytest.fixture(scope="module")
-def server():
-    """A center with one worker, which has made two exchanges, one of them stale."""
-    params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
-    with (
-        service.serve(RULE, params) as server,
-        service.connect(server.address, RULE) as center,
-    ):
-        worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name="worker-0")
-        params, state = worker.start()
-        for _ in range(4):
-            updates, state = worker.tx.update(params, state, params)
-            params = optax.apply_updates(params, updates)
-            params, state = worker.exchange(params, state)
-        yield server
-
-
-@pytest.fixture
-def nowhere():
-    """An address at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+from agn_optax.cli import _status, _table
 
 
 def test_status(server):
@@ -293,157 +261,6 @@ def test_rates_of_another_life_are_unknown():
 )
 def test_sizes(number, said):
     assert _table.size(number) == said
-
-
-def checks(*arguments, code):
-    """What the doctor found, by check: result and what it said."""
-    result = command("doctor", *arguments, "--json")
-    assert result.exit_code == code, result.output
-    said = json.loads(result.stdout)
-    assert said["ok"] == (not code)
-    return {each["check"]: (each["result"], each["said"]) for each in said["checks"]}
-
-
-def test_doctor_of_a_healthy_center(server):
-    options = ["--rule=easgd", "--moving-rate=0.25"]
-    said = succeeds("doctor", server.address, *options)
-    lines = said.splitlines()
-    assert len(lines) == 13
-    assert all(line.startswith("ok ") for line in lines), said
-    found = checks(server.address, *options, code=0)
-    assert found["schema"] == ("ok", "2 leaves, 32 B")
-    assert found["rule"] == ("ok", "easgd at both ends")
-    assert found["health"] == ("ok", "SERVING")
-
-
-def test_doctor_compares_rules(server, tmp_path):
-    result, said = checks(server.address, "--rule=downpour", code=1)["rule"]
-    assert result == "failed"
-    assert "its name is 'easgd', and here it is 'downpour'" in said
-    path = tmp_path / "center.toml"
-    path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
-    assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
-    assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
-    assert "1 of 13 checks failed" in fails(
-        "doctor", server.address, f"--config={path}", code=1
-    )
-
-
-def test_doctor_of_timeouts(server):
-    found = checks(server.address, "--client-timeout=2", code=1)
-    assert "give connect() a timeout above 3" in found["timeouts"][1]
-    found = checks(server.address, "--client-timeout=15", code=0)
-    assert found["timeouts"][0] == "warning"
-    with service.serve(RULE, lease=1.0) as hasty:
-        found = checks(hasty.address, code=0)
-        assert "--lease" in found["timeouts"][1]
-        assert found["schema"][0] == "warning"
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("nowhere", "must be"),
-        ("127.0.0.1:0", "with port 0"),
-        ("no-such-host.invalid:80", "no-such-host.invalid is not found"),
-    ],
-)
-def test_doctor_of_addresses_that_are_none(address, message):
-    found = checks(address, code=1)
-    assert list(found) == ["address"]
-    assert message in found["address"][1]
-
-
-def test_doctor_where_nobody_listens(nowhere, tmp_path):
-    for address in (nowhere, f"unix:{tmp_path}/nobody"):
-        found = checks(address, code=1)
-        assert list(found) == ["address", "connection"]
-        assert f"nobody listens at {address}" in found["connection"][1]
-
-
-@contextlib.contextmanager
-def other_server(answer):
-    """Somebody who says the same to everybody."""
-
-    def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listening.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(PATIENCE)
-                    connection.recv(100)
-                    connection.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-def test_doctor_where_something_else_listens():
-    with other_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as address:
-        found = checks(address, "--timeout=2", code=1)
-    assert list(found)[-1] == "health"
-    assert "no gRPC server" in found["health"][1]
-
-
-def test_doctor_of_tls_where_there_is_none(server, tmp_path):
-    ca, _ = certificates.make(tmp_path)
-    found = checks(server.address, f"--tls-ca={ca}", code=1)
-    assert "leave --tls-ca out" in found["encryption"][1]
-
-
-class Described:
-    """A center as the doctor sees it, with some of what it says made up."""
-
-    def __init__(self, server, **said):
-        self._observer = service.Observer(server.address)
-        self._said = said
-
-    def __getattr__(self, name):
-        return getattr(self._observer, name)
-
-    def describe(self):
-        described = self._observer.describe()
-        for name, value in self._said.items():
-            setattr(described, name, value() if callable(value) else value)
-        return described
-
-
-@pytest.mark.parametrize(
-    ("check", "result", "message", "said"),
-    [
-        ("release", "failed", "version 9 of the protocol", {"protocol": 9}),
-        ("release", "warning", "the center runs agn_optax 9.9", {"release": "9.9"}),
-        ("clocks", "warning", "s ahead", {"clock": lambda: time.time() + 60}),
-        ("clocks", "warning", "s behind", {"clock": lambda: time.time() - 60}),
-        ("schema", "failed", "the hash of the leaves is", {"schema_hash": b"?"}),
-    ],
-)
-def test_doctor_of_a_strange_center(server, check, result, message, said):
-    checks = _doctor.Checks(
-        server.address,
-        lambda: Described(server, **said),
-        None,
-        timeout=5.0,
-        client_timeout=30.0,
-        tls=None,
-    )
-    for finding in checks.run():
-        if finding.check == check:
-            assert finding.result == result
-            assert message in finding.said
-        else:
-            assert finding.result == "ok"
-
-
-def test_doctor_of_a_center_that_goes_down(server, monkeypatch):
-    monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
-    found = checks(server.address, code=1)
-    assert "going down" in found["health"][1]
 
 
 def test_observer_says_who_does_not_answer(nowhere):

@@ -95,6 +95,7 @@ def _packet(control, tree=None):
 MESSAGE = pb.Message(sequence=1, schema_hash=SCHEMA.hash, steps=3)
 PACKETS = [
     _packet(pb.Frame(join=pb.Join(protocol=2, worker="anna", incarnation="1" * 32))),
+    _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
     _packet(pb.Frame(message=MESSAGE), TREE),
     _packet(pb.Frame(acknowledge=1)),
     _packet(pb.Frame(start=pb.Start(protocol=2, schema=DESCRIPTION.schema)), TREE),

@@ -195,7 +195,7 @@ def test_who_does_not_read_its_answer_is_cut_off(
 
 def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
     """The grace that nobody said is as long as answers have taken."""
-    monkeypatch.setattr(_server, "_GRACE", 0.1)
+    monkeypatch.setattr(_servicer, "_GRACE", 0.1)
     monkeypatch.setattr(_server, "_LAST", 0.1)
     large = np.zeros(8 * SIZE, np.float32)
     with (

@@ -6,6 +6,7 @@ earlier process has left, and `_backup` copies it.
 """
 
 from agn_optax.center.durability._backup import backup
+from agn_optax.center.durability._directory import Room
 from agn_optax.center.durability._keeper import (
     Durability,
     Journal,
@@ -14,4 +15,4 @@ from agn_optax.center.durability._keeper import (
     read,
 )
 
-__all__ = ["Durability", "Journal", "Keeper", "Snapshots", "backup", "read"]
+__all__ = ["Durability", "Journal", "Keeper", "Room", "Snapshots", "backup", "read"]

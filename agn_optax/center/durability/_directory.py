@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,18 @@ if sys.platform != "win32":
     import fcntl
 
 _RESERVED = 64 << 20  # bytes of a journal that are reserved at a time
+
+
+class Room(NamedTuple):
+    """On the disk where a center is kept.
+
+    Attributes:
+      free: bytes that are left to its user.
+      needed: bytes of the next snapshot, and of the journal that begins after it.
+    """
+
+    free: int
+    needed: int
 
 
 class Directory(Found):
@@ -86,6 +99,19 @@ class Directory(Found):
         _check_place(self._lock, self.path / "lock")
         if journal is not None:
             _check_place(journal, self.file("journal", begin))
+
+    def room(self, snapshot: int, *, journal: bool) -> Room:
+        """What there is for what comes next.
+
+        Args:
+          snapshot: bytes of one.
+          journal: whether one begins after it.
+
+        Raises:
+          OSError: the directory is gone.
+        """
+        free = shutil.disk_usage(self.path).free
+        return Room(free, snapshot + (_RESERVED if journal else 0))
 
     def make_promise(self, kind: Kind, number: int) -> None:
         """What the next process may rely on; it is on disk when this returns.

@@ -26,7 +26,7 @@ from agn_optax import errors
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import CenterState, Store
-from agn_optax.center.durability._directory import Directory
+from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
 from agn_optax.center.durability._records import Record
 from agn_optax.center.durability._writer import Writer
@@ -307,6 +307,16 @@ class Keeper:
     def degraded(self) -> str:
         """Why less is on disk than was asked for; "" while all is well."""
         return self.failure or self._lost_journal or self._lost_snapshot
+
+    def room(self) -> Room | None:
+        """What the disk has, and what comes next; None if there is nothing to tell."""
+        if self._saver is None:
+            return None
+        has_journal = isinstance(self._durability, Journal)
+        try:
+            return self._directory.room(self._saved_size, journal=has_journal)
+        except OSError:  # it was moved away, which is said where it is written to
+            return None
 
     def is_kept(self, recorded: int) -> bool:
         """Whether that is on disk, or nobody has promised it.

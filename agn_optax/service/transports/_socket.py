@@ -25,6 +25,7 @@ from agn_optax import errors
 from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import KEY_SIZE, Caller
+from agn_optax.service._path import Path, connected, path_of
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.transports import _transport
@@ -65,7 +66,10 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         else:
             # Under the name by which this worker knows the center.
             host, port = _address.host(center), int(where.rpartition(":")[2])
-            end = socket.create_connection((host, port), timeout=_DIALLING)
+            if target.route is None:
+                end = socket.create_connection((host, port), timeout=_DIALLING)
+            else:
+                end = connected(host, port, _DIALLING, target.route)
             closing.enter_context(end)
         tune(end)
         if tls is not None:
@@ -114,6 +118,9 @@ class SocketLink(_transport.Link):
     def send(self, parcel: Parcel) -> None:
         with parcel, self.pace(parcel.nbytes):
             send(self._end, parcel.pieces(), self.sent)
+
+    def path(self) -> Path | None:
+        return path_of(self._end)
 
     def why_it_ended(self) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError("the direct connection broke")

@@ -23,6 +23,7 @@ from agn_optax._internal import in_background
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
+from agn_optax.service._path import Path, Route
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._buffers import Buffers
@@ -56,11 +57,13 @@ class Target(NamedTuple):
       connection: to its gRPC service.
       offer: what it says of the transport.
       buffers: to receive in.
+      route: how to get there; None leaves that to the system, and to gRPC anyway.
     """
 
     connection: Connection
     offer: pb.Offer | None
     buffers: Buffers
+    route: Route | None = None
 
 
 class Listener(abc.ABC):
@@ -147,6 +150,10 @@ class Link(Reader, abc.ABC):
         if frame.HasField("refused"):
             raise _status.exception_in(frame.refused)
         return frame
+
+    def path(self) -> Path | None:
+        """What the system knows of its connection; None where there is nothing."""
+        return None
 
     @abc.abstractmethod
     def why_it_ended(self) -> errors.AgnOptaxError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from agn_optax import errors
+from agn_optax._internal import Leaf
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _casting
 from agn_optax.service.wire._buffers import Buffers
@@ -26,6 +28,8 @@ MOST_CONTROL = 64 << 10  # bytes; most have a hundred
 MOST_SCHEMA = (
     64 << 20
 )  # bytes of a control part with a schema; very many leaves have them
+MOST_PROBED = 4 << 20  # bytes of a probe, each way
+_BLOCK = 1 << 16  # bytes, which are repeated: more than what compresses looks back
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +84,25 @@ class Parcel:
             self.until()
             last = last[-1:]
         yield last
+
+
+def of_bytes(size: int) -> Schema:
+    """Of a buffer of which nobody keeps anything."""
+    return Schema([Leaf("", "uint8", (size,))])
+
+
+def in_bytes(control: pb.Frame, size: int, wanted: int = 0) -> Parcel:
+    """So many bytes that no link on the way can make fewer, to see how fast they are.
+
+    Args:
+      control: the control part.
+      size: bytes; 0 for none.
+      wanted: as of `Parcel`.
+    """
+    if not size:
+        return Parcel(control, wanted=wanted)
+    block = np.frombuffer(os.urandom(_BLOCK), np.uint8)
+    return Parcel(control, of_bytes(size), [np.resize(block, size)], wanted=wanted)
 
 
 def joined(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:

@@ -1,0 +1,138 @@
+"""How fast the ways to a center are, each direction by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+from agn_optax import errors
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service._connection import Connection
+from agn_optax.service._path import Path, Route
+from agn_optax.service.transports import Target, Transport
+from agn_optax.service.transports._transport import Link
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
+
+_FIRST = 16 << 10  # bytes: several packets, and half a second of the slowest way
+_FIRST_SHARED = 64 << 10  # ... or what goes through shared memory
+_LONG = 0.1  # seconds that tell how fast a way is
+_TIMES = 2  # of the most bytes
+
+
+class Way(NamedTuple):
+    """One way to a center, as it was measured.
+
+    Attributes:
+      transport: its name.
+      round_trip: seconds of the shortest message and its answer.
+      up, down: bytes a second to the center, and back; None where nothing came
+        through in time. Shared memory has one number for both.
+      path: what the system knows of its connection; None for shared memory and gRPC.
+    """
+
+    transport: str
+    round_trip: float
+    up: float | None
+    down: float | None
+    path: Path | None
+
+    def seconds(self, sent: int, received: int) -> float:
+        """That so many bytes and their answer take; infinite where nothing passes."""
+        up, down = self.up or 0.0, self.down or 0.0
+        if not (up and down):
+            return math.inf
+        return self.round_trip + sent / up + received / down
+
+
+def measure(
+    connection: Connection,
+    transport: Transport,
+    offer: pb.Offer | None,
+    *,
+    timeout: float,
+    route: Route | None = None,
+) -> Way:
+    """Measures one way, for about a second.
+
+    Args:
+      connection: to the center.
+      transport: how.
+      offer: of the center, of that transport.
+      timeout: seconds in which 16 KiB, or 0.1 seconds' worth, come through.
+      route: how to connect; None leaves that to the system.
+
+    Raises:
+      OSError: there is no such way.
+      CenterUnreachableError: not even the shortest message has an answer.
+      NotAllowedError: this end may not.
+      ProtocolError: the center is of a release that cannot be measured.
+    """
+    is_shared = transport.name == "memory"
+    made: list[Link] = []
+
+    def dialled() -> Link:
+        if not made or made[-1].done():
+            target = Target(connection, offer, Buffers(), route)
+            made.append(transport.dial(target))
+        return made[-1]
+
+    def took(up: int = 0, down: int = 0) -> float:
+        link, until = dialled(), time.monotonic() + timeout
+        frame = pb.Frame(probe=pb.Probe(size=up, answer=down))
+        with connection.watching(link, until):
+            parcel = in_bytes(frame, up, wanted=down)
+            begin = time.monotonic()
+            link.send(parcel)
+            said = link.control()
+            if not said.HasField("probed"):
+                raise errors.ProtocolError("an answer to a probe was expected")
+            if down:
+                link.buffer(of_bytes(down), "an answer to a probe")
+            return time.monotonic() - begin
+
+    def nothing() -> float:
+        dialled()  # where it cannot be, that is no matter of messages
+        try:
+            return took()
+        except TimeoutError:
+            raise errors.CenterUnreachableError(
+                f"the shortest message has no answer within {timeout:g} s"
+            ) from None
+
+    def rate(up: int, down: int) -> float | None:
+        """Of whichever is 1."""
+        best, times = 0.0, 0
+        size = _FIRST_SHARED if is_shared else _FIRST
+        while times < _TIMES:
+            trips.append(nothing())  # also waits until what came before is paid for
+            try:
+                seconds = took(up * size, down * size)
+            except TimeoutError:
+                return best or None
+            best = size / max(seconds - min(trips), 1e-9)
+            rates.append(best)
+            if seconds >= _LONG:
+                break
+            times += size == MOST_PROBED
+            size = min(4 * size, MOST_PROBED)
+        return max(rates[-times:]) if times else best
+
+    rates: list[float] = []
+    try:
+        trips = [nothing() for _ in range(3)]
+        path = dialled().path()
+        if is_shared:
+            both = rate(1, 1)
+            return Way(transport.name, min(trips), both, both, path)
+        up, down = rate(1, 0), None
+        try:
+            down = rate(0, 1)
+        except errors.CenterUnreachableError:
+            if up is not None:
+                raise  # else what got stuck is still in the way
+        return Way(transport.name, min(trips), up, down, path)
+    finally:
+        for link in made:
+            link.cancel()

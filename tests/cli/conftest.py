@@ -1,0 +1,36 @@
+"""A center to look at."""
+
+import socket
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import agn_optax
+from agn_optax import rules, service
+
+RULE = rules.easgd(0.25)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A center with one worker, which has made two exchanges, one of them stale."""
+    params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
+    with (
+        service.serve(RULE, params, share=None) as server,
+        service.connect(server.address, RULE) as center,
+    ):
+        worker = agn_optax.Worker(center, optax.sgd(0.5), period=2, name="worker-0")
+        params, state = worker.start()
+        for _ in range(4):
+            updates, state = worker.tx.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+        yield server
+
+
+@pytest.fixture
+def nowhere():
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"

@@ -1,0 +1,447 @@
+"""``agn-optax doctor``: what it finds, on this machine; test_network has networks."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+
+import certificates
+import jax.numpy as jnp
+import pytest
+from commands import PATIENCE, command, fails, succeeds
+from network import Network
+
+from agn_optax import center, errors, rules, service
+from agn_optax.cli import _checks, _network
+from agn_optax.service import address as addresses
+
+RULE = rules.easgd(0.25)
+
+
+def checks(*arguments, code):
+    """What the doctor found, by check: result and what it said."""
+    result = command("doctor", *arguments, "--json")
+    assert result.exit_code == code, result.output
+    said = json.loads(result.stdout)
+    assert said["ok"] == (not code)
+    return {each["check"]: (each["result"], each["said"]) for each in said["checks"]}
+
+
+def test_doctor_of_a_healthy_center(server):
+    options = ["--rule=easgd", "--moving-rate=0.25"]
+    said = succeeds("doctor", server.address, *options)
+    lines = said.splitlines()
+    assert len(lines) == 18
+    # (How fast it is, a busy machine says.)
+    assert all(line.startswith("ok ") for line in lines if "rates" not in line), said
+    found = checks(server.address, *options, code=0)
+    assert found["schema"] == ("ok", "2 leaves, 32 B")
+    assert found["rule"] == ("ok", "easgd at both ends")
+    assert found["health"] == ("ok", "SERVING")
+
+
+def test_doctor_compares_rules(server, tmp_path):
+    result, said = checks(server.address, "--rule=downpour", code=1)["rule"]
+    assert result == "failed"
+    assert "its name is 'easgd', and here it is 'downpour'" in said
+    path = tmp_path / "center.toml"
+    path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
+    assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
+    assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
+    assert "1 of 18 checks failed" in fails(
+        "doctor", server.address, f"--config={path}", code=1
+    )
+
+
+def test_doctor_of_timeouts(server):
+    found = checks(server.address, "--client-timeout=2", code=1)
+    assert "give connect() a timeout above 3" in found["timeouts"][1]
+    found = checks(server.address, "--client-timeout=15", code=0)
+    assert found["timeouts"][0] == "warning"
+    with service.serve(RULE, lease=1.0) as hasty:
+        found = checks(hasty.address, code=0)
+        assert "--lease" in found["timeouts"][1]
+        assert found["schema"][0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("nowhere", "must be"),
+        ("127.0.0.1:0", "with port 0"),
+        ("no-such-host.invalid:80", "no-such-host.invalid is not found"),
+    ],
+)
+def test_doctor_of_addresses_that_are_none(address, message):
+    found = checks(address, code=1)
+    assert list(found) == ["address"]
+    assert message in found["address"][1]
+
+
+def test_doctor_where_nobody_listens(nowhere, tmp_path):
+    for address in (nowhere, f"unix:{tmp_path}/nobody"):
+        found = checks(address, code=1)
+        assert list(found) == ["address", "proxy", "connection"]
+        assert f"nobody listens at {address}" in found["connection"][1]
+
+
+@contextlib.contextmanager
+def other_server(answer):
+    """Somebody who says the same to everybody."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(PATIENCE)
+                    connection.recv(100)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_doctor_where_something_else_listens():
+    with other_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as address:
+        found = checks(address, "--timeout=2", code=1)
+    assert list(found)[-1] == "health"
+    assert "no gRPC server" in found["health"][1]
+
+
+def test_doctor_of_tls_where_there_is_none(server, tmp_path):
+    ca, _ = certificates.make(tmp_path)
+    found = checks(server.address, f"--tls-ca={ca}", code=1)
+    assert "leave --tls-ca out" in found["encryption"][1]
+
+
+class Described:
+    """A center as the doctor sees it, with some of what it says made up.
+
+    Or left out, as by one of a release that did not know of it.
+    """
+
+    def __init__(self, server, **said):
+        self._observer = service.Observer(server.address)
+        self._said = said
+
+    def __getattr__(self, name):
+        return getattr(self._observer, name)
+
+    def describe(self):
+        described = self._observer.describe()
+        for name, value in self._said.items():
+            if value is None:
+                described.ClearField(name)
+            elif isinstance(value, dict):
+                described.versions.update(value)
+            else:
+                setattr(described, name, value() if callable(value) else value)
+        return described
+
+
+@pytest.mark.parametrize(
+    ("check", "result", "message", "said"),
+    [
+        ("release", "failed", "version 9 of the protocol", {"protocol": 9}),
+        ("release", "warning", "the center runs agn_optax 9.9", {"release": "9.9"}),
+        ("clocks", "warning", "s ahead", {"clock": lambda: time.time() + 60}),
+        ("clocks", "warning", "s behind", {"clock": lambda: time.time() - 60}),
+        ("schema", "failed", "the hash of the leaves is", {"schema_hash": b"?"}),
+        ("release", "warning", "jax 9.9 there and", {"versions": {"jax": "9.9"}}),
+        ("release", "ok", "but numpy 9.9 there and", {"versions": {"numpy": "9.9"}}),
+        ("release", "ok", "at both ends", {"versions": None}),
+        ("grace", "warning", "rounds close 1e-09 s after", {"grace": 1e-9}),
+        ("grace", "warning", "longer grace", {"stop_grace": 0.0}),
+        ("grace", "ok", "an exchange of this model takes", {"stop_grace": None}),
+    ],
+)
+def test_doctor_of_a_strange_center(server, check, result, message, said):
+    checks = _checks.Checks(
+        server.address,
+        lambda: Described(server, **said),
+        None,
+        timeout=5.0,
+        client_timeout=30.0,
+        give_up=600.0,
+        stop_grace=None,
+        tls=None,
+    )
+    found = {finding.check: finding for finding in checks.run()}
+    assert found[check].result == result
+    assert message in found[check].said
+    others = found.keys() - {check, "rates"}  # which a busy machine has its say in
+    assert {found[name].result for name in others} == {"ok"}
+
+
+def test_doctor_of_a_center_that_goes_down(server, monkeypatch):
+    monkeypatch.setattr(service.Observer, "health", lambda self: "NOT_SERVING")
+    found = checks(server.address, code=1)
+    assert "going down" in found["health"][1]
+
+
+@pytest.mark.parametrize(("transport", "slow"), [("socket", "up"), ("grpc", "down")])
+def test_doctor_names_the_slow_direction(transport, slow):
+    with service.serve(RULE, jnp.zeros(3)) as own, Network(own, transport) as net:
+        way = net.there if slow == "up" else net.back
+        way.rate = 1e6
+        with service.Observer(net.address) as observer:
+            measured = observer.measure(transport)
+        result, said = checks(net.address, code=0)["rates"]
+    quick = measured.down if slow == "up" else measured.up
+    assert 3e5 < getattr(measured, slow) < 1.5e6
+    assert quick > 4e6
+    assert result == "warning"
+    assert f"the way {slow}, " in said
+    assert "duplex" in said
+
+
+@pytest.mark.slow
+def test_doctor_of_a_way_that_is_far_too_slow():
+    with service.serve(RULE, jnp.zeros(3), direct=False) as own, Network(own) as net:
+        net.there.rate = 8e3
+        result, said = checks(net.address, code=1)["rates"]
+    assert result == "failed"
+    assert "slower than the 32.8 kB/s" in said
+
+
+def test_doctor_of_a_port_that_nobody_can_reach():
+    """It connects by gRPC, and the address that the center names is not there."""
+    with service.serve(RULE, jnp.zeros(3)) as own:
+        own._servicer.direct_address = "127.0.0.1:1"
+        found = checks(own.address, code=0)
+    assert found["ports"][0] == "warning"
+    assert "nobody listens at 127.0.0.1:1: " in found["ports"][1]
+    assert "--direct-address" in found["ports"][1]
+
+
+def test_doctor_says_what_an_exchange_takes(server):
+    result, said = checks(server.address, code=0)["grace"]
+    assert result == "ok"
+    assert "an exchange of this model takes " in said
+    assert said.endswith("the center ends within 31 s")
+    result, said = checks(server.address, "--stop-grace=10", code=1)["grace"]
+    assert result == "failed"
+    assert "is killed after 10 s: give it 31 at least (TimeoutStopSec" in said
+    assert checks(server.address, "--stop-grace=31", code=0)["grace"][0] == "ok"
+    result, said = checks(server.address, "--give-up=20", code=0)["grace"]
+    assert result == "warning"
+    assert "longer give_up" in said
+
+
+def test_doctor_of_rounds_that_close_too_soon():
+    mode = center.Synchronous(quorum=1, grace=1e-9)
+    with service.serve(RULE, jnp.zeros(3), mode=mode) as own:
+        found = checks(own.address, code=0)
+    assert found["grace"][0] == "warning"
+    assert "whoever sends second is late; serve --grace" in found["grace"][1]
+
+
+def test_doctor_of_a_short_lease():
+    with service.serve(RULE, jnp.zeros(3), lease=4.0) as own:
+        result, said = checks(own.address, code=0)["timeouts"]
+    assert result == "warning"
+    assert "they are back within 5 s, when they are given up already" in said
+
+
+def test_doctor_without_the_right_to_measure(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("observer * 0123456789abcdef\n")
+    mine = tmp_path / "mine"
+    mine.write_text("0123456789abcdef\n")
+    access = service.Access(tokens)
+    with service.serve(RULE, jnp.zeros(3), access=access) as own:
+        found = checks(own.address, f"--token-file={mine}", code=0)
+    assert found["rates"][0] == "warning"
+    assert "Probe needs the role reader or worker" in found["rates"][1]
+    assert found["grace"] == ("ok", "the center ends within 31 s")
+
+
+def test_doctor_of_a_center_that_cannot_be_measured(server, monkeypatch):
+    """One of a release before this, to which the packet is none."""
+
+    def measure(self, transport, **settings):
+        raise errors.ProtocolError(f"this center speaks version {addresses.PROTOCOL}")
+
+    monkeypatch.setattr(service.Observer, "measure", measure)
+    found = checks(server.address, code=0)
+    assert found["rates"][0] == "warning"
+    assert "cannot be measured" in found["rates"][1]
+
+
+def test_doctor_of_a_disk_that_fills(tmp_path):
+    disk = tmp_path / "disk"
+    kept = center.Snapshots(disk)
+    with service.serve(RULE, jnp.zeros(3), durability=kept) as own:
+        result, said = checks(own.address, code=0)["disk"]
+        assert result == "ok"
+        assert "are free, and the next snapshot with what follows takes" in said
+        status = service.Observer(own.address).status()
+        (snapshot,) = disk.glob("snapshot-*")
+        assert status["disk_needed"] == snapshot.stat().st_size
+        assert status["disk_free"] > 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Of 4 MB."""
+    if os.getuid():
+        pytest.skip("only root can mount a small disk")
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place]
+    if subprocess.run(mount, check=False).returncode:  # noqa: S603 the system's own
+        pytest.skip("nothing can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)  # noqa: S603, S607 as above
+
+
+def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
+    kept = center.Snapshots(small_disk / "center")
+    params = jnp.zeros(250_000)
+    with service.serve(RULE, params, durability=kept) as own:
+        assert checks(own.address, code=0)["disk"][0] == "ok"  # two more fit
+        taken = small_disk / "taken"
+        taken.write_bytes(bytes(1_500_000))  # one more does
+        result, said = checks(own.address, code=0)["disk"]
+        assert (result, "make room before both" in said) == ("warning", True)
+        taken.write_bytes(bytes(2_500_000))
+        result, said = checks(own.address, code=1)["disk"]
+        taken.unlink()
+    assert result == "failed"
+    assert re.match(r"\d+ kB are free, and .* takes 1 MB: make room there", said)
+
+
+# What gRPC makes of the environment.
+
+
+@contextlib.contextmanager
+def http_proxy(target, asked):
+    """Connects everybody to one place, and remembers for whom."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                threads.append(threading.Thread(target=answer, args=(near,)))
+                threads[-1].start()
+
+    def answer(near):
+        with near, contextlib.suppress(OSError):
+            near.settimeout(PATIENCE)
+            said = b""
+            while b"\r\n\r\n" not in said:
+                said += near.recv(1 << 10)
+            asked.append(said.split()[1].decode())
+            host, port = target.split(":")
+            with socket.create_connection((host, int(port))) as far:
+                near.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                back = threading.Thread(target=copy, args=(far, near))
+                back.start()
+                copy(near, far)
+                back.join()
+
+    def copy(source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    threads = [threading.Thread(target=serve)]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threads[0].start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The environment, without what it says of proxies."""
+    for name in (*_network._PROXIES, *_network._EXCEPTIONS):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch.setenv
+
+
+@pytest.mark.parametrize(
+    ("said", "variable"),
+    [
+        ({}, None),
+        ({"HTTPS_PROXY": "{}"}, None),
+        ({"http_proxy": "{}"}, "http_proxy"),
+        ({"http_proxy": "http://127.0.0.1:1", "https_proxy": "{}"}, "https_proxy"),
+        ({"https_proxy": "http://127.0.0.1:1", "grpc_proxy": "{}"}, "grpc_proxy"),
+        ({"grpc_proxy": "{}", "no_proxy": "elsewhere, .invalid"}, None),
+        ({"grpc_proxy": "{}", "no_proxy": "10.0.0.0/8"}, "grpc_proxy"),
+        ({"grpc_proxy": "{}", "no_proxy": "*", "no_grpc_proxy": "b"}, "grpc_proxy"),
+    ],
+)
+def test_the_doctor_reads_proxies_as_grpc_does(server, variables, said, variable):
+    name = "center.invalid:5000"  # which nobody finds but a proxy
+    asked = []
+    with http_proxy(server.address, asked) as there:
+        for key, value in said.items():
+            variables(key, value.format(f"http://{there}"))
+        with service.Observer(name, timeout=5.0, insecure=True) as observer:
+            reached = True
+            try:
+                observer.status()
+            except errors.CenterUnreachableError:
+                reached = False
+        found = _network.proxy_of(name)
+        assert (found and found.variable) == variable
+        assert reached == (variable is not None)
+        if found is not None:
+            assert f"{found.host}:{found.port}" == there
+            assert not _network.why_not_through(found, name, PATIENCE)
+            assert asked == [name, name]
+
+
+def test_an_address_of_this_machine_has_no_proxy(variables):
+    variables("grpc_proxy", "http://127.0.0.1:1")
+    assert _network.proxy_of("127.0.0.1:5000") is None
+    assert _network.proxy_of("unix:/tmp/center") is None
+    assert _network.proxy_of("10.1.2.3:5000").host == "127.0.0.1"
+    variables("no_proxy", "10.0.0.0/8")
+    assert _network.proxy_of("10.1.2.3:5000") is None
+
+
+def test_the_doctor_says_what_a_proxy_answers(variables, nowhere):
+    variables("grpc_proxy", "http://anna:secret@127.0.0.1:1")
+    proxy = _network.proxy_of("center.invalid:5000")
+    assert proxy.user == "anna:secret"
+    host, _, port = nowhere.rpartition(":")
+    gone = proxy._replace(host=host, port=int(port))
+    assert "refused" in _network.why_not_through(gone, "center.invalid:5000", 5.0)
+    with other_server(b"HTTP/1.1 403 Forbidden\r\n\r\n") as there:
+        host, _, port = there.rpartition(":")
+        strict = proxy._replace(host=host, port=int(port))
+        why = _network.why_not_through(strict, "center.invalid:5000", 5.0)
+    assert why == "it answered 'HTTP/1.1 403 Forbidden'"
+    with other_server(b"") as there:
+        host, _, port = there.rpartition(":")
+        mute = proxy._replace(host=host, port=int(port))
+        why = _network.why_not_through(mute, "center.invalid:5000", 5.0)
+    assert "without an answer" in why or "reset" in why
+
+
+def test_doctor_of_an_address_in_a_file(server, tmp_path):
+    where = tmp_path / "center"
+    found = checks(f"file:{where}", code=1)
+    assert "no center has left its address" in found["address"][1]
+    where.write_text(f"{server.address}\n")
+    found = checks(f"file:{where}", code=0)
+    assert found["address"][1].startswith(f"{server.address} is 127.0.0.1")
+    assert "socket" in found["rates"][1]

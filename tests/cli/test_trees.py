@@ -1,0 +1,217 @@
+"""``agn-optax status`` and ``watch`` of several centers: shards, and trees."""
+
+import contextlib
+import json
+import re
+
+import jax.numpy as jnp
+import optax
+import pytest
+import shared
+from commands import command, fails, succeeds
+from waiting import wait_until
+
+import agn_optax
+from agn_optax import service
+from agn_optax.service import _servicer
+from agn_optax.service._access import EVERYBODY, Caller
+
+RULE = shared.downpour()
+
+
+@contextlib.contextmanager
+def tree(root=None, sites=("site-a", "site-b")):
+    """A root and its sites, each of which has a worker that has exchanged once."""
+    with contextlib.ExitStack() as stack:
+        if root is None:
+            root = stack.enter_context(service.serve(RULE, jnp.zeros(2)))
+        servers = []
+        for number, name in enumerate(sites):
+            address = getattr(root, "address", root)
+            parent = stack.enter_context(service.connect(address, RULE))
+            site = stack.enter_context(
+                service.serve(RULE, parent=parent, parent_period=1, name=name)
+            )
+            assert site.uplink.ready.wait(30)
+            servers.append(site)
+            center = stack.enter_context(service.connect(site.address, RULE))
+            worker = agn_optax.Worker(
+                center, shared.sgd(1.0), period=1, name=f"worker-{number}"
+            )
+            params, state = worker.start()
+            updates, state = worker.tx.update(jnp.ones(2), state, params)
+            worker.exchange(optax.apply_updates(params, updates), state)
+        yield root, servers
+
+
+def shown(said):
+    """The first column of a table, with its indents."""
+    return re.findall(r"^│ ( *[^ │]+)", said, re.MULTILINE)
+
+
+def test_a_tree_from_anywhere():
+    with tree() as (root, (a, b)):
+        wait_until(lambda: root.center.version == 2)
+        for address in (root.address, a.address, b.address):
+            said = succeeds("status", address, "--tree")
+            assert shown(said) == [
+                root.address,
+                "  site-a",
+                f"    {a.address}",
+                "      worker-0",
+                "  site-b",
+                f"    {b.address}",
+                "      worker-1",
+            ]
+            assert "downpour: 3 of 3 centers, 4 workers" in said
+            found = json.loads(succeeds("status", address, "--tree", "--json"))
+            assert [
+                (each["address"], each["depth"], each["under"])
+                for each in found["centers"]
+            ] == [
+                (root.address, 0, None),
+                (a.address, 1, [root.address, "site-a"]),
+                (b.address, 1, [root.address, "site-b"]),
+            ]
+            assert not any(each["error"] for each in found["centers"])
+        assert found["centers"][0]["version"] == 2
+
+
+def test_a_tree_of_three_levels():
+    with tree(sites=["site"]) as (root, (site,)), tree(site, ["below"]) as (_, (low,)):
+        said = succeeds("status", low.address, "--tree")
+        names = shown(said)
+        assert names[:3] == [root.address, "  site", f"    {site.address}"]
+        assert f"        {low.address}" in names
+
+
+def test_what_cannot_be_reached_is_named():
+    with tree() as (root, (a, b)):
+        a.stop()
+        # It has left its parent, so nobody knows where it was.
+        wait_until(lambda: len(root.center.core.members()[1]) == 1)
+        root._servicer._traffic["site-b"].serves_at = "127.0.0.1:1"
+        said = succeeds("status", root.address, "--tree")
+        assert "not reachable: 127.0.0.1:1: the center at 127.0.0.1:1 does not" in said
+        assert "downpour: 1 of 2 centers" in said
+        # A site whose parent is gone is still there; its parent is named.
+        root.stop()
+        result = command("status", b.address, "--tree", "--json")
+        assert result.exit_code == 0, result.output
+        first, second = json.loads(result.stdout)["centers"]
+        assert first["address"] == root.address
+        assert "does not answer" in first["error"]
+        assert (second["address"], second["error"]) == (b.address, "")
+
+
+def test_a_center_that_two_names_lead_to_is_shown_once():
+    with tree(sites=["site"]) as (root, (site,)):
+        again = site.address.replace("127.0.0.1", "localhost")
+        said = succeeds("status", f"{again},{site.address}", "--tree")
+        assert shown(said)[0] == root.address
+        assert len([name for name in shown(said) if "worker" in name]) == 1
+
+
+def test_a_tree_that_bites_its_own_tail():
+    """A worker may say that it is any center; nobody goes around in circles."""
+    with (
+        tree(sites=["site"]) as (root, (site,)),
+        service.connect(site.address, RULE) as center,
+    ):
+        center.announce(root.address)
+        center.join("ouroboros")
+        for address in (root.address, site.address):
+            said = succeeds("status", address, "--tree")
+            assert shown(said).count(root.address) == 1
+            assert "2 of 2 centers" in said
+        both = f"{root.address},{root.address.replace('127.0.0.1', 'localhost')}"
+        assert "2 of 2 centers" in succeeds("status", both, "--tree")
+
+
+def test_shards():
+    with service.serve(RULE) as one, service.serve(RULE) as other:
+        both = f"{one.address}, {other.address}"
+        with service.connect(both, RULE) as center:
+            center.initialize({"a": jnp.zeros(4), "b": jnp.zeros(4)}, worker="")
+            center.join("worker-0")
+            said = succeeds("status", both)
+            addresses = [one.address, other.address]
+            expected = [(each, "  worker-0") for each in addresses]
+            assert shown(said) == [name for pair in expected for name in pair]
+            assert "downpour: 2 of 2 centers, 2 workers" in said
+            lines = succeeds(
+                "watch", both, "--count=2", "--interval=0.05", "--json"
+            ).splitlines()
+            looks = [json.loads(line)["centers"] for line in lines]
+            assert [[e["address"] for e in look] for look in looks] == [addresses] * 2
+            assert looks[0][0]["exchanges_per_second"] is None
+            assert looks[1][0]["exchanges_per_second"] == 0
+        other.stop()
+        said = fails("status", both, code=1)
+        assert f"the center at {other.address} does not answer" in said
+        result = command("status", both)
+        assert shown(result.stdout) == [one.address]
+        assert f"not reachable: {other.address}: " in result.stdout
+
+
+def test_a_parent_in_shards():
+    """A site is a worker of each of them, and one center."""
+    with service.serve(RULE) as one, service.serve(RULE) as other:
+        both = [one.address, other.address]
+        with service.connect(both, RULE) as center:
+            center.initialize({"a": jnp.zeros(2), "b": jnp.zeros(2)}, worker="")
+        parent = service.connect(both, RULE)
+        with parent, service.serve(RULE, parent=parent, name="site") as site:
+            assert site.uplink.ready.wait(30)
+            said = succeeds("status", site.address, "--tree")
+            assert shown(said) == [
+                *(one.address, "  site", f"    {site.address}"),
+                *(other.address, "  site"),
+            ]
+
+
+def test_watch_of_a_tree_keeps_what_goes_away(monkeypatch):
+    with tree(sites=["site"]) as (root, (site,)):
+        both = f"{root.address},{site.address}"
+        printed = []
+
+        @contextlib.contextmanager
+        def live(*, enabled):
+            def show(table):
+                printed.append(table)
+                if len(printed) == 1:
+                    site.stop()
+
+            yield show
+
+        monkeypatch.setattr("agn_optax.cli._table.live", live)
+        said = fails("watch", both, "--tree", "--count=2", "--interval=0.1", code=1)
+        assert f"the center at {site.address} does not answer" in said
+        table, *warnings = printed[1].renderables
+        names = list(table.columns[0].cells)
+        assert site.address in "".join(map(str, names))
+        assert f"not reachable: {site.address}" in str(warnings[0])
+
+
+def test_bad_addresses_are_refused():
+    assert "must be" in fails("status", "nowhere,127.0.0.1:1", code=2)
+    twice = "127.0.0.1:1,127.0.0.1:1"
+    assert "several different ones expected" in fails("watch", twice, code=2)
+
+
+@pytest.mark.parametrize(
+    ("said", "host", "seen"),
+    [
+        ("10.0.0.5:5000", "10.0.0.9", "10.0.0.5:5000"),
+        ("0.0.0.0:5000", "10.0.0.9", "10.0.0.9:5000"),
+        ("[::]:5000", "10.0.0.9", "10.0.0.9:5000"),
+        ("0.0.0.0:5000", "this machine", "127.0.0.1:5000"),
+        ("0.0.0.0:5000", "fd00::/64", "0.0.0.0:5000"),
+        ("unix:/tmp/center", "this machine", "unix:/tmp/center"),
+        ("", "10.0.0.9", ""),
+        ("whatever this is", "10.0.0.9", ""),
+    ],
+)
+def test_where_a_site_is_seen_from_its_parent(said, host, seen):
+    caller = Caller("a site", EVERYBODY.calls, host=host)
+    assert _servicer._seen_from_here(said, caller) == seen

@@ -1,0 +1,238 @@
+"""What docs/operations.md says one does with a running center, done as it says."""
+
+import contextlib
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+
+import numpy as np
+import one_worker
+import optax
+import pytest
+import sessions
+import talking
+from commands import PATIENCE, ROOT, python, succeeds
+from waiting import wait_until
+
+import agn_optax
+from agn_optax import center as centers
+from agn_optax import errors, rules, service
+
+PAGE = (ROOT / "docs/operations.md").read_text()
+HERE = pathlib.Path(__file__).parent
+UNIT = ROOT / "examples/deploy/agn-optax-center.service"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Where the commands of the page run, and where their center is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def said_by_the_page(section, address):
+    """The commands below a heading, with the test's address instead of the page's."""
+    _, _, after = PAGE.partition(f"\n## {section}\n")
+    assert after, section
+    below, _, _ = after.partition("\n## ")
+    blocks = re.findall(r"```console\n(.*?)```", below, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    assert lines
+    return [shlex.split(line.replace("127.0.0.1:5000", address)) for line in lines]
+
+
+class Served(contextlib.AbstractContextManager):
+    """Runs commands of the page; a center that they start ends with this."""
+
+    def __init__(self):
+        self._processes = []
+
+    def follow(self, section, address):
+        """Everything below a heading; what is not a server is waited for."""
+        said = []
+        for program, command, *arguments in said_by_the_page(section, address):
+            assert program == "agn-optax"
+            if command == "serve":
+                self._serve(arguments)
+            else:
+                said.append(succeeds(command, *arguments))
+                if command == "drain":
+                    assert self._processes[-1].wait(PATIENCE) == 0
+        return said
+
+    def _serve(self, arguments):
+        line, environment = python("-m", "agn_optax.cli", "serve", *arguments)
+        process = subprocess.Popen(  # noqa: S603 our own program
+            line, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        self._processes.append(process)
+        assert process.stdout.readline().startswith("serving")
+
+    def kill(self):
+        """As a machine does that is gone."""
+        self._processes[-1].kill()
+        self._processes[-1].wait(PATIENCE)
+
+    def __exit__(self, *exception):
+        for process in self._processes:
+            process.kill()
+            process.wait(PATIENCE)
+            process.stdout.close()
+
+
+def version(address):
+    return json.loads(succeeds("status", address, "--json"))["version"]
+
+
+@pytest.mark.slow
+def test_workers_go_on_through_an_upgrade(place):
+    """All of them, and every step of theirs is in the center once."""
+    names = [f"w{number}" for number in range(3)]
+    with Served() as served, talking.processes(HERE / "durable_worker.py", 1) as made:
+        served.follow("A center", place)
+        with service.connect(place, rules.downpour(), timeout=PATIENCE) as center:
+            center.initialize(np.zeros(3, np.float32), worker="")
+            made[0].ask(do="start", address=place, names=names, elements=[0, 1, 2])
+            for _ in range(2):
+                before = version(place)
+                wait_until(lambda n=before: version(place) > n + 15)
+                served.follow("Upgrade", place)
+                assert version(place) >= before + 15
+            before = version(place)
+            wait_until(lambda: version(place) > before + 15)
+            there = json.loads(succeeds("status", place, "--json"))["workers"]
+            assert {worker["name"] for worker in there} == set(names)
+            said = made[0].ask(do="stop")
+            assert not said["failures"]
+            end = np.asarray(center.pull().params)
+    np.testing.assert_array_equal(-end, [said["steps"][name] for name in names])
+
+
+@pytest.mark.slow
+def test_an_upgrade_leaves_no_trace_in_the_numbers(place, tmp_path):
+    """One worker ends where it would have ended, bit for bit."""
+    steps, progress = 600, tmp_path / "progress"
+    undisturbed = agn_optax.LocalCenter(one_worker.rule())
+    expected = one_worker.train(undisturbed, steps, lambda number: None)
+    rule = "--rule=agn", "--center-optimizer=adam", "--learning-rate=0.05"
+    serve = [f"--address={place}", *rule, "--journal=center"]
+    with Served() as served, talking.processes(one_worker.__file__, 1) as made:
+        served._serve(serve)
+        made[0].tell(do="train", address=place, steps=steps, progress=str(progress))
+        for part in (1, 2, 3):
+            wait_until(
+                lambda p=part: (
+                    progress.exists()
+                    and int(progress.read_text() or 0) > p * steps // 5
+                )
+            )
+            assert not made[0].answers_already()
+            succeeds("drain", place)
+            assert served._processes[-1].wait(PATIENCE) == 0
+            served._serve(serve)
+        said = made[0].answer()
+    assert said["version"] == said["exchanges"] == steps // one_worker.PERIOD
+    assert said == expected
+
+
+@pytest.mark.slow
+def test_a_backup_of_a_running_center_is_restored(place):
+    """What was answered before it is there; workers are told that more is not."""
+    rule = rules.downpour()
+    with Served() as served:
+        served.follow("A center", place)
+        with service.connect(place, rule, timeout=PATIENCE) as center:
+            worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name="w")
+            params, state = worker.start(np.zeros(2, np.float32), chief=True)
+            for _ in range(3):
+                params, state = worker.exchange(params - 1, state)
+            (said,) = served.follow("Backup", place)
+            assert said.startswith("version 3 is in ")
+            params, state = worker.exchange(params - 1, state)
+            served.kill()
+            shutil.rmtree("center")  # with its disk
+            served.follow("Restore", place)
+            assert version(place) == 3
+            with pytest.raises(errors.WorkerStateError, match="not the one that work"):
+                worker.exchange(params - 1, state)
+            params, state = worker.start()
+            np.testing.assert_array_equal(params, -3)
+            params, state = worker.exchange(params - 1, state)
+        assert version(place) == 4
+        assert centers.backup("backup", "another") == 4
+
+
+def test_a_backup_is_one_while_it_is_written(tmp_path):
+    """Everything that was answered when it began, of a center that does not stop."""
+    rule, folder = rules.downpour(), tmp_path / "center"
+    kept = centers.Journal(folder)
+    with (
+        service.serve(rule, np.zeros(2, np.float32), durability=kept) as server,
+        service.connect(server.address, rule) as center,
+    ):
+        message = np.ones(2, np.float32)
+        for number in range(3):
+            for _ in range(5):
+                seen = server.center.version
+                sessions.exchange(center, message, anchor_version=seen, worker="w")
+            before = server.center.version
+            assert centers.backup(folder, tmp_path / f"copy-{number}") >= before
+            found = centers.read(tmp_path / f"copy-{number}", rule)
+            np.testing.assert_array_equal(found.params, -found.version)
+
+
+# systemd.
+
+
+def test_serve_says_when_it_is_ready_and_when_it_ends(place, monkeypatch, tmp_path):
+    """As systemd wants to hear it of a service of Type=notify."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(str(tmp_path / "notify"))
+        listening.settimeout(PATIENCE)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with Served() as served:
+            served.follow("A center", place)
+            ready = listening.recv(1 << 10).decode().splitlines()
+            assert ready == ["READY=1", f"STATUS=serving downpour at {place}"]
+            succeeds("drain", place)
+            assert listening.recv(1 << 10).decode().splitlines()[0] == "STOPPING=1"
+            assert served._processes[-1].wait(PATIENCE) == 0
+
+
+def test_the_unit_of_systemd_is_one(tmp_path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    own = tmp_path / UNIT.name
+    # Whatever runs there; what it is told is looked at below.
+    true = shutil.which("true")
+    own.write_text(UNIT.read_text().replace("/opt/agn-optax/bin/agn-optax", true))
+    said = subprocess.run(  # noqa: S603 the system's own program
+        ["systemd-analyze", "verify", own],  # noqa: S607
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    ours = [line for line in said.stderr.splitlines() if UNIT.name in line]
+    assert not ours
+    assert said.returncode == 0, said.stderr
+
+
+def test_the_unit_gives_options_that_there_are():
+    from agn_optax.cli._center_options import CenterOptions  # noqa: PLC0415
+
+    text = UNIT.read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^ExecStart=(.*)", text, re.MULTILINE)
+    _, command, *arguments = shlex.split(line)
+    assert command == "serve"
+    given = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")}
+    assert given - {"config"} <= set(CenterOptions.__options__)
+    # What it is killed after is more than it ever takes.
+    longest = service._servicer._LONGEST_GRACE
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)", text, re.MULTILINE)
+    assert int(stop) > longest + 1

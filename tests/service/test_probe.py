@@ -1,0 +1,127 @@
+"""Bytes that are sent to be measured: how fast, how many, and by whom."""
+
+import jax.numpy as jnp
+import pytest
+import sessions
+import shared
+
+from agn_optax import errors, service
+from agn_optax.service import _path
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import TRANSPORTS, Target
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
+
+RULE = shared.downpour()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with service.serve(RULE, jnp.zeros(3), share=None) as server:
+        yield server
+
+
+@pytest.mark.parametrize("transport", ["memory", "socket", "grpc"])
+def test_every_way_is_measured_each_direction(server, transport):
+    with service.Observer(server.address) as observer:
+        way = observer.measure(transport)
+    assert way.transport == transport
+    assert 0 < way.round_trip < 5
+    assert way.up > 1e6
+    assert way.down > 1e6
+    assert way.seconds(10**6, 10**6) < 5
+    assert (way.path is not None) == (transport == "socket")
+
+
+def test_workers_do_not_notice(server):
+    before = server.center.version
+    with (
+        service.Observer(server.address) as observer,
+        service.connect(server.address, RULE) as center,
+    ):
+        sessions.exchange(center, jnp.ones(3), anchor_version=before, worker="w")
+        observer.measure("socket")
+        there = observer.status()["workers"]
+        answer = sessions.exchange(
+            center, jnp.ones(3), anchor_version=before + 1, worker="w"
+        )
+    assert answer.version == before + 2
+    assert [worker["name"] for worker in there] == ["w"]
+
+
+def linked(server, transport):
+    (way,) = (each for each in TRANSPORTS if each.name == transport)
+    observer = service.Observer(server.address)
+    offer = sessions.offer(server, transport)
+    link = way.dial(Target(observer._connection, offer, Buffers()))
+    return observer, link
+
+
+def say(observer, link, frame):
+    with observer._connection.watching(link):
+        link.send(in_bytes(frame, 0))
+        return link.control()
+
+
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        (pb.Probe(answer=MOST_PROBED + 1), "at most 4194304 bytes each way"),
+        (pb.Probe(size=3), "a probe of 3 bytes was expected, got 0"),
+    ],
+)
+def test_probes_that_are_none_are_refused(server, transport, probe, message):
+    observer, link = linked(server, transport)
+    with observer, pytest.raises(errors.ProtocolError, match=message):
+        say(observer, link, pb.Frame(probe=probe))
+
+
+def test_after_a_probe_there_is_nothing_but_probes(server):
+    observer, link = linked(server, "socket")
+    with observer, observer._connection.watching(link):
+        link.send(in_bytes(pb.Frame(probe=pb.Probe(size=5, answer=7)), 5))
+        assert link.control().HasField("probed")
+        assert len(link.buffer(of_bytes(7), "an answer")) == 7
+        link.send(in_bytes(pb.Frame(acknowledge=1), 0))
+        with pytest.raises(errors.ProtocolError, match="a probe was expected"):
+            link.control()
+
+
+def test_only_so_many_measure_at_a_time(server, monkeypatch):
+    monkeypatch.setattr(service._servicer, "_STALLED", 0.2)
+    many = [linked(server, "socket") for _ in range(12)]
+    try:
+        for observer, link in many:
+            say(observer, link, pb.Frame(probe=pb.Probe()))
+        with (
+            service.Observer(server.address, timeout=5.0) as observer,
+            pytest.raises(errors.CenterUnreachableError, match="others measure"),
+        ):
+            observer.measure("socket")
+    finally:
+        for observer, link in many:
+            link.cancel()
+            observer.close()
+
+
+def test_a_way_that_there_is_not():
+    with (
+        service.serve(RULE, jnp.zeros(3), direct=False) as server,
+        service.Observer(server.address) as observer,
+        pytest.raises(errors.CenterUnreachableError, match="no way by socket"),
+    ):
+        observer.measure("socket")
+
+
+def test_a_route_of_choice(server):
+    """By the loopback interface, in short segments; or by none that there is."""
+    loopback = next(each for each in _path.interfaces() if each.is_loopback)
+    assert "127.0.0.1" in loopback.addresses
+    route = _path.Route(loopback.name, 1000)
+    with service.Observer(server.address) as observer:
+        way = observer.measure("socket", route=route)
+        assert way.path.source == "127.0.0.1"
+        assert way.path.segment <= 1000
+        with pytest.raises(errors.CenterUnreachableError, match="No such device"):
+            observer.measure("socket", route=_path.Route("no-such-card"))
