@@ -123,14 +123,19 @@ def test_programs_say_the_token_too(runtime, address):
     assert len(json.loads(said)["token"]) == 64
 
 
+def _token_for(address):
+    """That which this end would show a center there, if it was given none."""
+    return service.tokens.of(None, lambda: address)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_center_that_listens_everywhere_is_found_here(runtime, host):
     with service.tokens.left_here("0.0.0.0:5000", "everywhere"):
-        assert service.tokens.of(None, f"{host}:5000")() == "everywhere"
+        assert _token_for(f"{host}:5000")() == "everywhere"
         with service.tokens.left_here("127.0.0.1:5000", "here"):
-            assert service.tokens.of(None, f"{host}:5000")() == "here"
-        assert service.tokens.of(None, f"{host}:5001")() is None
-        assert service.tokens.of(None, "192.0.2.1:5000")() is None
+            assert _token_for(f"{host}:5000")() == "here"
+        assert _token_for(f"{host}:5001")() is None
+        assert _token_for("192.0.2.1:5000")() is None
 
 
 def test_the_next_center_at_an_address_keeps_its_token(runtime):
@@ -138,7 +143,7 @@ def test_the_next_center_at_an_address_keeps_its_token(runtime):
         with service.tokens.left_here("127.0.0.1:1", "first"):
             (path,) = runtime.iterdir()
             path.write_text("second")
-        assert service.tokens.of(None, "127.0.0.1:1")() == "second"
+        assert _token_for("127.0.0.1:1")() == "second"
 
 
 def test_tokens_of_a_file(runtime, address, tokens, tmp_path):
