@@ -57,6 +57,20 @@ class Run:
 
     Raises:
       InvalidArgumentError: a value is out of range, or some do not go together.
+
+    Example:
+      >>> from agn_optax.engines import Run
+      >>> run = Run(
+      ...     name="digits",
+      ...     program=["train.py"],
+      ...     workers=2,
+      ...     rule={"rule": "downpour"},
+      ...     serve={"barrier": 2},
+      ... )
+      >>> " ".join(run.serve_command())
+      'python -m agn_optax.cli serve --rule=downpour --barrier=2'
+      >>> run.worker_environment(1)["AGN_OPTAX_WORKER"]
+      'worker-1'
     """
 
     name: str
