@@ -26,9 +26,11 @@ from agn_optax.round import (
 )
 from agn_optax.rules import (
     AccumulateState,
+    DelayedNesterovState,
     accumulate,
     by_local_steps,
     codecs,
+    delayed_nesterov,
     elastic_pull,
     normalize,
     scale_by_staleness,
@@ -56,6 +58,7 @@ __all__ = [
     "AllReduceState",
     "Center",
     "CenterState",
+    "DelayedNesterovState",
     "ExchangeState",
     "Fitted",
     "LocalCenter",
@@ -75,6 +78,7 @@ __all__ = [
     "by_local_steps",
     "center_params",
     "codecs",
+    "delayed_nesterov",
     "densify",
     "diloco",
     "downpour",

@@ -9,6 +9,10 @@ The names here are the rule records; the drop-in optimizers of the same names ar
 """
 
 from agn_optax.rules import codecs as codecs
+from agn_optax.rules._center_optimizers import (
+    DelayedNesterovState as DelayedNesterovState,
+)
+from agn_optax.rules._center_optimizers import delayed_nesterov as delayed_nesterov
 from agn_optax.rules._combinators import AccumulateState as AccumulateState
 from agn_optax.rules._combinators import accumulate as accumulate
 from agn_optax.rules._combinators import elastic_pull as elastic_pull

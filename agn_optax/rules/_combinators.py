@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -196,10 +197,12 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
-def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
-    r"""Divides the updates by one more than their staleness.
+def scale_by_staleness(
+    *, exponent: float = 1.0, decay: float = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides the updates by one more than their staleness, or by a power of that.
 
-    .. math:: u \leftarrow u / (\tau + 1)
+    .. math:: u \leftarrow d^\tau (\tau + 1)^{-a} u
 
     ``staleness`` (:math:`\tau`), the number of center updates since the message's
     anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
@@ -207,12 +210,17 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
     that become one with others. First in a center optimizer it does so where messages
     come one by one.
 
+    Args:
+      exponent: :math:`a`, at least 0.
+      decay: :math:`d`, in (0, 1]: below 1, late messages also count exponentially less.
+
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
 
     Raises:
       MissingArgumentError: ``update`` came without ``staleness``.
-      InvalidArgumentError: ``staleness`` is negative (seen where it is not traced).
+      InvalidArgumentError: an argument is out of range, or ``staleness`` is negative
+        (seen where it is not traced).
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -223,7 +231,11 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
     References:
       Jiawei Jiang, Bin Cui, Ce Zhang, Lele Yu, *Heterogeneity-aware Distributed
       Parameter Servers*, 2017.
+      Cong Xie, Sanmi Koyejo, Indranil Gupta, *Asynchronous Federated Optimization*,
+      2019, for other powers.
     """
+    check.rate(exponent, "exponent", low=0.0, high=math.inf)
+    check.rate(decay, "decay", low=0.0, high=1.0, low_open=True)
 
     def update_fn(
         updates: PyTree,
@@ -243,7 +255,11 @@ def scale_by_staleness() -> optax.GradientTransformationExtraArgs:
             raise errors.InvalidArgumentError(
                 f"staleness must not be negative, got {staleness}"
             )
-        return _divide(updates, jnp.asarray(staleness) + 1), state
+        late = jnp.asarray(staleness)
+        if exponent == 1.0 and decay == 1.0:
+            return _divide(updates, late + 1), state
+        late = late.astype(jnp.float32)
+        return _divide(updates, (late + 1) ** exponent * decay**-late), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -1,0 +1,110 @@
+"""A center optimizer that optax does not have, for messages that come one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax._internal import check
+
+PyTree = Any
+
+
+class DelayedNesterovState(NamedTuple):
+    """State of `delayed_nesterov`."""
+
+    momentum: PyTree  # as the center
+    buffer: PyTree  # as the center: the sum of the messages that momentum waits for
+    held: jax.Array  # int32 scalar: of these
+
+
+def delayed_nesterov(
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    *,
+    delay: int,
+    spread: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Nesterov's momentum that takes in a whole buffer of messages at a time.
+
+    .. math::
+        D &\leftarrow D + g \\
+        \text{each } N\text{-th time:} \quad
+            m &\leftarrow \beta m + D / N, \quad D \leftarrow 0, \quad
+            c \leftarrow c - \eta \left((1 - kN + k) \beta m + g / N\right) \\
+        \text{else:} \quad
+            c &\leftarrow c - \eta \left(k \beta m + g / N\right)
+
+    Where the messages of n asynchronous workers come one by one, ordinary momentum has
+    each of them act n times as long as in a round of all, and training gets worse or
+    diverges. Here gradients act at once, and momentum every N-th time, when as many
+    messages have come as a round would have; over N messages both act as much as
+    Nesterov's momentum does in one step with their mean. With :math:`N = 1` and
+    :math:`k = 0` it is ``optax.sgd(learning_rate, momentum, nesterov=True)``.
+
+    Args:
+      learning_rate: :math:`\eta`, of a round of N messages.
+      momentum: :math:`\beta`, in [0, 1).
+      delay: :math:`N`, messages between two changes of the momentum: the number of
+        workers, or a multiple of it.
+      spread: :math:`k`, in [0, 1 / N]: the part of the momentum that acts at each of
+        the messages between, rather than at every N-th.
+
+    Returns:
+      A center optimizer with `DelayedNesterovState`.
+
+    Raises:
+      InvalidArgumentError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> center = agn_optax.delayed_nesterov(0.7, 0.9, delay=4)
+      >>> rule = agn_optax.rules.diloco(center)
+      >>> server = agn_optax.LocalCenter(rule, jnp.zeros(2))
+
+    References:
+      Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun
+      Shen, Arthur Szlam, Marc'Aurelio Ranzato, *Asynchronous Local-SGD Training for
+      Language Modeling*, 2024.
+    """
+    check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
+    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    delay = check.positive_int(delay, "delay")
+    check.rate(spread, "spread", low=0.0, high=1.0 / delay)
+
+    def init(params: PyTree) -> DelayedNesterovState:
+        return DelayedNesterovState(
+            optax.tree.zeros_like(params),
+            optax.tree.zeros_like(params),
+            jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: PyTree,
+        state: DelayedNesterovState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, DelayedNesterovState]:
+        del params, extra_args
+        is_full = state.held + 1 == delay
+        summed = jax.tree.map(jnp.add, state.buffer, updates)
+        taken = jax.tree.map(
+            lambda m, d: jnp.where(is_full, momentum * m + d / delay, m),
+            *(state.momentum, summed),
+        )
+        share = jnp.where(is_full, 1 - spread * delay + spread, spread)
+
+        def move(m: jax.Array, g: jax.Array) -> jax.Array:
+            moved = share.astype(m.dtype) * momentum * m + g / delay
+            return -learning_rate * moved
+
+        moved = jax.tree.map(move, taken, updates)
+        left = jax.tree.map(lambda d: jnp.where(is_full, jnp.zeros_like(d), d), summed)
+        held = jnp.where(is_full, 0, state.held + 1)
+        return moved, DelayedNesterovState(taken, left, held)
+
+    return optax.GradientTransformationExtraArgs(init, update)
