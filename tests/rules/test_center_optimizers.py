@@ -22,11 +22,8 @@ def trained(tx, grads, params=None, **extra):
     return params, state
 
 
-GRADS = [
-    jnp.asarray(g, jnp.float32) for g in np.random.default_rng(0).normal(size=(12, 3))
-]
-    jnp.asarray(g, jnp.float32) for g in np.random.default_rng(0).normal(size=(12, 3))
-]
+RANDOM = np.random.default_rng(0)
+GRADS = [jnp.asarray(RANDOM.normal(size=3), jnp.float32) for _ in range(12)]
 
 
 def test_without_delay_it_is_nesterov():
