@@ -35,6 +35,7 @@ BENCHMARKS = (
     "size",
     "memory",
     "journal",
+    "codecs",
     "scale",
     "startup",
 )

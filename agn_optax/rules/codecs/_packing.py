@@ -21,12 +21,15 @@ def blocks_of(leaf: jax.Array, block: int) -> jax.Array:
     return rows(leaf, min(block, max(leaf.size, 1)))
 
 
-def finite_rows(blocks: jax.Array) -> jax.Array:
-    """Of which rows all elements are finite.
+def peaks_of(blocks: jax.Array) -> jax.Array:
+    """The largest absolute value of each row, or one that is not finite.
 
-    Their maximum does not tell: on CPUs, that of a long row may pass over a NaN.
+    Of their bits as whole numbers, which rise as they do, and NaN is beyond infinity:
+    on CPUs, a maximum of a long row of floats may pass over a NaN.
     """
-    return jnp.isfinite(blocks).all(axis=1)
+    width = 8 * blocks.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), f"uint{width}")
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), blocks.dtype)
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:

@@ -18,8 +18,8 @@ from agn_optax.rules.codecs._codec import Codec, of_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     blocks_of,
-    finite_rows,
     packed,
+    peaks_of,
     power_of_two,
     short,
     unpacked,
@@ -129,10 +129,10 @@ def quantize(
         leaf = jnp.asarray(leaf)
         wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
         blocks = blocks_of(wide, block)  # [blocks, block]
-        peaks = jnp.max(jnp.abs(blocks), axis=1)  # [blocks]
-        finite = finite_rows(blocks)  # [blocks]
+        peaks = peaks_of(blocks)  # [blocks]
+        finite = jnp.isfinite(peaks)
         scales = scales_of(blocks, peaks)
-        x = blocks / scales[:, None]
+        x = blocks * (1 / scales)[:, None]
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         if levels is None:
             near = jnp.round(x) if noise is None else jnp.floor(x + noise)
@@ -142,7 +142,7 @@ def quantize(
         codes = jnp.where(finite[:, None], codes, 0).astype(jnp.uint8)
         return {
             "codes": packed(codes.reshape(-1)[: leaf.size], bits),
-            "scales": jnp.where(finite, scales, jnp.nan).astype(jnp.float32),
+            "scales": jnp.where(finite, scales, peaks).astype(jnp.float32),
         }
 
     def decode(sent: PyTree, like: Any) -> jax.Array:

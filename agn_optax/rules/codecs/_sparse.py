@@ -13,8 +13,8 @@ from agn_optax.rules.codecs._codec import Codec, of_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     blocks_of,
-    finite_rows,
     packed,
+    peaks_of,
     unpacked,
 )
 from agn_optax.rules.codecs._quantize import of_random_leaves
@@ -65,7 +65,8 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
         _, indices = jax.lax.top_k(sizes, min(k, length))
         values = jnp.take_along_axis(blocks, indices, axis=1)
         # Whatever `top_k` makes of one that is no number: the block is none.
-        values = jnp.where(finite_rows(blocks)[:, None], values, jnp.nan)
+        finite = jnp.isfinite(peaks_of(blocks))[:, None]
+        values = jnp.where(finite, values, jnp.nan)
         return {
             "indices": packed(indices.reshape(-1), _bits(length)),
             "values": values.reshape(-1),
