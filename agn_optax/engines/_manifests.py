@@ -462,7 +462,10 @@ _JOB: Manifest = {
     # What a node takes with it when it is emptied, or preempted, was no failure.
     "podFailurePolicy": {
         "rules": [
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+            {
+                "action": "Ignore",
+                "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+            }
         ]
     },
     "podReplacementPolicy": "Failed",  # two pods must not have one name at a time
