@@ -152,6 +152,8 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
 
     if not settings.image:
         refuse('the table [kubernetes] must have an image, as image = "NAME:TAG"')
+    if not run.name[0].isalpha():
+        refuse(f"on Kubernetes names begin with a letter, got {run.name!r}")
     if run.worker_resources.processes > 1 and not settings.jobset:
         refuse(
             "workers of several pods need jobset = true in [kubernetes], got "

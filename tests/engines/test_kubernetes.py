@@ -343,6 +343,7 @@ def test_a_value_is_told_as_it_is():
     [
         (run().replace("image", "imag"), "(did you mean 'image'?)"),
         (re.sub("image.*", "", run()), "must have an image"),
+        (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
         (run(more="[resources.worker]\nprocesses = 2"), "need jobset = true"),
         (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
         (run("address = '0.0.0.0:1'"), "address of the center is said by"),
