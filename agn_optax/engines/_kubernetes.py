@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -14,7 +15,7 @@ from typing import Any
 from agn_optax import errors
 from agn_optax._internal import extras
 from agn_optax.engines._engine import Engine, Output
-from agn_optax.engines._manifests import KubernetesSettings, Manifest, Manifests
+from agn_optax.engines._manifests import Manifest, Manifests
 from agn_optax.engines._run import Run
 
 SECRETS = "secrets.sh"
@@ -24,6 +25,41 @@ _OURS = (
     *("address", "direct_address", "health_address", "page_address", "address_file"),
     *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """Where pods run, and from what.
+
+    Attributes:
+      image: of center and workers: with agn_optax[cli] and the program, which is looked
+        for in its working directory.
+      namespace: of all objects; None for that of kubectl's context.
+      jobset: whether to make a JobSet, which the cluster must know.
+      storage_class: of the center's claim; None for that of the cluster.
+      storage_size: of that claim, as Kubernetes has it.
+      claims: of volumes that are there, by name, and where workers find them.
+      secret: of workers whose center is elsewhere: with ``ca.pem``, and
+        ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
+      service_account: of all pods.
+      pull_secret: with which the image is pulled.
+      node_selector: labels of the nodes for workers.
+      gpu: the name of the resource that ``gpus`` counts.
+      queue: of Kueue, in which the workers (of a JobSet: all) wait for their turn.
+    """
+
+    image: str | None = None
+    namespace: str | None = None
+    jobset: bool = False
+    storage_class: str | None = None
+    storage_size: str = "10Gi"
+    claims: dict[str, str] = dataclasses.field(default_factory=dict)
+    secret: str | None = None
+    service_account: str | None = None
+    pull_secret: str | None = None
+    node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
+    gpu: str = "nvidia.com/gpu"
+    queue: str | None = None
 
 
 class Kubernetes(Engine):

@@ -11,10 +11,13 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agn_optax.engines._run import Resources, Run
 from agn_optax.service import LONGEST_GRACE, tokens
+
+if TYPE_CHECKING:
+    from agn_optax.engines._kubernetes import KubernetesSettings
 
 Manifest = dict[str, Any]
 
@@ -47,41 +50,6 @@ while True:
         print(f"{host}:{port}: {error}", flush=True)
         time.sleep(2)
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KubernetesSettings:
-    """Where pods run, and from what.
-
-    Attributes:
-      image: of center and workers: with agn_optax[cli] and the program, which is looked
-        for in its working directory.
-      namespace: of all objects; None for that of kubectl's context.
-      jobset: whether to make a JobSet, which the cluster must know.
-      storage_class: of the center's claim; None for that of the cluster.
-      storage_size: of that claim, as Kubernetes has it.
-      claims: of volumes that are there, by name, and where workers find them.
-      secret: of workers whose center is elsewhere: with ``ca.pem``, and
-        ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
-      service_account: of all pods.
-      pull_secret: with which the image is pulled.
-      node_selector: labels of the nodes for workers.
-      gpu: the name of the resource that ``gpus`` counts.
-      queue: of Kueue, in which the workers (of a JobSet: all) wait for their turn.
-    """
-
-    image: str | None = None
-    namespace: str | None = None
-    jobset: bool = False
-    storage_class: str | None = None
-    storage_size: str = "10Gi"
-    claims: dict[str, str] = dataclasses.field(default_factory=dict)
-    secret: str | None = None
-    service_account: str | None = None
-    pull_secret: str | None = None
-    node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
-    gpu: str = "nvidia.com/gpu"
-    queue: str | None = None
 
 
 class Manifests:
