@@ -234,8 +234,13 @@ def test_the_center(name):
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
     if name != "jobset":
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        for each in one(made, "Service")["spec"]["ports"]:
+        service_of_it = one(made, "Service")["spec"]
+        for each in service_of_it["ports"]:
             assert ports[each["targetPort"]] == each["port"]
+        assert ("page" in ports) == (name == "everything")
+        # Its name is the pod's own address, also while workers wait for it.
+        assert service_of_it["clusterIP"] == "None"
+        assert service_of_it["publishNotReadyAddresses"] is True
 
 
 def test_what_a_worker_needs():
