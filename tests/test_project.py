@@ -48,6 +48,7 @@ EXTRAS = {
     "flax": {"flax"},
     "checkpoint": {"orbax"},
     "training": {"rich"},
+    "engines": {"yaml"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 

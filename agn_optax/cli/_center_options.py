@@ -25,8 +25,8 @@ from agn_optax.rules import Rule
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "memory", "share", "dtype"),
-    *("device", "direct", "direct_address", "insecure", "parent_period"),
-    "reflection",
+    *("device", "direct", "direct_address", "health_address", "insecure"),
+    *("parent_period", "reflection"),
 )
 _PAGE = "127.0.0.1:0"
 # Options that `agn_optax.center.Refuse` has without their prefix.
@@ -92,6 +92,8 @@ class CenterOptions:
         Prometheus, at --page-address.
       page_address HOST:PORT [of --page: 127.0.0.1:0]: Where the page is, which this
         asks for as well; port 0 takes one that is free.
+      health_address HOST:PORT: Where gRPC's health checking is answered in plain text
+        and to anybody as well, as the probes of Kubernetes need it.
 
     Access:
       tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
@@ -169,6 +171,7 @@ class CenterOptions:
     direct_address: str | None = None
     page: bool | None = None
     page_address: str | None = None
+    health_address: str | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = _options.switch()
     reflection: bool | None = None

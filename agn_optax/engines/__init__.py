@@ -1,13 +1,26 @@
 """A center and its workers as tasks of whatever runs them.
 
 `Run` describes what is to be run, whoever runs it: what each task is told stands there,
-once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine.
+once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
+`_kubernetes`, pods of a cluster.
 """
 
 from agn_optax.engines._engine import Engine
+from agn_optax.engines._kubernetes import Kubernetes
 from agn_optax.engines._local import Local, reached_at, serving
 from agn_optax.engines._run import Resources, Run
 
-__all__ = ["ENGINES", "Engine", "Local", "Resources", "Run", "reached_at", "serving"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Kubernetes",
+    "Local",
+    "Resources",
+    "Run",
+    "reached_at",
+    "serving",
+]
 
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Local,)}
+ENGINES: dict[str, type[Engine]] = {
+    engine.name: engine for engine in (Local, Kubernetes)
+}

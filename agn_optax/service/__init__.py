@@ -25,6 +25,7 @@ from agn_optax.service._probe import Way as Way
 from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._server import Server, serve
+from agn_optax.service._servicer import LONGEST_GRACE as LONGEST_GRACE
 from agn_optax.service._tls import Tls, tls
 from agn_optax.service._watchdog import LEAST_RATE as LEAST_RATE
 

@@ -24,7 +24,7 @@ from agn_optax.service import _address, _tls
 from agn_optax.service._access import Access, Door
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
-from agn_optax.service.transports import Listener, Place, named
+from agn_optax.service.transports import HealthListener, Listener, Place, named
 from agn_optax.worker import Uplink
 
 PyTree = Any
@@ -42,6 +42,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
       direct_address: "host:port" where it takes exchanges beside gRPC; None if there
         is no such port.
       page_address: where a browser finds its page; None if it has none.
+      health_address: where anybody may ask whether it serves; None for nowhere.
       center: the center variable: ``center.pull()``, ``center.save()``.
       uplink: the link to its parent; None if it has none.
     """
@@ -53,6 +54,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.address = servicer.listens_at
         self.direct_address = servicer.direct_address or None
         self.page_address = servicer.page_address or None
+        health = listeners.get("health")
+        self.health_address = None if health is None else health.address
         self.uplink: Uplink | None = None
         self._servicer = servicer
         self._listeners = listeners
@@ -139,6 +142,7 @@ def serve(
     direct: bool = True,
     direct_address: str | None = None,
     page: str | None = None,
+    health_address: str | None = None,
     parent: Center | None = None,
     parent_period: int = 10,
     name: str | None = None,
@@ -183,6 +187,9 @@ def serve(
       page: ``"host:port"`` of a page in the browser that shows what goes on, with
         ``/metrics`` for Prometheus, behind the same tokens and certificates; None for
         no page. Port 0 takes one that is free: ``server.page_address``.
+      health_address: ``"host:port"`` where gRPC's health checking is answered as well,
+        in plain text and to anybody, and nothing else is: for whoever can neither speak
+        TLS nor show a token, as the probes of Kubernetes. None for nowhere.
       parent: a center that this one is a worker of, such as `connect` returns: the
         workers of a site share this center, and the sites share the parent, whose rule
         says how. Without ``params``, the parent's are taken.
@@ -239,6 +246,10 @@ def serve(
             )
         _tls.check(tls, None, insecure, page)
         addresses.append(page)
+    if health_address is not None and _address.check(health_address)[:5] == "unix:":
+        raise errors.InvalidArgumentError(
+            f'health_address must be "host:port", got {health_address!r}'
+        )
     is_local = all(map(_address.is_local, addresses))
     door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
     if parent is not None and durability is not None:
@@ -265,7 +276,9 @@ def serve(
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
         tells = is_local if reflection is None else reflection
-        place = Place(address, direct_address, tls, credentials, tells, page)
+        place = Place(
+            address, direct_address, tls, credentials, tells, page, health_address
+        )
         server = Server(center, servicer, _listeners(servicer, place, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
@@ -320,6 +333,9 @@ def _listeners(
 
             made["page"] = Page(servicer, place.page, place.tls)
             stack.callback(made["page"].close, timeout=5.0)
+        if place.health is not None:
+            made["health"] = HealthListener(place.health)
+            stack.callback(made["health"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]
         servicer.listens_at = made["grpc"].address
         if "socket" in made:

@@ -87,7 +87,7 @@ _PARSED = 1e-7  # and one of a schema
 _MANY = 1024  # workers, where nobody says how many there may be
 _OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
 _GRACE = 30.0  # seconds to end in, at least, where nobody says how many
-_LONGEST_GRACE = 600.0  # and at most
+LONGEST_GRACE = 600.0  # and at most
 
 
 @dataclasses.dataclass
@@ -175,7 +175,7 @@ class Servicer:
     @property
     def stop_grace(self) -> float:
         """Seconds that the service takes to end, where nobody says how many."""
-        return min(max(_GRACE, 2 * self.transfers.longest), _LONGEST_GRACE)
+        return min(max(_GRACE, 2 * self.transfers.longest), LONGEST_GRACE)
 
     def wait_until_idle(self, timeout: float) -> bool:
         """Until no exchange is being applied or answered; False if one still is."""

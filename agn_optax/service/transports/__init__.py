@@ -10,6 +10,7 @@ from typing import Any
 from agn_optax import errors
 from agn_optax.service.transports._grpc import GRPC
 from agn_optax.service.transports._grpc import GrpcLink as GrpcLink
+from agn_optax.service.transports._grpc import HealthListener as HealthListener
 from agn_optax.service.transports._memory import MEMORY
 from agn_optax.service.transports._socket import SOCKET
 from agn_optax.service.transports._transport import Link as Link

@@ -155,6 +155,50 @@ class GrpcListener(_transport.Listener):
         self._threads.wait(max(0.0, end - time.monotonic()))
 
 
+class HealthListener(_transport.Listener):
+    """Whether the center serves, in plain text, to whoever asks, and nothing else.
+
+    For those who can neither speak TLS nor show a token, as the probes of Kubernetes.
+    A check is answered at once; nobody can stay, as in a call of `Watch`.
+
+    Args:
+      address: "host:port" where to listen.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._health = health.HealthServicer()
+        check = grpc.unary_unary_rpc_method_handler(
+            self._health.Check,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        calls = grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME, {"Check": check}
+        )
+        self._server = grpc.server(
+            self._threads,
+            handlers=[calls],
+            options=[
+                ("grpc.max_receive_message_length", 1024),  # the name of a service
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_idle_ms", 60_000),
+            ],
+        )
+        self.address = _listening(self._server, _transport.Place(address))
+
+    def start(self) -> None:
+        self._server.start()
+        for name in ("", _address.SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self) -> None:
+        self._health.enter_graceful_shutdown()
+
+    def close(self, timeout: float) -> None:
+        self._server.stop(grace=0.0).wait(timeout)
+
+
 def _listening(server: grpc.Server, place: _transport.Place) -> str:
     """Where a server listens, with the port that it got."""
     address, credentials = place.address, place.credentials

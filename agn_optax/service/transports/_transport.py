@@ -40,6 +40,7 @@ class Place(NamedTuple):
       credentials: of gRPC alone.
       reflection: whether gRPC tells of its services and connections.
       page: "host:port" of the page; None for none.
+      health: "host:port" where anybody may ask whether it serves; None for nowhere.
     """
 
     address: str
@@ -48,6 +49,7 @@ class Place(NamedTuple):
     credentials: grpc.ServerCredentials | None = None
     reflection: bool = True
     page: str | None = None
+    health: str | None = None
 
 
 class Target(NamedTuple):

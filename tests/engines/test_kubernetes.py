@@ -1,0 +1,532 @@
+"""``agn-optax launch run.toml --on kubernetes``: manifests, and pods as processes."""
+
+import contextlib
+import copy
+import functools
+import os
+import pathlib
+import re
+import stat
+import time
+
+import grpc
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from commands import command, fails, succeeds
+from engines.jobset_schema import SCHEMA
+from engines.pods import KUBECTL, LIMIT, Cluster, IndexedJob, ended
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import wait_until
+
+from agn_optax import errors, service
+
+# The oldest that has all fields, and the newest that is known here.
+VERSIONS = ("1.31", kubernetes_validate.latest_version())
+
+
+def run(center="", kubernetes="", top="", rule='rule = "downpour"', more=""):
+    return f"""
+program = "train.py"
+workers = 3
+name = "digits"
+restarts = 2
+{top}
+[rule]
+{rule}
+[center]
+{center}
+[kubernetes]
+image = "registry.example/digits:1"
+{kubernetes}
+{more}
+"""
+
+
+ALL = """namespace = "team"
+storage-class = "fast"
+storage-size = "50Gi"
+service-account = "trainer"
+pull-secret = "pull"
+queue = "gpus"
+claims = {data = "/data"}
+node-selector = {pool = "spot"}"""
+NEEDS = "[resources.worker]\nmemory = '2GiB'\ngpus = 4\ncpus = 8\nseconds = 3600\n"
+THERE = """
+program = "train.py"
+workers = 2
+name = "digits"
+center = "center.example:5000"
+[kubernetes]
+image = "registry.example/digits:1"
+secret = "theirs"
+{}
+"""
+FORMS = {
+    "plain": run(),
+    "in the open": run("open = true\ninsecure = true"),
+    "tokens in plain text": run("insecure = true"),
+    "everything": run("page = true", ALL, "storage = '/kept'", more=NEEDS),
+    "one way": run("direct = false\nsnapshots = '/storage/snapshots'"),
+    "a center that is there": THERE.format(""),
+    "jobset": run(kubernetes="jobset = true"),
+    "jobset, everything": run(
+        "page = true", ALL + "\njobset = true", more=NEEDS + "processes = 2"
+    ),
+    "jobset, a center that is there": THERE.format("jobset = true"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return FORMS[request.param]
+
+
+@functools.cache
+def printed(text):
+    """The files of a run, by their names, and what is run."""
+    pathlib.Path("run.toml").write_text(text)
+    said = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
+    files, _, commands = said.partition("# What is run\n")
+    parts = re.split(r"^# (\w+\.\w+)\n", files, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)), commands.splitlines()
+
+
+def objects(text):
+    return copy.deepcopy(loaded(text))
+
+
+@functools.cache
+def loaded(text):
+    return [
+        each
+        for name, file in printed(text)[0].items()
+        if name.endswith(".yaml")
+        for each in yaml.safe_load_all(file)
+    ]
+
+
+def one(made, kind):
+    (found,) = [each for each in made if each["kind"] == kind]
+    return found
+
+
+def templates(made):
+    """Every object with pods, as those of a set are, and the template of its pods."""
+    for each in made:
+        if each["kind"] in ("StatefulSet", "Job"):
+            yield each, each["spec"]["template"]
+        if each["kind"] == "JobSet":
+            for job in each["spec"]["replicatedJobs"]:
+                own = {"apiVersion": "batch/v1", "kind": "Job", **job["template"]}
+                own["metadata"] = {"name": job["name"]}
+                yield own, own["spec"]["template"]
+
+
+def containers(template):
+    spec = template["spec"]
+    return [*spec.get("initContainers", ()), *spec["containers"]]
+
+
+@pytest.fixture
+def schemas(monkeypatch):
+    """They are large, and each is read once."""
+    monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", schema)
+
+
+schema = functools.cache(kubernetes_validate.utils.schema_contents)
+
+
+@pytest.mark.usefixtures("schemas")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_one_that_kubernetes_knows(form, version):
+    made = objects(form)
+    for each in made:
+        if each["kind"] == "JobSet":
+            jsonschema.Draft202012Validator(SCHEMA).validate(each)
+        else:
+            kubernetes_validate.validate(each, version, strict=True)
+    for each, _ in templates(made):
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_the_schemas_refuse_what_is_wrong():
+    made = objects(FORMS["jobset"])
+    one(made, "JobSet")["spec"]["failurePolicy"]["maxRestart"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
+        jsonschema.validate(one(made, "JobSet"), SCHEMA)
+    job = next(templates(made))[0]
+    job["spec"]["template"]["spec"]["containers"][0]["comand"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
+        kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
+
+
+def test_what_is_named_is_there(form):
+    made = objects(form)
+    files, commands = printed(form)
+    known = {(each["kind"], each["metadata"]["name"]) for each in made}
+    secrets = set(re.findall(r"^secret (\S+)", files.get("secrets.sh", ""), re.M))
+    secrets |= {"theirs"} & {one for one in ("theirs",) if "theirs" in form}
+    labels = [template["metadata"]["labels"] for _, template in templates(made)]
+    for each in made:
+        selector = each["spec"].get("selector") if "spec" in each else None
+        if selector:
+            wanted = selector.get("matchLabels", selector).items()
+            assert sum(wanted <= own.items() for own in labels) == 1
+    for _, template in templates(made):
+        volumes = {}
+        for each in template["spec"]["volumes"]:
+            volumes[each["name"]] = each
+            if "secret" in each:
+                assert each["secret"]["secretName"] in secrets
+            if "persistentVolumeClaim" in each and each["name"] != "data":
+                claim = each["persistentVolumeClaim"]["claimName"]
+                assert ("PersistentVolumeClaim", claim) in known
+        for container in containers(template):
+            mounts = container.get("volumeMounts", [])
+            assert {each["name"] for each in mounts} <= set(volumes)
+            for each in container.get("envFrom", ()):
+                assert ("ConfigMap", each["configMapRef"]["name"]) in known
+    for name in files:
+        assert sum(name in line for line in commands) == 1
+
+
+def test_pods_may_no_more_than_they_need(form):
+    for _, template in templates(objects(form)):
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in containers(template):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("name", ["plain", "jobset", "one way", "everything"])
+def test_the_center(name):
+    made = objects(FORMS[name])
+    center = next(template for _, template in templates(made))["spec"]
+    (container,) = center["containers"]
+    said = " ".join(container["command"])
+    assert "--address=0.0.0.0:5000" in said
+    assert ("--direct-address=0.0.0.0:5001" in said) == (name != "one way")
+    storage = "/kept" if name == "everything" else "/storage"
+    if name != "one way":
+        assert f"--journal={storage}/journal" in said
+    assert storage in [each["mountPath"] for each in container["volumeMounts"]]
+    # Nobody is ended before the service ends itself.
+    assert center["terminationGracePeriodSeconds"] > service.LONGEST_GRACE + 1
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert f"--health-address=0.0.0.0:{container[probe]['grpc']['port']}" in said
+    # It has the time to read its journal before it counts as dead.
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
+    if name != "jobset":
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        service_of_it = one(made, "Service")["spec"]
+        for each in service_of_it["ports"]:
+            assert ports[each["targetPort"]] == each["port"]
+        assert ("page" in ports) == (name == "everything")
+        # Its name is the pod's own address, also while workers wait for it.
+        assert service_of_it["clusterIP"] == "None"
+        assert service_of_it["publishNotReadyAddresses"] is True
+
+
+def test_what_a_worker_needs():
+    spec = one(objects(FORMS["everything"]), "Job")["spec"]
+    assert spec["activeDeadlineSeconds"] == 3600
+    pod = spec["template"]["spec"]
+    assert pod["nodeSelector"] == {"pool": "spot"}
+    (container,) = pod["containers"]
+    memory = str(2 << 30)
+    assert container["resources"] == {
+        "requests": {"cpu": "8", "memory": memory, "nvidia.com/gpu": "4"},
+        "limits": {"memory": memory, "nvidia.com/gpu": "4"},
+    }
+    assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize("name", ["plain", "jobset"])
+def test_one_lost_worker_is_one_lost_worker(name):
+    made = objects(FORMS[name])
+    worker = list(templates(made))[-1][0]["spec"]
+    assert worker["backoffLimitPerIndex"] == 2
+    assert worker["podFailurePolicy"]["rules"][0]["action"] == "Ignore"
+    assert worker["podReplacementPolicy"] == "Failed"
+    assert worker["template"]["spec"]["restartPolicy"] == "Never"
+    if name == "jobset":
+        assert one(made, "JobSet")["spec"]["failurePolicy"] == {"maxRestarts": 0}
+
+
+def told(made, annotations):
+    """What the workers' pods find in their environment."""
+    template = list(templates(made))[-1][1]
+    (container,) = template["spec"]["containers"]
+    cluster = Cluster(pathlib.Path(), made, None)
+    return cluster.variables(template["spec"], container, annotations)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def environment(variables):
+        for name in [each for each in os.environ if each.startswith("AGN_OPTAX_")]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return service.environment()
+
+    return environment
+
+
+def test_who_the_pods_of_a_job_are(environment):
+    made = objects(FORMS["plain"])
+    for index in range(3):
+        found = {"batch.kubernetes.io/job-completion-index": str(index)}
+        failures = {"batch.kubernetes.io/job-index-failure-count": "2"} if index else {}
+        # As its controller does.
+        own = {"JOB_COMPLETION_INDEX": str(index)}
+        me = environment(told(made, found | failures) | own)
+        assert (me.rank, me.workers, me.worker) == (index, 3, f"worker-{index}")
+        assert me.restarts == (2 if index else 0)
+        assert me.address == "digits-center:5000"
+        assert me.distributed == {"num_processes": 1}
+        assert me.rule.name == "downpour"
+
+
+def test_who_the_pods_of_a_set_are(environment):
+    made = objects(FORMS["jobset, everything"])
+    for job in range(3):
+        coordinators = set()
+        for pod in range(2):
+            own = "jobset.sigs.k8s.io"
+            found = {
+                f"{own}/jobset-name": "digits",
+                f"{own}/replicatedjob-name": "worker",
+                f"{own}/job-index": str(job),
+                "batch.kubernetes.io/job-completion-index": str(pod),
+                "batch.kubernetes.io/job-index-failure-count": "0",
+            }
+            me = environment(told(made, found) | {"JOB_COMPLETION_INDEX": str(pod)})
+            assert (me.rank, me.workers, me.worker) == (job, 3, f"worker-{job}")
+            assert me.address == "digits-center-0-0.digits:5000"
+            assert me.distributed["num_processes"] == 2
+            assert me.distributed["process_id"] == pod
+            coordinators.add(me.distributed["coordinator_address"])
+        (coordinator,) = coordinators
+        assert coordinator.startswith(f"digits-worker-{job}-0.digits:")
+
+
+def test_more_workers_change_no_pod():
+    few, more = (objects(FORMS["plain"].replace("= 3", n)) for n in ("= 3", "= 9"))
+    job, larger = one(few, "Job")["spec"], one(more, "Job")["spec"]
+    assert larger["completions"] == larger["parallelism"] == 9
+    assert job["template"] == larger["template"]
+    assert one(more, "ConfigMap")["data"]["AGN_OPTAX_WORKERS"] == "9"
+    rest = [[x for x in made if x["kind"] != "Job"] for made in (few, more)]
+    for before, after in zip(*rest, strict=True):
+        assert before == after or before["kind"] == "ConfigMap"
+
+
+def test_a_value_is_told_as_it_is():
+    text = FORMS["plain"].replace("restarts", 'environment = {A = "$(B) $$"}\nrestarts')
+    assert told(objects(text), {})["A"] == "$(B) $$"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (run().replace("image", "imag"), "(did you mean 'image'?)"),
+        (re.sub("image.*", "", run()), "must have an image"),
+        (run().replace('"digits"', '"1st"'), "begin with a letter, got '1st'"),
+        (run(more="[resources.worker]\nprocesses = 2"), "need jobset = true"),
+        (run(top="storage = 'kept'"), "an absolute path, got 'kept'"),
+        (run("address = '0.0.0.0:1'"), "address of the center is said by"),
+        (run("address-file = 'it'"), "address-file of the center is said by"),
+        (run("open = true"), "needs insecure = true"),
+        (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
+        (run(kubernetes="secret = 'own'"), "is for workers of a center that is else"),
+        (THERE.format("claims = {data = 'data'}"), "must have absolute paths"),
+        (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_submitted(text, said):
+    pathlib.Path("run.toml").write_text(text)
+    wrong = fails("launch", "run.toml", "--on", "kubernetes", code=2)
+    assert said in " ".join(wrong.split())
+    assert not pathlib.Path("digits-kubernetes").exists()
+
+
+def test_without_kubectl(monkeypatch):
+    pathlib.Path("run.toml").write_text(FORMS["plain"])
+    monkeypatch.setenv("PATH", "")
+    said = fails("launch", "run.toml", "--on", "kubernetes", code=2)
+    assert "kubectl cannot be found" in said
+    assert not pathlib.Path("digits-kubernetes").exists()
+
+
+@pytest.fixture
+def kubectl(here, monkeypatch):
+    """A command of that name, which submits to a folder."""
+    folder = here / "cluster"
+    folder.mkdir()
+    program = here / "bin" / "kubectl"
+    program.parent.mkdir()
+    program.write_text(KUBECTL)
+    program.chmod(0o755)
+    monkeypatch.setenv("CLUSTER", str(folder))
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+def test_files_are_written_and_submitted(here, kubectl):
+    (here / "run.toml").write_text(FORMS["in the open"])
+    said = succeeds("launch", "run.toml", "--on", "kubernetes")
+    assert "kubectl apply --filename=center.yaml" in said
+    names = sorted(each.name for each in (here / "digits-kubernetes").iterdir())
+    assert names == ["center.yaml", "storage.yaml", "workers.yaml"]
+    assert sorted(each.name for each in (here / "cluster").iterdir()) == names
+
+
+def test_what_kubectl_cannot_do_is_told(here, kubectl):
+    kubectl.write_text("#!/bin/sh\necho 'no such cluster' >&2\nexit 3\n")
+    (here / "run.toml").write_text(FORMS["in the open"])
+    result = command("launch", "run.toml", "--on", "kubernetes")
+    assert result.exit_code == 3
+    assert result.output.count("no such cluster") == 1  # and nothing comes after
+
+
+TRAIN = """
+import pathlib, time, jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+me = service.environment()
+print("restarts", me.restarts, flush=True)
+with service.connect(me.address, me.rule) as center:
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name=me.worker)
+    params, state = worker.start(jnp.zeros(me.workers), chief=me.rank == 0)
+    mine = -(jnp.arange(me.workers) == me.rank).astype(jnp.float32)
+    step = 0
+    while not pathlib.Path("enough").exists():
+        updates, state = worker.tx.update(mine, state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+        step += 1
+        print("made", step, flush=True)
+        time.sleep(0.05)
+    worker.flush(params, state)
+"""
+
+
+@pytest.mark.slow
+def test_pods_as_processes(here, kubectl):
+    """What the manifests say runs, and survives what happens to pods."""
+    (here / "run.toml").write_text(FORMS["plain"].replace("workers = 3", "workers = 2"))
+    (here / "train.py").write_text(TRAIN)
+    said = succeeds("launch", "run.toml", "--on", "kubernetes")
+    assert said.count("kubectl apply --filename") == 3
+    folder, keys = here / "cluster", here / "digits-kubernetes" / "keys"
+    files = list(folder.glob("*.yaml"))
+    made = [each for file in files for each in yaml.safe_load_all(file.read_text())]
+
+    # Nothing secret is in them, and nobody has what only others need.
+    secrets = {path.name for path in (folder / "secrets" / "digits-workers").iterdir()}
+    assert not {"ca.key", "center.key", "tokens", "operator.token"} & secrets
+    secrets = {path.name for path in (folder / "secrets" / "digits-center").iterdir()}
+    assert secrets == {"ca.pem", "center.pem", "center.key", "tokens"}
+    for path in [*keys.glob("*.token"), *keys.glob("*.key")]:
+        assert not any(path.read_text().strip() in file.read_text() for file in files)
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077
+
+    # Run again, it makes what is missing, and changes nothing that is there.
+    before = {path: path.read_bytes() for path in keys.iterdir()}
+    more = command("launch", "run.toml", "--on", "kubernetes", "--workers=3")
+    assert more.exit_code == 0, more.output
+    assert (folder / "secrets" / "digits-workers" / "worker-2.token").exists()
+    assert all(path.read_bytes().startswith(was) for path, was in before.items())
+
+    with contextlib.ExitStack() as stack:
+        _run(stack, Cluster(folder, made, here, [5000, 5001, 5002]), keys)
+
+
+def _run(stack, cluster, keys):
+    center = cluster.object("StatefulSet", "digits-center")["spec"]["template"]["spec"]
+    (container,) = center["containers"]
+    health = cluster.ports[str(container["livenessProbe"]["grpc"]["port"])]
+    channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{health}"))
+
+    def start():
+        process = cluster.start(center, container)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        return process
+
+    def is_live():
+        asked = health_pb2.HealthCheckRequest()
+        with contextlib.suppress(grpc.RpcError):
+            said = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+            return said.status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
+    files = (keys / "ca.pem", keys / "operator.pem", keys / "operator.key")
+    observer = stack.enter_context(
+        service.Observer(
+            f"localhost:{cluster.ports['5000']}",
+            tls=service.tls(*files),
+            token=keys / "operator.token",
+        )
+    )
+
+    def version():
+        job.check()
+        time.sleep(0.1)  # a center answers so many calls beside its exchanges
+        with contextlib.suppress(errors.CenterError):
+            return observer.status()["version"] or 0
+        return 0
+
+    # Workers come first, and wait.
+    job = IndexedJob(cluster, cluster.object("Job", "digits-workers"))
+    stack.callback(job.close)
+    assert not is_live()
+    process = start()
+    wait_until(is_live, LIMIT)
+    wait_until(lambda: version() >= 10, LIMIT)
+    process.kill()
+    process.wait()
+    assert not is_live()
+    process = start()
+    wait_until(is_live, LIMIT)
+    found = version()
+    assert found >= 10
+    wait_until(lambda: version() >= found + 5, LIMIT)
+    job.kill(1)
+    second = lambda: job.said[1].read_text().partition("restarts 1")[2]  # noqa: E731
+    wait_until(lambda: "made" in second(), LIMIT)
+    (cluster.workdir / "enough").touch()
+    job.wait()
+    assert job.succeeded == {0, 1}
+    assert job.failures == {0: 0, 1: 1}
+
+    # Every step counts once; of the message at which a worker was killed, nobody knows.
+    counted = observer.pull().params.tolist()
+    lives = [
+        [
+            int(re.findall(r"made (\d+)", life)[-1])
+            for life in said.split("restarts")[1:]
+        ]
+        for said in (path.read_text() for path in job.said.values())
+    ]
+    assert [len(each) for each in lives] == [1, 2]
+    assert counted[0] == sum(lives[0])
+    assert sum(lives[1]) <= counted[1] <= sum(lives[1]) + 1
+    assert ended(process) == 0
+    assert not is_live()

@@ -1,0 +1,88 @@
+"""A port where anybody may ask whether a center serves, and nothing else."""
+
+import certificates
+import grpc
+import jax.numpy as jnp
+import pytest
+import shared
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from agn_optax import errors, service
+from agn_optax.service import Access, center_pb2
+from agn_optax.service import _address as address
+
+RULE = shared.downpour()
+LIMIT = 20  # seconds that nothing here takes
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One that nobody may call without a certificate and a token."""
+    tls = certificates.Authority(tmp_path).issue("/CN=*/OU=chief")
+    access = Access(b"chief * 0123456789abcdef")
+    settings = {"tls": tls, "access": access, "health_address": "127.0.0.1:0"}
+    with service.serve(RULE, jnp.zeros(3), **settings) as server:
+        yield server
+
+
+@pytest.fixture
+def channel(server):
+    with grpc.insecure_channel(server.health_address) as channel:
+        yield channel
+
+
+def said(channel, name=""):
+    request = health_pb2.HealthCheckRequest(service=name)
+    stub = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(request, timeout=LIMIT, wait_for_ready=True).status
+
+
+@pytest.mark.parametrize("name", ["", address.SERVICE])
+def test_anybody_is_told_whether_it_serves(server, channel, name):
+    assert said(channel, name) == SERVING
+    server._listeners["health"].drain()
+    assert said(channel, name) == NOT_SERVING
+
+
+def test_of_another_service_it_knows_nothing(channel):
+    with pytest.raises(grpc.RpcError) as raised:
+        said(channel, "other")
+    assert raised.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"/{address.SERVICE}/Status",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.health.v1.Health/List",
+    ],
+)
+def test_nothing_else_is_answered(channel, call):
+    ask = channel.unary_unary(call, center_pb2.StatusRequest.SerializeToString)
+    with pytest.raises(grpc.RpcError) as raised:
+        ask(center_pb2.StatusRequest(), timeout=LIMIT, wait_for_ready=True)
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_it_ends_with_the_server(server, channel):
+    assert said(channel) == SERVING
+    server.stop()
+    with pytest.raises(grpc.RpcError) as raised:
+        health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=LIMIT
+        )
+    assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_without_it_there_is_no_such_port():
+    with service.serve(RULE) as server:
+        assert server.health_address is None
+
+
+@pytest.mark.parametrize("bad", ["unix:/tmp/health", "nowhere"])
+def test_an_address_that_is_none(bad):
+    with pytest.raises(errors.InvalidArgumentError, match="address"):
+        service.serve(RULE, health_address=bad)
