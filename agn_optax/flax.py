@@ -76,7 +76,9 @@ def start(
     return _given(state, optimizer, *loop)
 
 
-def exchange(worker: Worker, state: Any, optimizer: Any = None) -> Any:
+def exchange(
+    worker: Worker, state: Any, optimizer: Any = None, *, steps: int = 1
+) -> Any:
     """`Worker.exchange` with a state, or with a model: after every local step.
 
     Args:
@@ -84,6 +86,7 @@ def exchange(worker: Worker, state: Any, optimizer: Any = None) -> Any:
       state: as of `start`, after the local step. Its ``params`` and ``opt_state`` are
         donated.
       optimizer: as of `start`.
+      steps: as of `Worker.exchange`.
 
     Returns:
       The state with which to go on; or the same model.
@@ -105,11 +108,11 @@ def exchange(worker: Worker, state: Any, optimizer: Any = None) -> Any:
       >>> center.version
       2
     """
-    if not worker.due:  # whatever it is given, it returns
-        worker.exchange(None, None)
+    if steps == 1 and not worker.due:  # whatever it is given, it returns
+        worker.exchange(None, (state if optimizer is None else optimizer).opt_state)
         return state
     loop = _taken(worker, state, optimizer)
-    return _given(state, optimizer, *worker.exchange(*loop))
+    return _given(state, optimizer, *worker.exchange(*loop, steps=steps))
 
 
 def flush(

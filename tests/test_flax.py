@@ -215,3 +215,53 @@ def test_what_is_no_state_of_this_worker_is_refused():
     with pytest.raises(errors.InvalidTypeError, match=r"nnx\.Optimizer of the model"):
         agn_optax.flax.start(worker, model, optax.adam(0.1), chief=True)
     assert worker.version is None  # nothing has begun
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_inside_a_compiled_function_nothing_is_exchanged_silently(period):
+    center = a_center()
+    worker = a_worker(center, period=period)
+    params = {"w": jnp.zeros(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=worker.tx)
+    state = agn_optax.flax.start(worker, state, chief=True)
+
+    @jax.jit
+    def step(state):
+        state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+        return agn_optax.flax.exchange(worker, state)
+
+    with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
+        step(state)
+    assert center.version == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("period", [1, 3])
+def test_nor_inside_one_of_nnx(period, mode):
+    center = a_center()
+    worker = a_worker(center, period=period)
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, worker.tx, wrt=nnx.Param, **mode)
+    agn_optax.flax.start(worker, model, optimizer, chief=True)
+
+    @nnx.jit(**mode)
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: m(X).sum(), **mode)(model)
+        optimizer.update(model, grads)
+        agn_optax.flax.exchange(worker, model, optimizer)
+
+    with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
+        step(model, optimizer)
+    assert center.version == 0
+
+
+def test_a_train_step_of_several_local_steps():
+    center = a_center()
+    worker = a_worker(center, period=4)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.zeros(3)}, tx=worker.tx)
+    state = agn_optax.flax.start(worker, state, chief=True)
+    for calls in range(1, 5):
+        for _ in range(2):
+            state = state.apply_gradients(grads={"w": jnp.ones(3)})
+        state = agn_optax.flax.exchange(worker, state, steps=2)
+        assert center.version == calls // 2

@@ -106,6 +106,12 @@ class WorkerPart(Part):
         )
         # A center that was saved with it knows of none that it had.
         life = about["life"] if self._keeps_life and not has_center else None
+        if life is not None and about["worker"] != self._worker.name:
+            raise errors.WorkerStateError(
+                f"this checkpoint is of worker {about['worker']!r}, and the center "
+                "knows what it has had of it by that name: it is to be the name of "
+                f"worker {self._worker.name!r}"
+            )
         try:
             return self._worker.restore(saved, life=life)
         except errors.WorkerStateError as error:
@@ -272,4 +278,6 @@ def _check_same(
         Description(theirs), f"{what} has", f"{where} has"
     )
     if different is not None:
-        raise errors.TreeMismatchError(f"this is another model: {different}")
+        raise errors.TreeMismatchError(
+            f"this is another model, or another optimizer: {different}"
+        )

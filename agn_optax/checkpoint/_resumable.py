@@ -154,17 +154,19 @@ class Resumable:
         self.resumed = True
         return there["worker"]
 
-    def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def exchange(
+        self, params: PyTree, state: LocalState, *, steps: int = 1
+    ) -> tuple[PyTree, LocalState]:
         """As `Worker.exchange`; writes a checkpoint before a message leaves.
 
         The data must be where the local steps so far have left it. If the center was
         unreachable and ``patience`` is 0, try again before the next local step.
         """
-        if not self.worker.ends_round:
-            return self.worker.exchange(params, state)
+        if not self.worker.fills_round(steps):
+            return self.worker.exchange(params, state, steps=steps)
         params, state = self.worker.land(params, state)
-        with self._sending(params, state, more=1):
-            return self.worker.exchange(params, state)
+        with self._sending(params, state, more=steps):
+            return self.worker.exchange(params, state, steps=steps)
 
     def flush(
         self, params: PyTree, state: LocalState, *, steps: int | None = None

@@ -46,8 +46,8 @@ class Worker:
     """One participant: its local phase as an optax transformation, and its exchanges.
 
     The loop is yours, as with any optax optimizer; `exchange` is called after every
-    local step and acts when the period is full. It counts on the host, so that no local
-    step waits for the device.
+    local step, from Python, and acts when the period is full. It counts on the host, so
+    that no local step waits for the device.
 
     Args:
       center: where the center variable lives: a `LocalCenter`, or anything with its
@@ -255,11 +255,10 @@ class Worker:
         """
         return None if self._session is None else [self._session.life, self._sent]
 
-    @property
-    def ends_round(self) -> bool:
-        """Whether the round is full with the local step before the next `exchange`."""
+    def fills_round(self, steps: int) -> bool:
+        """Whether the round is full with so many local steps more."""
         length = self._length(self.exchanges + self._in_flight)
-        return self._local_steps + 1 >= length
+        return self._local_steps + steps >= length
 
     @property
     def due(self) -> bool:
@@ -268,12 +267,16 @@ class Worker:
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
-        return self._in_flight or self.ends_round
+        return self._in_flight or self.fills_round(1)
 
-    def exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+    def exchange(
+        self, params: PyTree, state: LocalState, *, steps: int = 1
+    ) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
 
-        On the other steps it returns what it was given, at the cost of one comparison.
+        It is called from Python: a compiled function would count its steps once, as it
+        is traced. On the other steps it returns what it was given, at the cost of a few
+        comparisons.
         An exchange donates ``params`` and ``state``: go on with what is returned. If it
         raises, nothing has changed, and the next call tries again. If the center was
         unreachable, that sends the same message again, and local steps that were made
@@ -282,11 +285,15 @@ class Worker:
         Args:
           params: the parameters after the local step.
           state: the state after the local step.
+          steps: local steps since the last call, if a compiled function makes several
+            (`jax.lax.scan`). The round ends at the first call with which it is full.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
+          InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
+          InvalidArgumentError: ``steps`` is not a positive whole number.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated to something else; or the center has been started anew, or has given
             this worker's name to another one.
@@ -297,9 +304,11 @@ class Worker:
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
+        self._check_called_from_python(state)
+        check.whole_number(steps, "steps", least=1, optional=False)
         length = self._length(self.exchanges + self._in_flight)
         message = self._message
-        self._local_steps += 1
+        self._local_steps += steps
         if message is not None and message.flight is not None:
             patience = length if self._patience is None else max(self._patience, 1)
             if self._local_steps < patience and not message.flight.done():
@@ -352,10 +361,11 @@ class Worker:
         many steps were really made. Waits for the answers of this exchange and of one
         that is in flight.
 
-        Args, returns and raises as `exchange`; and ``steps`` are the local steps that
-        the round has had, if not those after which `exchange` was called.
+        Args, returns and raises as `exchange`; but ``steps`` are all local steps that
+        the round has had, if not those that `exchange` was told of.
         """
         self._require_start()
+        self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=0)
         self._local_steps = self._local_steps if steps is None else steps
         if self._in_flight:
@@ -412,6 +422,7 @@ class Worker:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
         anchor, _ = self._require_start()
+        self._check_called_from_python(state)
         if self._message is not None:  # the center may have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
@@ -616,21 +627,26 @@ class Worker:
         return params, state
 
     def _check_pace(self, state: LocalState) -> None:
-        """Whether `exchange` is called once a step, if that can be told by now."""
+        """Whether `exchange` is told of every local step, if that is known by now."""
         steps: Any = state.local_steps
         if self._paced or not steps.is_ready():  # it is, where one waits for answers
             return
-        made = int(steps)  # fewer where steps are skipped, but not half
-        if not 0 < 2 * made <= self._local_steps:
+        made, told = int(steps), self._local_steps
+        if made > told:
+            is_off = "longer than its period. Call it once after every local step, or "
+            is_off += "say of how many it is: exchange(params, state, steps=...)"
+        elif 0 < 2 * made <= told:  # fewer where steps are skipped, but not half
+            is_off = "shorter than its period. Call it once after every local step"
+        else:
             return
         self._paced = True
         _log.warning(
-            "worker %r has made %d local steps in a round in which exchange() was "
-            "called %d times: its rounds are shorter than its period. Call it once "
-            "after every local step",
+            "worker %r has made %d local steps in a round in which exchange() was told "
+            "of %d: its rounds are %s",
             self.name,
             made,
-            self._local_steps,
+            told,
+            is_off,
         )
 
     def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
@@ -703,7 +719,15 @@ class Worker:
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
         """Everything that can be wrong with the loop's arrays, before any is sent."""
         check.params_given(params, f"worker {self.name!r}")
+        self._check_called_from_python((params, state))
         check.same_tree(params, self._like[0], "params", "this worker's parameters")
+        if not isinstance(state, LocalState):
+            raise errors.TreeMismatchError(
+                f"state is not of worker {self.name!r}, which wants what worker.start "
+                f"and worker.tx.update return, got {check.show(state)}: local steps go "
+                "through worker.tx itself. What is done to gradients before is an "
+                "argument of the worker, Worker(..., gradients=...)"
+            )
         check.same_tree(state, self._like[1], "state", "this worker's state")
         check.float_leaves(params, "params")
         for what, tree in (("params", params), ("state", state)):
@@ -714,6 +738,17 @@ class Worker:
                         f"deleted; give worker {self.name!r} what its last local step "
                         "returned"
                     )
+
+    def _check_called_from_python(self, tree: PyTree) -> None:
+        """What is traced is counted once, however often the program is called."""
+        # Of a state one leaf tells of all, as each local step makes it anew.
+        leaves = tree.local_steps if isinstance(tree, LocalState) else tree
+        if any(map(check.is_traced, jax.tree.leaves(leaves))):
+            raise errors.InvalidTypeError(
+                f"worker {self.name!r} exchanges and is saved from Python, and not "
+                "inside jax.jit, jax.lax.scan or jax.vmap: compile the gradients and "
+                "worker.tx.update alone, and call exchange after it"
+            )
 
     def _require_start(self) -> tuple[Snapshot, Session]:
         if self._anchor is None or self._session is None:

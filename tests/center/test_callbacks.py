@@ -124,17 +124,3 @@ def test_measure_needs_a_whole_center():
     )
     with pytest.raises(errors.InvalidArgumentError, match="needs the center whole"):
         placed.measure(PARAMS, split.init(PARAMS))
-
-
-def test_an_exchange_that_is_called_twice_a_step_is_told_of(caplog):
-    center = agn_optax.LocalCenter(rules.downpour(), PARAMS)
-    worker = agn_optax.Worker(center, optax.sgd(0.5), period=2)
-    params, state = worker.start()
-    for _ in range(3):
-        updates, state = worker.tx.update(ONES, state, params)
-        params = optax.apply_updates(params, updates)
-        params, state = worker.exchange(params, state)
-        params, state = worker.exchange(params, state)
-    assert caplog.text.count("exchange() was called 2 times") == 1
-    assert worker.exchanges == 3
-    support.assert_close(params, center.pull().params)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -430,3 +431,90 @@ def test_an_inner_optimizer_that_exchanges_itself_is_refused():
     assert not center.workers
     with pytest.raises(errors.InvalidTypeError, match="gradients"):
         agn_optax.Worker(center, shared.sgd(0.1), period=2, gradients=1.0)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("first", [0, 2])
+def test_inside_a_compiled_function_nothing_is_exchanged_silently(period, first):
+    """It would count once, as it is traced, and never exchange."""
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=period)
+    loop = worker.start()
+
+    def whole(loop, end=worker.exchange):
+        return end(*step(worker.tx, *loop, tree(seed=1)))
+
+    for _ in range(first):
+        loop = whole(loop)
+    counted = worker.save(*loop).local_steps
+    for end in (worker.exchange, worker.flush, worker.save):
+        with pytest.raises(errors.InvalidTypeError, match=r"not inside jax\.jit"):
+            jax.eval_shape(functools.partial(whole, end=end), loop)
+    scanned = jax.jit(
+        lambda loop: jax.lax.scan(lambda c, _: (whole(c), 0), loop, None, 2)
+    )
+    with pytest.raises(errors.InvalidTypeError, match="compile the gradients"):
+        scanned(loop)
+    assert worker.save(*loop).local_steps == counted
+    assert center.version == first // period
+
+
+def test_a_compiled_function_may_make_several_local_steps():
+    """A period counts local steps, and the round ends at the first call after it."""
+    seen = []
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
+    worker = agn_optax.Worker(
+        center,
+        shared.sgd(1.0),
+        period=10,
+        callbacks=[lambda _, values: seen.append(values["steps"])],
+    )
+
+    @jax.jit
+    def four(params, state):
+        def one(loop, _):
+            params, state = loop
+            updates, state = worker.tx.update(jnp.ones(2), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(one, (params, state), None, length=4)[0]
+
+    loop = worker.start()
+    for calls in range(1, 7):
+        loop = worker.exchange(*four(*loop), steps=4)
+        assert center.version == calls // 3
+    assert seen == [12, 12]
+    np.testing.assert_array_equal(center.pull().params, [-24, -24])
+    for steps in (0, 1.5, None):
+        with pytest.raises(errors.InvalidArgumentError, match="steps must be a whole"):
+            worker.exchange(*loop, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "calls", "said"),
+    [(3, 1, "rounds are longer.*steps="), (1, 1, ""), (1, 2, "rounds are shorter")],
+)
+def test_a_loop_that_miscounts_its_steps_is_told(steps, calls, said, caplog):
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=4)
+    loop = worker.start()
+    for _ in range(8):
+        for _ in range(steps):
+            loop = step(worker.tx, *loop, tree(seed=1))
+        for _ in range(calls):
+            loop = worker.exchange(*loop)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == bool(said)  # once is enough
+    assert all(re.search(said, line) for line in warned)
+    assert worker.exchanges == 8 * calls // 4
+    assert_identical(loop[0], center.pull().params)
+
+
+def test_what_other_optimizers_return_is_refused_with_the_cause():
+    center = agn_optax.LocalCenter(shared.downpour(), tree())
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
+    params, _ = worker.start()
+    chained = optax.chain(optax.clip(1.0), worker.tx)
+    for tx in (shared.sgd(0.1), optax.adam(0.1), chained):
+        with pytest.raises(errors.TreeMismatchError, match=r"worker\.tx itself"):
+            worker.exchange(params, tx.init(params))

@@ -119,7 +119,7 @@ def test_orbax_alone_reads_it(saved):
             lambda: shared.sgd(0.1),
             support.tree,
             errors.TreeMismatchError,
-            r"\['state'\]\.inner_state",
+            r"another optimizer.*\['state'\]\.inner_state",
         ),
         (
             lambda: RULE,

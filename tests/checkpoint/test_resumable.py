@@ -134,6 +134,28 @@ def test_every_sample_counts_once(killed, period, journaled, tmp_path, monkeypat
     assert journaled.version == exchanges
 
 
+def test_the_next_process_may_have_another_period(journaled, tmp_path):
+    """What it sends first is of the round that was; the next ones are its own."""
+    loop, data = resumable(journaled, tmp_path / "own", period=3)
+    with contextlib.suppress(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    assert journaled.version == 1  # of three samples
+    loop, data = resumable(journaled, tmp_path / "own", period=1)
+    an_epoch(loop, data)
+    np.testing.assert_array_equal(journaled.pull().params, np.ones(SAMPLES))
+    assert journaled.version == 1 + SAMPLES - 3
+
+
+def test_the_next_process_must_have_the_same_name(journaled, tmp_path):
+    loop, data = resumable(journaled, tmp_path / "own")
+    with contextlib.suppress(Killed):
+        an_epoch(loop, data, in_a_step(loop, None))
+    worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="v")
+    loop = checkpoint.Resumable(worker, tmp_path / "own", data=data)
+    with pytest.raises(errors.WorkerStateError, match=r"'w'.*'v'"):
+        loop.start()
+
+
 def test_the_center_may_have_been_started_again_as_well(tmp_path):
     durability = agn_optax.center.Journal(tmp_path / "center")
     for ends in (in_a_step, None):
