@@ -274,7 +274,7 @@ class Ledger:
         self.is_open = barrier == 0
         self._present: dict[str, Member] = {}
         self._gone: dict[str, Member] = {}  # in the order in which they went
-        self._departed: list[str] = []
+        self._departed: dict[str, None] = {}  # names, in the order of departures
         self._earliest = math.inf  # time before which nobody expires
         self._looked = -math.inf  # time of the last call of `expire`
         # Seconds: if `expire` is not called for longer, the center was not running.
@@ -293,8 +293,8 @@ class Ledger:
         return self._present
 
     def departed(self) -> list[str]:
-        """The workers that have left, or were given up, since this was last asked."""
-        departed, self._departed = self._departed, []
+        """Who has left, or was given up, since this was last asked, and is not back."""
+        departed, self._departed = [*self._departed], {}
         return departed
 
     def find(self, worker: str) -> Member | None:
@@ -379,6 +379,7 @@ class Ledger:
             member.moved = sum(moved) / max(len(moved), 1)  # it has its share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
+        self._departed.pop(worker, None)
         self._present[worker] = member
         member.connected, member.silence = True, silence
         member.connection += 1
@@ -662,7 +663,7 @@ class Ledger:
         member.connected, member.expires = False, math.inf
         self.pending.pop(worker, None)
         self._gone[worker] = self._present.pop(worker)
-        self._departed.append(worker)
+        self._departed[worker] = None
         if len(self._gone) > _MOST_GONE:
             del self._gone[next(iter(self._gone))]
 

@@ -141,7 +141,7 @@ class CenterOptions:
       snapshots_kept [2]: Of --snapshots: how many stay there.
       snapshots_kept_seconds [0]: Of --snapshots: those that are younger stay, too.
       save DIRECTORY: Where its parameters are written at its end, as a checkpoint that
-        Orbax reads; needs agn_optax[flax].
+        Orbax reads; needs the extra flax.
 
     Parent:
       parent HOST:PORT|unix:PATH: A center that this one is a worker of.

@@ -39,7 +39,7 @@ def export(
     They are in it under their own names: `orbax.checkpoint.v1.load(TO)` returns the
     tree of the model. The rule is needed for a directory with exchanges since its last
     snapshot, and for a center in shards. Of a center that runs it takes the role of a
-    reader. Needs agn_optax[flax].
+    reader. Needs the extra flax.
 
     Example: agn-optax export center.example:5000 checkpoint
     """

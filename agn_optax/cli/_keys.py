@@ -52,7 +52,7 @@ def keys(
     and center.key, and for each name NAME.pem, NAME.key and NAME.token; the file
     tokens, which the center takes, has a line for each. Each pair of --worker and its
     names is given as often as needed. Keys and tokens can be read by their owner alone.
-    Run again on the same directory, it adds to what is there. Needs agn_optax[keys].
+    Run again on the same directory, it adds to what is there. Needs the extra keys.
 
     Example: agn-optax keys keys --host center.example --chief anna --worker bert
     """

@@ -45,7 +45,8 @@ def run(
     one fails beyond that, or the launcher is interrupted, or anything here raises, all
     are ended: by a signal first, by SIGKILL after ``grace`` seconds. Those that are not
     waited for are ended after all others, by SIGTERM, and have the same grace: what
-    others have to say to a server at their end, it still hears. A program ends
+    others have to say to a server at their end, it still hears. Where one of them ends
+    before the others, by itself, these are ended too. A program ends
     with its first process: what else is in its process group is ended with it, and has
     the same ``grace`` if it holds the program's output open. Only a process that leaves
     the group and its session can escape.
@@ -269,14 +270,18 @@ class _Supervisor:
             self._read(course, process, last=True)
         self._close(course, process)
         course.seconds = now - course.began
-        if course.returncode == 0:
-            return
-        self._say(course, _describe(course.returncode))
+        has_failed = course.returncode != 0
+        if has_failed:
+            self._say(course, _describe(course.returncode))
         if self._stopping:
             return
-        if course.restarts < course.program.restarts:
+        if has_failed and course.restarts < course.program.restarts:
             course.start_at = now + self.restart_delay
-        elif self.on_failure == "stop" or not course.program.waited_for:
+        elif not course.program.waited_for:
+            if any(each.program.waited_for and each.going_on for each in self._courses):
+                self._say(course, "has ended, and so the others are ended")
+            self._stop(signal.SIGTERM)
+        elif has_failed and self.on_failure == "stop":
             self._stop(signal.SIGTERM)
 
     def _close(self, course: _Course, process: Process) -> None:

@@ -20,7 +20,7 @@ class Program:
       restarts: how often it is started again after it has failed.
       waited_for: whether the others go on until it has ended. False is for a server,
         which runs for as long as it has clients: when all programs that are waited for
-        have ended, it is ended as well.
+        have ended, it is ended as well; and when it ends before, so are they.
       delay: seconds before it is started for the first time.
       followers: called with each line of its output until it returns programs, which
         are started then: those that need what this one has to say first.

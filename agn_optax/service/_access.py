@@ -78,7 +78,9 @@ class Caller:
         if worker is not None and self.name not in (None, worker):
             raise errors.NotAllowedError(
                 f"nobody may speak for worker {worker!r} but itself, and here calls "
-                f"{self.said}"
+                f"{self.said}: give it that name, Worker(..., name={self.name!r}); "
+                "where agn-optax launch has started it, that is "
+                "service.environment().worker"
             )
 
 

@@ -31,6 +31,8 @@ from agn_optax.service.transports import named
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _TRANSPORTS, _INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
+_COMES = 2.0  # seconds that a chief may take until whoever waits for it says so
+_WAITS = 10.0  # and until it says so again
 
 
 def connect(
@@ -202,17 +204,23 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once it is initialized: see `Center.wait`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
+        patience = _COMES
         while True:
-            left = max(0.0, min(end - time.monotonic(), 10.0))
+            left = max(0.0, min(end - time.monotonic(), patience))
             try:
                 return self._pull(left)
             except errors.NotInitializedError:
-                _log.warning("no chief has started at the center at %s", self.address)
+                patience = _WAITS
                 if time.monotonic() >= end:
                     raise errors.NotInitializedError(
                         f"no chief has initialized the center at {self.address} within "
                         f"{timeout} s; start one worker with start(params, chief=True)"
                     ) from None
+                _log.warning(
+                    "a worker waits: no chief has started at the center at %s; one of "
+                    "its workers must call start(params, chief=True)",
+                    self.address,
+                )
 
     def pull(self) -> Snapshot:
         """The center as it is, at any time: see `Center.pull`."""

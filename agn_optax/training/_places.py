@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from agn_optax.towers import Towers
 from agn_optax.worker import Worker
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
@@ -31,7 +33,7 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
         self.steps = 0
         self.step = jax.jit(train_step, donate_argnums=0)
-        self._chief = chief
+        self._chief, self._data = chief, data
         # What is no part of an exchange, and of a checkpoint all the same.
         self._kept: dict[str, Any] = {}
         self._worker: Any = worker
@@ -46,6 +48,8 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
             state = flax.start(self._worker, state, chief=self._chief)
         else:
             state = self._worker.start(state, chief=self._chief)
+        if getattr(self._worker, "resumed", False):
+            _check_data(self._data)
         self.steps = int(self._kept.pop("steps"))
         if not _is_state(state):
             return state
@@ -99,7 +103,7 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
     def __init__(self, train_step: Any, towers: Any, data: Any, directory: Any) -> None:
         check.instance(towers, Towers, "towers must be agn_optax.Towers(...)")
         self.steps = 0
-        self._towers, self._beside = towers, _beside(data)
+        self._towers, self._data, self._beside = towers, data, _beside(data)
         self._program = towers.step(train_step)
         self._checkpoints = None
         if directory is not None:
@@ -108,6 +112,7 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
     def start(self, state: PyTree) -> PyTree:
         if self._checkpoints is None or self._checkpoints.latest is None:
             return state
+        _check_data(self._data)
         self.steps, path = self._checkpoints.latest
         there = checkpoint.load(path, towers=(self._towers, state), **self._beside)
         return there["towers"]
@@ -153,3 +158,13 @@ def _without_loop(state: Any) -> Any:
 def _beside(data: Any) -> dict[str, Any]:
     """Data whose place Orbax can save."""
     return {"data": data} if hasattr(data, "save") and hasattr(data, "load") else {}
+
+
+def _check_data(data: Any) -> None:
+    """Whether it goes on with a run that does."""
+    if not _beside(data):
+        _log.warning(
+            "the run goes on from its checkpoint, and its data begins anew: what goes "
+            "on as well is an iterator that Orbax can save, such as Grain's, got %s",
+            check.show(data),
+        )

@@ -199,6 +199,19 @@ def test_who_was_replaced_or_left_is_known(tmp_path, killed):
         again.close()
 
 
+def test_who_left_in_an_earlier_process_keeps_its_new_connection(tmp_path):
+    """Or each worker that returns to a center from disk would begin with an outage."""
+    cuts = []
+    with contextlib.closing(kept(Journal(tmp_path), params=jnp.zeros(2))) as center:
+        center.join("w").leave()
+    with contextlib.closing(kept(Journal(tmp_path))) as center:
+        center.core.join("w", cut=lambda: cuts.append("w"))
+        center.core.members()
+        assert not cuts
+        center.core.join("w", replace=True)
+        assert cuts == ["w"]
+
+
 def test_a_write_that_was_cut_off_is_left_out(tmp_path, killed, caplog):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2000))
     send(center)

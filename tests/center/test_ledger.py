@@ -88,7 +88,7 @@ class Commands(RuleBasedStateMachine):
         self.version = 0
         self.last = {}  # life of every name
         self.went = []  # names of those that are gone, the last to go last
-        self.departed = []
+        self.departed = set()
 
     @initialize(
         lease=st.sampled_from([0.0, 0.1, 1.0]),
@@ -127,7 +127,7 @@ class Commands(RuleBasedStateMachine):
         known = self.last[name]
         known.gone, known.connected, known.until = True, False, math.inf
         known.message, known.owed = None, False
-        self.departed.append(name)
+        self.departed.add(name)
         self.went.append(name)
         if len(self.went) > REMEMBERED:
             del self.last[self.went.pop(0)]
@@ -222,6 +222,7 @@ class Commands(RuleBasedStateMachine):
                 self.ledger.join(name, life, self.now, **arguments)
             return
         connection = self.ledger.join(name, life, self.now, **arguments)
+        self.departed.discard(name)
         if name in self.went:
             self.went.remove(name)
             self.last[name] = self.last.pop(name)  # the last that came

@@ -42,6 +42,14 @@ def test_every_command_explains_itself(name, options):
 
 
 @pytest.mark.parametrize(
+    ("name", "extra"), [("serve", "flax"), ("export", "flax"), ("keys", "keys")]
+)
+def test_help_names_the_extra_that_is_needed(name, extra):
+    said = " ".join(succeeds(name, "--help").replace("\u2502", " ").split())
+    assert f"eeds the extra {extra}." in said
+
+
+@pytest.mark.parametrize(
     "arguments",
     [["bake"], ["serve", "--speed=3"], ["serve", "--lease=x"], ["status"], ["plan"]],
 )

@@ -347,22 +347,17 @@ def test_a_server_that_fails_stops_all(witness):
     assert [e.returncode for e in ended] == [3, -signal.SIGTERM]
 
 
-def test_one_that_is_not_waited_for_may_end_earlier(witness):
-    # Its exit status stands before the witness sees its end.
-    enough = "print('enough'); os._exit(0)"
-
-    def go_on():
-        witness.meet("server")
-        witness.see_the_end("server")
-        witness.release("a")
-
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_server_that_is_done_stops_all_as_well(witness, restarts):
     lines, ended = launch(
-        living(witness, "server", enough, waited_for=False),
-        living(witness, "a", "s.recv(1); print('done')"),
-        on={"enough": go_on},
+        python("server", "print('enough')", waited_for=False, restarts=restarts),
+        living(witness, "a"),
+        on_failure="go on",
     )
-    assert lines == [("server", "enough"), ("a", "done")]
-    assert [e.returncode for e in ended] == [0, 0]
+    said = "agn-optax: has ended, and so the others are ended"
+    assert lines.of("server") == ["enough", said]
+    assert [e.returncode for e in ended] == [0, -signal.SIGTERM]
+    assert [e.stopped for e in ended] == [False, True]
 
 
 STUBBORN = "signal.signal(15, signal.SIG_IGN)\nwhile True: signal.pause()"

@@ -75,6 +75,29 @@ def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
     assert "worker-0 |" not in result.stdout
 
 
+DRAINS = """
+import os, signal, subprocess, sys
+from agn_optax import service
+
+me = service.environment()
+del os.environ["AGN_OPTAX_TOKEN"]  # as an operator, who is this user
+drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
+subprocess.run(drain, check=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_center_that_is_drained_ends_its_workers(here):
+    (here / "train.py").write_text(DRAINS)
+    result = command("launch", "--workers=1", "--rule=downpour", "train.py")
+    assert result.exit_code == 0, result.output
+    assert "worker-0 | draining 127.0.0.1:" in result.stdout
+    said = [line for line in result.stdout.splitlines() if line.startswith("center")]
+    assert sum("draining" in line for line in said) == 1
+    assert "agn-optax: has ended, and so the others are ended" in said[-1]
+
+
 ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
 
 

@@ -304,6 +304,24 @@ def test_serves_what_a_file_says(tmp_path, address):
     assert said[0].mode == "BoundedStaleness(versions=None, rounds=3)"
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rule=diloco"], "diloco is a rule for rounds: --mode synchronous"),
+        (["--rule=average", "--mode=bounded", "--max-rounds-ahead=1"], "average is a"),
+        (["--rule=diloco", "--mode=synchronous"], ""),
+        (["--rule=downpour"], ""),
+    ],
+)
+def test_what_is_meant_for_rounds_is_told_so(address, options, said):
+    name = options[0].removeprefix("--rule=")
+    result = serve(address, getattr(rules, name)(), *options, "--open")
+    (*lines, last) = result.stderr.splitlines()
+    assert "draining" in last
+    assert len(lines) == bool(said)
+    assert all(line.startswith(said) for line in lines)
+
+
 def test_serves_an_object(training, address):
     result = serve(
         *(address, rules.easgd(0.25), "--rule-from=my_training:settings.make"),

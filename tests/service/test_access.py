@@ -159,7 +159,8 @@ def test_a_refusal_says_which_role_or_name_it_takes():
         with service.connect(
             server.address, RULE, token=token("worker", "anna")
         ) as center:
-            with pytest.raises(errors.NotAllowedError, match="worker 'anna'"):
+            own = r"worker 'anna' \(by token\): .*Worker\(\.\.\., name='anna'\)"
+            with pytest.raises(errors.NotAllowedError, match=own):
                 center.join("bert")
             assert not server.center.core.members()[1]
 

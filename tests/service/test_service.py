@@ -23,11 +23,12 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support import RULES, assert_close, assert_identical, tree
+from waiting import LIMIT, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
 from agn_optax.center import BoundedStaleness, Refuse, ShardedCenter, Synchronous
-from agn_optax.service import _address
+from agn_optax.service import _address, _client
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._packets import HEAD
@@ -676,6 +677,26 @@ def test_a_tree_of_gradient_sums(serve, connect):
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
         serve(shared.easgd(0.5), parent=connect(parent.address, rule))
+
+
+def test_who_waits_for_a_chief_says_what_is_missing(
+    serve, connect, monkeypatch, caplog
+):
+    """Soon, and then again."""
+    monkeypatch.setattr(_client, "_COMES", 0.01)
+    monkeypatch.setattr(_client, "_WAITS", 0.02)
+    center = connect(serve(params=None).address)
+    worker = a_worker(center, name="second")
+    running = threading.Thread(
+        target=worker.start, args=(ONES,), kwargs={"chief": False}
+    )
+    running.start()
+    wait_until(lambda: caplog.text.count("a worker waits: no chief has started at") > 1)
+    assert center.address in caplog.text
+    assert "start(params, chief=True)" in caplog.text
+    a_worker(connect(center.address), name="first").start(ONES, chief=True)
+    running.join(LIMIT)
+    assert not running.is_alive()
 
 
 # In shards.

@@ -200,3 +200,28 @@ def test_it_needs_a_worker_or_towers():
     with pytest.raises(errors.InvalidArgumentError, match="every must be"):
         agn_optax.fit(print, None, [], worker=worker, every=0)
     assert worker.version is None
+
+
+@pytest.mark.parametrize("kind", ["worker", "towers"])
+@pytest.mark.parametrize("data", [list, lambda made: made])
+def test_data_that_begins_anew_is_told_of(kind, data, tmp_path, caplog):
+    """Where a run goes on, and where its data cannot."""
+
+    def train_step(state, batch):
+        return state, {"scale": state[0] + 0.0 * batch["x"].sum()}
+
+    def run():
+        if kind == "worker":
+            center = agn_optax.LocalCenter(shared.downpour())
+            arguments = {"worker": a_worker(center), "chief": True}
+            state = jnp.zeros(())
+        else:
+            towers = arguments = {"towers": agn_optax.Towers(1)}
+            state = towers["towers"].replicate((jnp.zeros(()),))
+        made = data(batches())
+        agn_optax.fit(train_step, state, made, **arguments, directory=tmp_path)
+
+    run()
+    assert "begins anew" not in caplog.text
+    run()
+    assert caplog.text.count("begins anew") == (data is list)
