@@ -97,11 +97,12 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 
 def _links(app: Sphinx, page: str, source: list[str]) -> None:
-    """Files beside docs/ that are pages here."""
+    """Files beside docs/ that are pages here; drawings in the colors of the page."""
     text = source[0].replace("](../SECURITY.md", "](security.md")
     if "/" not in page:  # where ../ is not docs/: files that are no pages
         text = re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", text)
-    source[0] = text
+    inlined = r"```{raw} html\n:file: \1\n```"
+    source[0] = re.sub(r"!\[[^]]*\]\((drawings/\w+\.svg)\)", inlined, text)
 
 
 def setup(app: Sphinx) -> None:

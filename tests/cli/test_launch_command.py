@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -75,15 +76,27 @@ def test_a_center_that_does_not_serve_is_a_failure(monkeypatch, program):
     assert "worker-0 |" not in result.stdout
 
 
+@pytest.mark.slow
+def test_the_program_of_the_start_runs(here):
+    (program,) = re.findall(
+        r"```py\n(.*?)```", (ROOT / "docs/start.md").read_text(), re.S
+    )
+    (here / "train.py").write_text(program)
+    result = command("launch", "--workers=2", "--rule=downpour", "train.py")
+    assert result.exit_code == 0, result.output
+    for rank in range(2):
+        assert f"worker-{rank} | [" in result.stdout
+
+
 DRAINS = """
-import os, signal, subprocess, sys
+import os, subprocess, sys, time
 from agn_optax import service
 
 me = service.environment()
 del os.environ["AGN_OPTAX_TOKEN"]  # as an operator, who is this user
 drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
 subprocess.run(drain, check=True)
-signal.pause()
+time.sleep(60)
 """
 
 
