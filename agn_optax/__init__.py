@@ -51,7 +51,7 @@ if _typing.TYPE_CHECKING:
         reduce_loss,
     )
     from agn_optax.training import Fitted, fit
-    from agn_optax.worker import Worker, WorkerState
+    from agn_optax.worker import Worker, WorkerState, from_first_process
 
 __all__ = [
     "AccumulateState",
@@ -88,6 +88,7 @@ __all__ = [
     "errors",
     "exchange_every",
     "fit",
+    "from_first_process",
     "initialize_distributed",
     "local_warmup",
     "loss_scale",
@@ -124,7 +125,8 @@ def _module_of(name: str) -> str:
         return "center"
     if name in ("Fitted", "fit"):
         return "training"
-    return "worker" if name in ("Worker", "WorkerState") else "towers"
+    of_worker = ("Worker", "WorkerState", "from_first_process")
+    return "worker" if name in of_worker else "towers"
 
 
 def __getattr__(name: str) -> _typing.Any:

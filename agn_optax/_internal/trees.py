@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax._internal import description
@@ -77,6 +78,11 @@ def place_like(tree: PyTree, like: PyTree) -> PyTree:
         leaf = jnp.asarray(leaf)
         if not isinstance(other, jax.Array) or leaf.sharding == other.sharding:
             return leaf
+        if not other.sharding.is_fully_addressable:  # each process has the same leaf
+            whole = np.asarray(leaf)
+            return jax.make_array_from_callback(
+                whole.shape, other.sharding, lambda index: whole[index]
+            )
         return jax.device_put(leaf, other.sharding)
 
     return jax.tree.map(

@@ -496,7 +496,9 @@ class Ledger:
             return batch
         refused = {}
         own, everybody, exchanges = {}, 0.0, 0
-        if self.refusals.refuse.share is not None:
+        share = self.refusals.refuse.share
+        # As many as 1 / share or fewer, alike, cannot keep below it.
+        if share is not None and share * len(self._present) > 1:
             own = {name: self._moved(m) for name, m in self._present.items()}
             everybody = sum(own.values())
             exchanges = sum(member.exchanges for member in self._present.values())

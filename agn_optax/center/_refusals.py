@@ -41,7 +41,9 @@ class Refuse:
         (0, 1), of all recent movement, the sum of the norms of what was applied, in
         which a message counts 1 % less with every version since. Only of workers that
         are there, once they have made 10 exchanges, and never of one alone. Of n equal
-        workers each has 1 / n, so a bound has to be well above that. None for no bound.
+        workers each has 1 / n, so a bound has to be well above that; while there are so
+        few that none could keep it (n <= 1 / share), it is not asked. None for no
+        bound.
       in_a_row: so many messages of a worker are refused, one after the other, until its
         exchange raises `MessageRefusedError` instead.
 

@@ -137,6 +137,8 @@ def initialize_distributed(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    *,
+    heartbeat_timeout: int = 100,
 ) -> int:
     """Joins the processes of a job, if there are several: call it before all else.
 
@@ -154,13 +156,17 @@ def initialize_distributed(
       coordinator_address: ``host:port`` of process 0.
       num_processes: how many there are; 1 stays alone, wherever it runs.
       process_id: which of them this is, from 0.
+      heartbeat_timeout: seconds after which a process that died is missed, and all the
+        others end (SIGABRT), if nothing has ended them before. Process 0 is missed at
+        once.
 
     Returns:
       The number of processes.
 
     Raises:
-      InvalidArgumentError: some of the arguments came without the others; or none
-        came, in the environment of a worker that would be joined with the others.
+      InvalidArgumentError: ``heartbeat_timeout`` is not a positive whole number; some
+        of the arguments came without the others; or none came, in the environment of a
+        worker that would be joined with the others.
       RuntimeError: JAX has been used already, or the others do not come.
 
     Example:
@@ -168,6 +174,7 @@ def initialize_distributed(
       >>> agn_optax.initialize_distributed()
       1
     """
+    check.positive_int(heartbeat_timeout, "heartbeat_timeout")
     by_hand: dict[str, Any] = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -195,5 +202,5 @@ def initialize_distributed(
             "with any of them: give **service.environment().distributed"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(**given)
+    jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout)
     return jax.process_count()

@@ -3,7 +3,8 @@
 What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.worker._processes import from_first_process
 from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 
-__all__ = ["Worker", "WorkerState"]
+__all__ = ["Worker", "WorkerState", "from_first_process"]

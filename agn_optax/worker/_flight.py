@@ -41,7 +41,17 @@ class Message:
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def exchange(self) -> Snapshot:
-        """Sends it, and says how long that took with the answer."""
+        """Sends it, and waits for the answer."""
+        return self.sent()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it has come back from its way, or its flight has failed."""
+        assert self.flight is not None
+        return self.flight.done()
+
+    def sent(self) -> Snapshot:
+        """Its answer, once it is sent from here; also says how long that took."""
         begin = time.monotonic()
         answer = self.send()
         self.measured["seconds"] = time.monotonic() - begin
@@ -70,7 +80,7 @@ class Message:
         jax.block_until_ready(self.contribution)
         while True:
             try:
-                return self.exchange()
+                return self.sent()
             except errors.CenterClosedError:
                 raise
             except errors.CenterUnreachableError:

@@ -23,6 +23,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
 from agn_optax.round import LocalState
 from agn_optax.worker._flight import Message
+from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import Left, programs
 
 PyTree = Any
@@ -311,7 +312,7 @@ class Worker:
         self._local_steps += steps
         if message is not None and message.flight is not None:
             patience = length if self._patience is None else max(self._patience, 1)
-            if self._local_steps < patience and not message.flight.done():
+            if self._local_steps < patience and not message.is_answered:
                 return params, state
             params, state = self._land(params, state)
         if self._local_steps < length:
@@ -486,8 +487,8 @@ class Worker:
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Ends a round."""
-        anchor, _ = self._require_start()
         self._check_loop(params, state)
+        anchor, _ = self._require_start()
         message = self._message
         if message is None and self.overlap and self.exchanges > 0:
             return self._depart(params, state)
@@ -561,15 +562,17 @@ class Worker:
         codec_state: PyTree = None,
     ) -> Message:
         anchor, session = self._require_start()
-        send = functools.partial(
-            session.exchange,
-            self._sent + 1,
-            contribution,
-            anchor_version=anchor.version,
-            steps=self._local_steps,
-            reported=dict(self._reported),
-        )
-        return Message(send, contribution, measured, codec_state)
+        arguments = (self._sent + 1, contribution)
+        more = {
+            "anchor_version": anchor.version,
+            "steps": self._local_steps,
+            "reported": dict(self._reported),
+        }
+        made = (contribution, measured, codec_state)
+        if isinstance(session, ToldSession):
+            send = functools.partial(session.exchange_alone, *arguments, **more)
+            return ToldMessage(send, *made, session=session)
+        return Message(functools.partial(session.exchange, *arguments, **more), *made)
 
     @property
     def _in_flight(self) -> bool:
@@ -600,10 +603,11 @@ class Worker:
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer, and adopts it with the progress made since."""
-        (anchor, _), message = self._require_start(), self._message
+        message = self._message
         assert message is not None
         assert message.left is not None
         self._check_loop(params, state)
+        anchor, _ = self._require_start()
         try:
             answer = message.land()
         except errors.CenterUnreachableError:
@@ -738,6 +742,9 @@ class Worker:
                         f"deleted; give worker {self.name!r} what its last local step "
                         "returned"
                     )
+        anchor, _ = self._require_start()
+        if anchor.params is not None:  # as after `start`, when towers took the loop
+            self._anchor = _placed(anchor, params)
 
     def _check_called_from_python(self, tree: PyTree) -> None:
         """What is traced is counted once, however often the program is called."""

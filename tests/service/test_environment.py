@@ -63,7 +63,9 @@ def joined(host, process, processes, rank=3):
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
     for name in os.environ:
-        if name.startswith(("AGN_OPTAX_", "SLURM_", "RAY_", "TPU_", "SKYPILOT_")):
+        if name.startswith(
+            ("AGN_OPTAX_", "SLURM_", "RAY_", "TPU_", "SKYPILOT_", "MEGASCALE_")
+        ):
             monkeypatch.delenv(name)
 
 
@@ -159,6 +161,18 @@ def test_a_rank_that_is_too_high(set_environment):
         (
             NODES | {"AGN_OPTAX_RANK": "3", "AGN_OPTAX_WORKERS": "4"},
             ("c:1", 3, 4, "worker-3", 0, joined("10.0.0.1", 1, 2)),
+        ),
+        # A slice of a job of its own, as xpk starts it: its hosts are pods of a Job.
+        (
+            SLICE
+            | {
+                "MEGASCALE_SLICE_ID": "0",
+                "MEGASCALE_NUM_SLICES": "1",
+                "JOB_COMPLETION_INDEX": "1",
+                "AGN_OPTAX_RANK": "3",
+                "AGN_OPTAX_WORKERS": "8",
+            },
+            ("c:1", 3, 8, "worker-3", 0, joined("t0", 1, 2)),
         ),
         # An actor knows what it was told, whatever its node runs in.
         (

@@ -1,0 +1,295 @@
+"""A worker of several processes, of which only the first one talks to the center.
+
+All of them run one program with a `Worker` each, and these do the same at the same
+time, as every one hears what the center has said to the first. What it says travels
+between the processes as collectives of the program do, and so on the thread that hands
+out these: a message in flight is in the first process alone, and the others ask it
+how far that is.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from agn_optax import errors
+from agn_optax._internal import check, description, in_background, trees
+from agn_optax.center import Center, Session, Snapshot
+from agn_optax.rules import Rule
+from agn_optax.worker._flight import Message
+
+PyTree = Any
+
+# Seconds after which the others hear that there is nothing to hear yet: collectives do
+# not wait for long on every backend.
+_PAUSE = 5.0
+# Bytes of what is said at once; what is longer follows.
+_SHORT = 256
+
+
+def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
+    """A center to which the first process of a worker talks, for all of them.
+
+    For a worker of several processes that `initialize_distributed` has joined, such as
+    towers on all hosts of a slice. Each of them makes a `Worker` with this center, and
+    calls the same methods of both in the same order with the same values. What the
+    first process gives is sent; the answer that it gets, or the error, is what each
+    gets, so that all of them stay alike, bit for bit. In a process that is alone this
+    is ``connect()``.
+
+    Args:
+      connect: makes the center, as ``lambda: service.connect(address, rule)``; called
+        in the first process only.
+      rule: of that center.
+
+    Returns:
+      A center. Its ``close`` and `Worker.leave` may be called by each process when it
+      likes, since the others hear nothing of them.
+
+    Raises:
+      InvalidTypeError: ``rule`` is not a rule.
+
+    Also raises, in all processes, what ``connect`` raises in the first one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> rule = agn_optax.rules.downpour()
+      >>> center = agn_optax.from_first_process(
+      ...     lambda: agn_optax.LocalCenter(rule), rule
+      ... )
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+      >>> params, state = worker.start(jnp.zeros(3), chief=True)
+    """
+    check.instance(rule, Rule, "rule must be one of agn_optax.rules")
+    return connect() if jax.process_count() == 1 else _Told(connect, rule)
+
+
+class _Told:
+    """A center, of which all hear what it says to the first process."""
+
+    def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
+        self.rule = rule
+        self._treedef: Any = None  # of the parameters, once they are known
+        self._center: Any = _told(connect)  # None in the other processes
+        self._name = _agreed(repr(self._center))
+
+    def __repr__(self) -> str:
+        """The center that the first process talks to."""
+        return f"{self._name}, for {jax.process_count()} processes"
+
+    def join(
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
+    ) -> Session:
+        if params is not None:
+            self._treedef = jax.tree.structure(params)
+        session = _told(
+            lambda: self._center.join(worker, params, timeout=timeout, life=life)
+        )
+        return ToldSession(session, self.snapshot)
+
+    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+        self._treedef = jax.tree.structure(params)
+        return self.snapshot(
+            lambda: self._center.initialize(_here(params), worker=worker)
+        )
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        return self.snapshot(lambda: self._center.wait(timeout))
+
+    def pull(self) -> Snapshot:
+        return self.snapshot(lambda: self._center.pull())
+
+    def close(self) -> None:
+        """Closes what the first process has opened."""
+        if self._center is not None and hasattr(self._center, "close"):
+            self._center.close()
+
+    def __enter__(self) -> _Told:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def snapshot(self, ask: Callable[[], Snapshot | None]) -> Any:
+        """What the first process gets when it asks."""
+        snapshot = _told(ask)
+        own = snapshot and snapshot.params
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
+        said = snapshot and {
+            **snapshot._asdict(),
+            "params": trees.describe(own).structure,
+            "norm": None if snapshot.norm is None else float(snapshot.norm),
+        }
+        said, kinds = _agreed([said, [(x.dtype.name, x.shape) for x in leaves]])
+        if said is None:
+            return None
+        arrays = map(jnp.asarray, _of_first(leaves, kinds))
+        if self._treedef is not None:
+            params = self._treedef.unflatten(arrays)
+        else:
+            params = description.rebuild(said["params"], arrays)
+        version = said["version"]
+        return Snapshot(
+            **said
+            | {
+                "params": params,
+                "version": tuple(version) if isinstance(version, list) else version,
+            }
+        )
+
+
+class ToldSession(Session):
+    """One life of a worker, of which all hear what the center says to the first."""
+
+    def __init__(
+        self, own: Session | None, snapshot: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._own: Any = own  # None in the other processes
+        self.snapshot = snapshot
+        known = own and [own.worker, own.incarnation, own.life]
+        self.worker, self.incarnation, self.life = _agreed(known)
+
+    def submit(self, sequence: int, contribution: PyTree, **how: Any) -> None:
+        _told(lambda: self._own.submit(sequence, _here(contribution), **how))
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        return cast(
+            "Snapshot | None",
+            self.snapshot(lambda: self._own.collect(sequence, timeout)),
+        )
+
+    def acknowledge(self, sequence: int) -> None:
+        _told(lambda: self._own.acknowledge(sequence))
+
+    def exchange(self, sequence: int, contribution: PyTree, **how: Any) -> Snapshot:
+        return cast(
+            Snapshot,
+            self.snapshot(lambda: self.exchange_alone(sequence, contribution, **how)),
+        )
+
+    def exchange_alone(
+        self, sequence: int, contribution: PyTree, **how: Any
+    ) -> Snapshot:
+        """An exchange of the first process, on any thread; the others hear nothing."""
+        return cast(Snapshot, self._own.exchange(sequence, _here(contribution), **how))
+
+    def disconnect(self) -> None:
+        if self._own is not None:
+            self._own.disconnect()
+
+    def leave(self) -> None:
+        if self._own is not None:
+            self._own.leave()
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ToldMessage(Message):
+    """A message that the first process sends, and of whose answer all hear."""
+
+    session: ToldSession
+
+    def exchange(self) -> Snapshot:
+        return cast(Snapshot, self.session.snapshot(self.sent))
+
+    def take_off(self, give_up: float) -> None:
+        if _is_first():
+            super().take_off(give_up)
+        else:
+            self.flight = concurrent.futures.Future()  # of which nothing is heard here
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(_agreed(super().is_answered))
+
+    def land(self) -> Snapshot:
+        return cast(Snapshot, self.session.snapshot(super().land))
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _told(act: Callable[[], Any]) -> Any:
+    """What ``act`` returns in the first process, and None in the others.
+
+    All wait for it, and if it raises something, all raise that.
+    """
+    future = in_background(act, "agn-optax first process") if _is_first() else None
+    while (said := _agreed(_outcome(future))) is None:
+        pass
+    if future is not None:
+        return future.result()
+    if not said:
+        return None
+    name, text = said
+    if name in errors.__all__:
+        raise getattr(errors, name)(text)
+    raise errors.CenterError(f"the first process of this worker: {name}: {text}")
+
+
+def _outcome(future: Any) -> list[str] | None:
+    """Of what it raised, the type and the text; None if it is not over by now."""
+    if future is None or not concurrent.futures.wait([future], _PAUSE).done:
+        return None
+    error = future.exception()
+    return [] if error is None else [type(error).__name__, str(error)]
+
+
+def _agreed(value: Any) -> Any:
+    """A value, in terms of JSON, as the first process has it."""
+    text = json.dumps(value).encode()
+    size = np.frombuffer(np.uint32(len(text)).tobytes(), np.uint8)
+    buffer = np.zeros(_SHORT, np.uint8)
+    head = text[: _SHORT - size.size]
+    buffer[: size.size + len(head)] = [*size, *head]
+    buffer = multihost_utils.broadcast_one_to_all(buffer)
+    length = int(buffer[: size.size].view(np.uint32)[0])
+    said = buffer[size.size :].tobytes()
+    if length > len(said):
+        # Of a size that comes again, for each is compiled.
+        rest = np.zeros(1 << (length - len(said)).bit_length(), np.uint8)
+        if _is_first():
+            tail = np.frombuffer(text[len(said) :], np.uint8)
+            rest[: tail.size] = tail
+        said += multihost_utils.broadcast_one_to_all(rest).tobytes()
+    return json.loads(said[:length])
+
+
+def _of_first(leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]) -> Any:
+    """Arrays of the first process, bit for bit: a sum would lose signs of zeros."""
+    if not _is_first():
+        leaves = [np.zeros(shape, jnp.dtype(dtype)) for dtype, shape in kinds]
+    bits = multihost_utils.broadcast_one_to_all([_bits(leaf) for leaf in leaves])
+    return [
+        each.view(leaf.dtype).reshape(leaf.shape)
+        for each, leaf in zip(bits, leaves, strict=True)
+    ]
+
+
+def _bits(leaf: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    return flat if flat.size % 4 else flat.view(np.uint32)
+
+
+def _here(tree: PyTree) -> PyTree:
+    """Arrays that all processes have whole, as this one has them."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return leaf.addressable_data(0)
+        return leaf
+
+    return jax.tree.map(own, tree)

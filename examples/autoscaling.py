@@ -1,0 +1,176 @@
+"""Workers come and go in the middle of a run: which rules mind?
+
+Digits, and a center around which two workers train, then four, then two again; each
+makes ten local steps a round, and they take turns (or meet, in rounds). For each rule
+the error of the center on held-out digits at the end of the three phases.
+
+    python examples/autoscaling.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import datasets
+import jax
+import numpy as np
+import optax
+import two_hosts
+
+import agn_optax
+from agn_optax import center, rules
+
+PyTree = Any
+PERIOD = 10
+INNER = optax.adam(1e-3)
+
+
+def following(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A center optimizer whose rate follows the number of workers: an n-th of it.
+
+    Among n workers of one speed a message is n - 1 versions old.
+    """
+    return optax.chain(optimizer, agn_optax.scale_by_staleness())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A rule, and when its messages are applied."""
+
+    rule: Callable[[], rules.Rule]
+    mode: center.Mode = dataclasses.field(default_factory=center.Asynchronous)
+
+
+ROUNDS = center.Synchronous()
+CASES = {
+    "agn, adam(0.01)": Case(lambda: rules.agn(optax.adam(0.01))),
+    "agn, adam(0.01) / (staleness + 1)": Case(
+        lambda: rules.agn(following(optax.adam(0.01)))
+    ),
+    "agn_window": Case(rules.agn_window),
+    "downpour": Case(rules.downpour),
+    "dynsgd": Case(rules.dynsgd),
+    "easgd, 0.9 / 2": Case(lambda: rules.easgd(0.9 / 2)),
+    "easgd, 0.9 / 4": Case(lambda: rules.easgd(0.9 / 4)),
+    "easgd, 0.9 / 2, in rounds": Case(lambda: rules.easgd(0.9 / 2), ROUNDS),
+    "easgd, 0.9 / 4, in rounds": Case(lambda: rules.easgd(0.9 / 4), ROUNDS),
+    "diloco": Case(rules.diloco),
+    "diloco, in rounds": Case(rules.diloco, ROUNDS),
+    "average, in rounds": Case(rules.average, ROUNDS),
+}
+
+
+class Trainer:
+    """One worker, and the loop around it."""
+
+    def __init__(
+        self, shared: center.Center, name: str, data: Iterator[datasets.Split]
+    ) -> None:
+        self.worker = agn_optax.Worker(shared, INNER, period=PERIOD, name=name)
+        self._data = data
+        self._params, self._state = self.worker.start()
+
+    def round(self) -> None:
+        """Local steps, and the exchange that ends them."""
+        for _ in range(PERIOD):
+            self._params, self._state = _local_step(
+                self.worker.tx.update, self._params, self._state, next(self._data)
+            )
+            self._params, self._state = self.worker.exchange(self._params, self._state)
+
+
+def _local_step(update: Any, params: PyTree, state: PyTree, batch: Any) -> Any:
+    return _compiled(update)(params, state, batch)
+
+
+_programs: dict[Any, Any] = {}
+
+
+def _compiled(update: Any) -> Any:
+    if update not in _programs:
+
+        def step(params: PyTree, state: PyTree, batch: Any) -> Any:
+            grads = jax.grad(two_hosts.loss_fn)(params, batch)
+            updates, state = update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        _programs[update] = jax.jit(step, donate_argnums=(0, 1))
+    return _programs[update]
+
+
+@jax.jit
+def _right(params: PyTree, data: datasets.Split) -> jax.Array:
+    return two_hosts.is_right(params, data).mean()
+
+
+def errors_of(
+    case: Case, data: datasets.Dataset, phases: list[int], rounds: int, seed: int
+) -> list[float]:
+    """The center's error on held-out digits, in %, at the end of each phase."""
+    params = two_hosts.make_params(data.train.images[0].size, hidden=64)
+    shared = agn_optax.LocalCenter(case.rule(), params, mode=case.mode)
+    there: list[Trainer] = []
+    found = []
+    with ThreadPoolExecutor(max(phases)) as threads:
+        for workers in phases:
+            while len(there) > workers:
+                there.pop().worker.leave()
+            while len(there) < workers:
+                own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
+                there.append(Trainer(shared, f"worker-{len(there)}", own))
+            for _ in range(rounds):
+                if isinstance(case.mode, center.Synchronous):  # they wait in there
+                    list(threads.map(Trainer.round, there))
+                else:
+                    for each in there:
+                        each.round()
+            found.append(100.0 * (1.0 - float(_right(shared.pull().params, data.test))))
+    for each in there:
+        each.worker.leave()
+    return found
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", default="2,4,2", help="of each phase (default 2,4,2)")
+    add("--rounds", type=int, default=15, help="of each worker in a phase (15)")
+    add("--seeds", type=int, default=3, help="of batches (3)")
+    add("--cases", default="", help="only those whose names have this in them")
+    args = parser.parse_args(arguments)
+    args.workers = [int(each) for each in args.workers.split(",")]
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table."""
+    args = parse(arguments)
+    data = datasets.digits()
+    width = max(map(len, CASES))
+    heads = "".join(f"{f'{n} workers':>22}" for n in args.workers)
+    print(f"{'':{width}}{heads}")
+    for name, case in CASES.items():
+        if args.cases not in name:
+            continue
+        runs = [
+            errors_of(case, data, args.workers, args.rounds, seed)
+            for seed in range(args.seeds)
+        ]
+        cells = [
+            f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"
+            for each in np.array(runs).T.tolist()
+        ]
+        print(f"{name:{width}}{''.join(f'{c:>22}' for c in cells)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,186 @@
+"""Workers of two processes each, as a slice of two hosts is one, around a center."""
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pod_worker
+import pytest
+from waiting import wait_until
+
+import agn_optax
+from agn_optax import service
+
+LIMIT = 300  # seconds, on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+HEARTBEAT_TIMEOUT = 10  # seconds
+
+
+class Process:
+    """One process of a worker, and what it says."""
+
+    def __init__(self, *arguments, **variables):
+        self.popen = subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-B", pod_worker.__file__, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+            text=True,
+        )
+        self.text = ""
+        self._said = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            self.text += line
+            if line.startswith("said "):  # and nothing that gloo says
+                self._said.put(tuple(map(int, line.split()[1:])))
+        self._said.put(None)
+
+    def go(self, steps):
+        self.popen.stdin.write(f"{steps}\n")
+        self.popen.stdin.flush()
+
+    def said(self):
+        """The steps and exchanges that it has made."""
+        said = self._said.get(timeout=LIMIT)
+        assert said is not None, self.text
+        return said
+
+    def close(self):
+        with contextlib.suppress(BrokenPipeError):
+            self.popen.stdin.close()
+        self.popen.kill()
+        self.popen.wait(LIMIT)
+        self._reader.join(LIMIT)
+        self.popen.stdout.close()
+
+
+class Worker:
+    """All processes of a worker."""
+
+    def __init__(self, stack, rule, address, rank, devices, *more, processes=2):
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{found.getsockname()[1]}"
+        self.processes = []
+        for process in range(processes):
+            made = Process(
+                rule,
+                devices,
+                HEARTBEAT_TIMEOUT,
+                *more,
+                JAX_PLATFORMS="cpu",
+                AGN_OPTAX_CENTER=address,
+                AGN_OPTAX_RANK=str(rank),
+                AGN_OPTAX_WORKERS="2",
+                AGN_OPTAX_PROCESSES=str(processes),
+                AGN_OPTAX_PROCESS=str(process),
+                AGN_OPTAX_COORDINATOR=coordinator,
+            )
+            stack.callback(made.close)
+            self.processes.append(made)
+
+    def start(self):
+        return self.go(None)
+
+    def go(self, steps):
+        """Makes so many steps; what its processes then say, which is the same."""
+        if steps is not None:
+            for process in self.processes:
+                process.go(steps)
+        (said,) = {process.said() for process in self.processes}
+        return said[:2]  # but for the bits of the parameters
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def two_alone(rule, turns, towers):
+    """The center that two workers make in this process, with the same towers."""
+    center = agn_optax.LocalCenter(pod_worker.RULES[rule])
+    loops = [
+        pod_worker.Loop(
+            center, rank, devices=jax.devices()[:towers], name=f"worker-{rank}"
+        )
+        for rank in range(2)
+    ]
+    for rank, loop in enumerate(loops):
+        loop.start(chief=rank == 0)
+    for rank in turns:
+        for _ in range(3):
+            loops[rank].step()
+    return center.pull()
+
+
+# Sums of two gradients are the same in any order, and those of four are not.
+@pytest.mark.parametrize(
+    ("rule", "devices", "rtol"), [("agn", 2, 1e-5), ("downpour", 1, 0)]
+)
+def test_two_workers_of_two_processes(stack, rule, devices, rtol):
+    # They wait for each other, and say so to their own.
+    server = stack.enter_context(service.serve(pod_worker.RULES[rule], barrier=2))
+    told = (stack, rule, server.address)
+    workers = [Worker(*told, rank, devices) for rank in range(2)]
+    assert [worker.start() for worker in workers] == [(0, 0), (0, 0)]
+    assert set(server.center.workers) == {"worker-0", "worker-1"}
+    turns = [0, 1, 1, 0, 1, 0]
+    for i, rank in enumerate(turns):
+        made = turns[: i + 1].count(rank)
+        assert workers[rank].go(3) == (3 * made, made)
+    center, alone = server.center.pull(), two_alone(rule, turns, 2 * devices)
+    assert center.version == alone.version == len(turns)
+    for own, other in zip(
+        jax.tree.leaves(center.params), jax.tree.leaves(alone.params), strict=True
+    ):
+        np.testing.assert_allclose(own, other, rtol=rtol)
+    if rule == "downpour":
+        return
+
+    first, second = workers[1].processes
+    second.popen.kill()
+    assert workers[0].go(3) == (12, 4)  # whatever becomes of the other
+    assert first.popen.wait(LIMIT) == -signal.SIGABRT
+    assert "another task died" in first.text
+    assert workers[0].go(3) == (15, 5)
+    again = Worker(*told, 1, devices)
+    assert again.start() == (0, 0)
+    assert again.go(3) == (3, 1)
+    assert workers[0].go(3) == (18, 6)
+    assert server.center.pull().version == len(turns) + 4
+
+
+def test_a_message_in_flight_is_one_for_all_processes(stack, tmp_path):
+    rule, kept = pod_worker.RULES["agn"], agn_optax.center.Journal(tmp_path)
+    with service.serve(rule, durability=kept) as server:
+        address = server.address
+        worker = Worker(stack, "agn", address, 0, 1, "overlap")
+        worker.start()
+        steps, exchanges = worker.go(30)
+        assert steps == 30
+        assert exchanges in (9, 10)  # the last one may be under way
+    assert worker.go(2)[0] == 32  # as nobody waits for a message yet
+    with service.serve(rule, address=address, durability=kept) as server:
+        steps, exchanges = worker.go(31)
+        assert steps == 63
+        assert exchanges >= 19  # all have waited where the first one did
+        wait_until(lambda: server.center.pull().version - exchanges in (0, 1))
+    for process in worker.processes:  # each hears of it, once there is no hope
+        process.go(100)
+    for process in worker.processes:
+        assert process.popen.wait(LIMIT) == 1
+        process.close()
+        assert "CenterUnreachableError" in process.text
