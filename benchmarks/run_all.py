@@ -35,7 +35,7 @@ BENCHMARKS = (
     "size",
     "memory",
     "journal",
-    "codecs",
+    "compression",
     "scale",
     "startup",
 )
