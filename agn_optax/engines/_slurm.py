@@ -49,9 +49,11 @@ _QUEUED_AGAIN = """\
 # SLURM queues a job again after its node has failed, or was given to others; after the
 # task has failed, or for what is left to do after a time limit, the job does so itself.
 failures={failures}/$SLURM_JOB_ID
-if [ "$limit" ] && {goes_on}; then
-    scontrol requeue "$SLURM_JOB_ID"
-elif [ "$code" -ne 0 ] && [ -z "$told$limit" ]; then
+if [ "$told" ]; then
+    exit $code
+elif [ "$limit" ]; then
+    {goes_on} && scontrol requeue "$SLURM_JOB_ID"
+elif [ "$code" -ne 0 ]; then
     echo "exit code $code on $SLURMD_NODENAME" >> "$failures"
     [ "$(wc -l < "$failures")" -le {restarts} ] && scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 
 import certificates
@@ -120,7 +121,7 @@ def test_what_the_table_says(here):
     step = "srun --kill-on-bad-exit=1 --cpus-per-task=2 python3 train.py 'a b' &"
     assert step in workers
     assert "trap 'limit=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1" in workers
-    assert 'if [ "$limit" ] && [ "$code" -ne 0 ]; then' in workers
+    assert '    [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"\n' in workers
 
 
 def test_certificates_travel_by_their_paths(here):
@@ -259,7 +260,10 @@ class Said:
 def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
     (here / "train.py").write_text(TRAIN)
     # Nobody is given up meanwhile: who is not there any more has left.
-    run = RUN.replace("insecure = true", "insecure = true\nlease = 600")
+    here_alone = f"DNS:{socket.gethostname()}"
+    certificate, private = certificates.make(here, names=here_alone)
+    tls = f'tls-certificate = "{certificate}"\ntls-key = "{private}"\nlease = 600'
+    run = f'tls-ca = "{certificate}"\n' + RUN.replace("insecure = true", tls)
     run = run.replace('["a b"]', f'["{here}"]').replace('"kept"', '"kept here"')
     (here / "run.toml").write_text(run)
     kept, said = here / "kept here", Said(here)
@@ -298,7 +302,9 @@ def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
     cluster("scancel", f"{grown['workers']}_2")
     wait_until(lambda: said.has("worker-2", "leaves"))
     wait_until(lambda: f"{grown['workers']}_2" not in cluster.queue)
-    where = service.Observer(f"file:{address}", insecure=True, token=key, timeout=30)
+    where = service.Observer(
+        f"file:{address}", tls=service.Tls(certificate), token=key, timeout=30
+    )
     with where as center:
         names = {worker["name"] for worker in center.status()["workers"]}
         assert names == {"worker-0", "worker-1", "worker-3"}
@@ -379,3 +385,16 @@ def test_what_slurm_refuses_leaves_no_job_behind(here, cluster):
     )
     wait_until(lambda: not cluster.queue)
     assert not (here / "kept/jobs.json").exists()
+
+
+@pytest.mark.slow
+def test_tokens_that_were_made_before_must_all_be_there(here, cluster):
+    (here / "tokens").write_text(f"chief worker-0 {'a' * 64}\n")
+    (here / "worker-0.token").write_text("a" * 64)
+    text = RUN.replace("insecure = true", 'insecure = true\ntokens = "tokens"')
+    (here / "run.toml").write_text(text)
+    message = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
+    assert "worker-1.token" in message
+    assert "operator.token" in message
+    assert "worker-0.token" not in message
+    assert not cluster.queue
