@@ -3,8 +3,7 @@
 `check` has the checks of input, `trees` what `optax.tree` lacks, `description` which
 leaves a tree has, `layout` where they lie in one buffer, `tracing` what a traced
 program makes of its arguments, `extras` whether what an extra installs is there,
-`in_background` threads that a process does not wait for, `handled` and `told_to_end`
-signals, for a time.
+`in_background` threads that a process does not wait for.
 """
 
 from agn_optax._internal import check as check
@@ -16,5 +15,3 @@ from agn_optax._internal import trees as trees
 from agn_optax._internal.background import in_background as in_background
 from agn_optax._internal.description import Description as Description
 from agn_optax._internal.description import Leaf as Leaf
-from agn_optax._internal.signals import handled as handled
-from agn_optax._internal.signals import told_to_end as told_to_end

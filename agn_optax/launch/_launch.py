@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Literal, get_args
 
 from agn_optax import errors
-from agn_optax._internal import handled
 from agn_optax.launch._guard import Guard
 from agn_optax.launch._process import Process
 from agn_optax.launch._program import Ended, Program
+from agn_optax.launch._signals import handled
 
 # What a terminal, a shell or a scheduler ends the launcher with. The programs, in
 # sessions of their own, see nothing of it unless it is forwarded.

@@ -7,7 +7,7 @@ written down in `center.proto`. Needs the extra ``agn_optax[service]``, and is n
 imported by `agn_optax` itself. What is imported `as` itself is for the layers above.
 """
 
-from agn_optax._internal import told_to_end
+from agn_optax.launch import told_to_end
 from agn_optax.service import _absl  # noqa: F401 first
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
