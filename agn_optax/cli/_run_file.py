@@ -22,6 +22,7 @@ class RunOptions:
       workers: How many workers to start.
       center embedded|HOST:PORT [embedded]: A center of our own, or where one is.
       token_file FILE: Of --center HOST:PORT: with the workers' token.
+      tls_ca FILE.pem: Who vouches for the center, to the workers.
       restarts [0]: How often a worker that failed is started again.
       center_restarts [0]: How often a center of our own is; needs --storage.
       stop_grace [10]: Seconds that workers have to end when told to, and the center
@@ -40,6 +41,7 @@ class RunOptions:
     workers: int | None = _options.at_least(1, None)
     center: str | None = None
     token_file: pathlib.Path | None = None
+    tls_ca: pathlib.Path | None = None
     restarts: int | None = _options.at_least(0, None)
     center_restarts: int | None = _options.at_least(0, None)
     stop_grace: float | None = _options.at_least(0.0, None)

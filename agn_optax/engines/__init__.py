@@ -2,13 +2,14 @@
 
 `Run` describes what is to be run, whoever runs it: what each task is told stands there,
 once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
-`_kubernetes`, pods of a cluster.
+`_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM.
 """
 
 from agn_optax.engines._engine import Engine
 from agn_optax.engines._kubernetes import Kubernetes
 from agn_optax.engines._local import Local, reached_at, serving
 from agn_optax.engines._run import Resources, Run
+from agn_optax.engines._slurm import Slurm
 
 __all__ = [
     "ENGINES",
@@ -17,10 +18,11 @@ __all__ = [
     "Local",
     "Resources",
     "Run",
+    "Slurm",
     "reached_at",
     "serving",
 ]
 
 ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (Local, Kubernetes)
+    engine.name: engine for engine in (Local, Kubernetes, Slurm)
 }

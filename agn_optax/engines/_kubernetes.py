@@ -211,13 +211,14 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
             "a center with a parent cannot outlive its pod, as one on Kubernetes must, "
             f"got parent = {run.serve['parent']!r}"
         )
-    if run.serve.get("open") and not run.serve.get("insecure"):
+    if run.serve.get("open") and not run.is_insecure:
         refuse("an open center needs insecure = true, in a network that you trust")
-    if run.token_file is not None:
-        refuse(
-            "token-file is a file of this machine: name a Secret by secret in "
-            f"[kubernetes], got {str(run.token_file)!r}"
-        )
+    for name in ("token_file", "tls_ca"):
+        if (file := getattr(run, name)) is not None:
+            refuse(
+                f"{name.replace('_', '-')} is a file of this machine: name a Secret by "
+                f"secret in [kubernetes], got {str(file)!r}"
+            )
     if settings.secret is not None and run.has_center:
         refuse(
             "secret in [kubernetes] is for workers of a center that is elsewhere; for "

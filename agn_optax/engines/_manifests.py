@@ -62,7 +62,7 @@ class Manifests:
 
     def __init__(self, run: Run, settings: KubernetesSettings) -> None:
         self._run, self._settings = run, settings
-        self.is_encrypted = run.has_center and not run.serve.get("insecure")
+        self.is_encrypted = run.has_center and not run.is_insecure
         self.is_closed = run.has_center and not run.serve.get("open")
         self._secret = settings.secret
         if self.is_encrypted or self.is_closed:
@@ -268,7 +268,6 @@ class Manifests:
             del told[name]
         if run.has_center:
             told["AGN_OPTAX_CENTER"] = f"{self.host}:{PORT}"
-            told |= {} if self.is_encrypted else {"AGN_OPTAX_INSECURE": "1"}
         made = self._object("v1", "ConfigMap", self.workers, "worker")
         return made | {"data": told}
 

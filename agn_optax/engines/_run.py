@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
-from agn_optax.service import RULE, check_reachable, tokens
+from agn_optax.service import INSECURE, RULE, TLS_CA, check_reachable, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Run:
       serve: options of ``agn-optax serve`` beside the rule's, as ``{"barrier": 2}``.
       center: the address of a center that is there; None for one of the run's own.
       token_file: of that one: a file with the workers' token.
+      tls_ca: a file of PEM with who vouches for the center; None without TLS.
       storage: a folder that all tasks reach and that outlives them, where the center's
         journal is; None without one.
       transports: how exchanges may travel, as of `connect`; None for any way.
@@ -80,6 +81,7 @@ class Run:
     serve: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     center: str | None = None
     token_file: pathlib.Path | None = None
+    tls_ca: pathlib.Path | None = None
     storage: pathlib.Path | None = None
     transports: Sequence[str] | None = None
     restarts: int = 0
@@ -114,6 +116,16 @@ class Run:
     def has_center(self) -> bool:
         """Whether it has a center of its own, which is a task of it."""
         return self.center is None
+
+    @property
+    def is_insecure(self) -> bool:
+        """Whether its own center speaks plain text beyond a machine."""
+        return bool(self.serve.get("insecure"))
+
+    def connection_environment(self) -> dict[str, str]:
+        """What whoever calls the center is told of how that is done."""
+        told = {} if self.tls_ca is None else {TLS_CA: str(self.tls_ca)}
+        return told | ({INSECURE: "1"} if self.is_insecure else {})
 
     @property
     def worker_names(self) -> list[str]:
@@ -157,6 +169,7 @@ class Run:
             "AGN_OPTAX_WORKERS": str(self.workers),
             "AGN_OPTAX_WORKER": self.worker_name(rank),
             "AGN_OPTAX_PROCESSES": str(self.worker_resources.processes),
+            **self.connection_environment(),
         }
         if self.center is not None:
             told["AGN_OPTAX_CENTER"] = self.center

@@ -8,5 +8,6 @@ the programs running, `_process` is one of them, `_signals` has it told of signa
 from agn_optax.launch._launch import run
 from agn_optax.launch._program import Ended, Program
 from agn_optax.launch._signals import handled as handled
+from agn_optax.launch._signals import told_to_end as told_to_end
 
 __all__ = ["Ended", "Program", "run"]

@@ -7,6 +7,7 @@ written down in `center.proto`. Needs the extra ``agn_optax[service]``, and is n
 imported by `agn_optax` itself. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.launch import told_to_end
 from agn_optax.service import _absl  # noqa: F401 first
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
@@ -17,6 +18,7 @@ from agn_optax.service import _token as tokens  # noqa: F401
 from agn_optax.service import _versions as versions  # noqa: F401
 from agn_optax.service import wire as wire
 from agn_optax.service._access import Access
+from agn_optax.service._client import INSECURE as INSECURE
 from agn_optax.service._client import RemoteCenter, connect
 from agn_optax.service._environment import RULE as RULE
 from agn_optax.service._environment import Environment, environment
@@ -26,6 +28,7 @@ from agn_optax.service._published import check_reachable as check_reachable
 from agn_optax.service._published import published as published
 from agn_optax.service._server import Server, serve
 from agn_optax.service._servicer import LONGEST_GRACE as LONGEST_GRACE
+from agn_optax.service._tls import TLS_CA as TLS_CA
 from agn_optax.service._tls import Tls, tls
 from agn_optax.service._watchdog import LEAST_RATE as LEAST_RATE
 
@@ -40,4 +43,5 @@ __all__ = [
     "environment",
     "serve",
     "tls",
+    "told_to_end",
 ]

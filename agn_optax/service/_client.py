@@ -30,7 +30,7 @@ from agn_optax.service.transports import named
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_TRANSPORTS, _INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
+_TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
 _COMES = 2.0  # seconds that a chief may take until whoever waits for it says so
 _WAITS = 10.0  # and until it says so again
 
@@ -110,7 +110,7 @@ def connect(
         transports = said.split(",")
     if tls is None and credentials is None:
         tls = _tls.of_environment()
-        insecure = insecure or os.environ.get(_INSECURE) == "1"
+        insecure = insecure or os.environ.get(INSECURE) == "1"
     if isinstance(address, str):
         address = [part.strip() for part in address.split(",")]
     if not isinstance(address, Iterable):

@@ -19,7 +19,7 @@ from agn_optax.service._files import Path, Reread
 
 Pem = bytes | Path
 # Files of a worker that is given none.
-CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
+TLS_CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
 KEY = "AGN_OPTAX_TLS_KEY"
 
 
@@ -185,7 +185,7 @@ def of_environment() -> Tls | None:
     Raises:
       InvalidArgumentError: see `tls`.
     """
-    named = [os.environ.get(name) or None for name in (CA, CERTIFICATE, KEY)]
+    named = [os.environ.get(name) or None for name in (TLS_CA, CERTIFICATE, KEY)]
     return tls(*named) if any(named) else None
 
 

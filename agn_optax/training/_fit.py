@@ -10,6 +10,7 @@ import jax
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.launch import told_to_end
 from agn_optax.towers import Towers
 from agn_optax.training._places import OfTowers, OfWorker
 from agn_optax.training._progress import showing
@@ -52,6 +53,10 @@ def fit(
     A worker writes one before every exchange, as `checkpoint.Resumable` does; towers
     every ``every`` steps. Data goes on as well if it is an iterator that Orbax can
     save, such as Grain's, and begins anew otherwise.
+
+    SIGTERM, by which engines take a worker's place away, ends it after the step that
+    runs: what the worker has is sent or saved, it leaves its center, and the program
+    ends with the exit code 143.
 
     Args:
       train_step: ``(state, batch) -> (state, metrics)``, metrics by name; compiled
@@ -127,16 +132,21 @@ def fit(
 
     with showing(progress) as show, place:
         state = place.start(state)
-        for batch in data:
-            state, metrics = place.step(state, batch)
-            place.steps += 1
-            state = place.exchange(state)
-            if place.steps % every == 0:
-                place.save(state)
-                recorded, said = place.steps, record()
-                if stop is not None and stop(said):
+        with told_to_end() as told:
+            for batch in data:
+                state, metrics = place.step(state, batch)
+                place.steps += 1
+                state = place.exchange(state)
+                if told():
                     break
-        state = place.finish(state)
+                if place.steps % every == 0:
+                    place.save(state)
+                    recorded, said = place.steps, record()
+                    if stop is not None and stop(said):
+                        break
+            state = place.finish(state)
+            if told():
+                place.leave()
         if recorded != place.steps:
             said = record()
     return Fitted(state, said, place.steps)

@@ -79,6 +79,9 @@ class OfWorker(contextlib.AbstractContextManager["OfWorker"]):
             return flax.flush(self._worker, state)
         return self._worker.flush(*state)
 
+    def leave(self) -> None:
+        self._worker.leave()
+
     def center(self, state: PyTree) -> PyTree:
         del state
         return self._worker.center.pull().params
@@ -134,6 +137,9 @@ class OfTowers(contextlib.AbstractContextManager["OfTowers"]):
         if latest is None or latest[0] != self.steps:
             self.save(state)
         return state
+
+    def leave(self) -> None:
+        """Whoever has no center has none to leave."""
 
     def center(self, state: PyTree) -> PyTree:
         return self._towers.center_params(state)

@@ -355,6 +355,7 @@ def test_a_value_is_told_as_it_is():
         (run("address-file = 'it'"), "address-file of the center is said by"),
         (run("open = true"), "needs insecure = true"),
         (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
+        (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
         (run(kubernetes="secret = 'own'"), "is for workers of a center that is else"),
         (THERE.format("claims = {data = 'data'}"), "must have absolute paths"),
         (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),

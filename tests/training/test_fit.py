@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import signal
+import threading
 
 import flax.linen as nn
 import grain
@@ -225,3 +227,43 @@ def test_data_that_begins_anew_is_told_of(kind, data, tmp_path, caplog):
     assert "begins anew" not in caplog.text
     run()
     assert caplog.text.count("begins anew") == (data is list)
+
+
+def test_a_worker_that_is_told_to_end_sends_what_it_has_and_leaves():
+    center = agn_optax.LocalCenter(agn_optax.rules.downpour())
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=4, name="w")
+
+    def train_step(state, batch):
+        params, opt_state = state
+        updates, opt_state = worker.tx.update(-batch, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    def data():
+        for step in range(100):
+            if step == 5:
+                signal.raise_signal(signal.SIGTERM)
+            yield jnp.ones(2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        agn_optax.fit(
+            train_step, jnp.zeros(2), data(), worker=worker, chief=True, progress=False
+        )
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert worker.exchanges == 2  # of four steps, and of the two since
+    assert center.pull().params.tolist() == [6.0, 6.0]
+    assert not center.workers
+
+
+def test_only_the_main_thread_is_told_to_end():
+    asked = []
+
+    def elsewhere():
+        with service.told_to_end() as told:
+            asked.append(told())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert asked == [False]

@@ -1,0 +1,400 @@
+"""Jobs of SLURM: what scripts say, and that they really run."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+
+import certificates
+import pytest
+import slurm
+from commands import ROOT, command, fails, succeeds
+from waiting import wait_until
+
+import agn_optax
+from agn_optax import service
+from agn_optax.center import Journal
+
+RUN = """
+program = "train.py"
+arguments = ["a b"]
+name = "tiny"
+workers = 2
+storage = "kept"
+restarts = 1
+center-restarts = 3
+
+[rule]
+rule = "downpour"
+
+[center]
+insecure = true
+
+[resources.worker]
+cpus = 2
+memory = "2GiB"
+seconds = 5400
+
+[slurm]
+partition = "main"
+setup = ["echo set up"]
+"""
+ARRAY = "--array=0-1"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with a run."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    for name in ("SLURM_JOB_ID", "SLURM_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+def planned(*arguments):
+    """Scripts by their names, and the commands after them."""
+    said = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
+    files, name = {}, ""
+    for line in said.splitlines(keepends=True):
+        if line.startswith("# ") and line.strip().endswith((".sh", "What is run")):
+            name = line[2:].strip()
+            files[name] = ""
+        else:
+            files[name] += line
+    return files, files.pop("What is run").split("\n")[:-1]
+
+
+def test_scripts_are_shells_and_have_no_secret(here):
+    files, commands = planned()
+    assert list(files) == ["center.sh", "workers.sh", "end.sh"]
+    for text in [*files.values(), *commands]:
+        subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
+    assert commands == [
+        "center=$(sbatch --parsable center.sh)",
+        f'workers=$(sbatch --parsable {ARRAY} --dependency=after:"$center" workers.sh)',
+        'end=$(sbatch --parsable --dependency=afterany:"$workers" end.sh "$center")',
+    ]
+    center, workers, _ = files.values()
+    kept = here / "kept"
+    for text in files.values():
+        assert "#SBATCH --requeue\n" in text
+        assert "#SBATCH --open-mode=append\n" in text
+        assert "#SBATCH --partition=main\n" in text
+        assert "\necho set up\n" in text
+    assert f"--address=0.0.0.0:0 --address-file={kept}/center" in center
+    assert f"--journal={kept}/journal --tokens={kept}/keys/tokens" in center
+    assert "-le 3 ] && scontrol requeue" in center
+    assert "-le 1 ] && scontrol requeue" in workers
+    assert "#SBATCH --mem=2048M\n#SBATCH --time=1:30:00\n" in workers
+    assert 'export AGN_OPTAX_WORKER=worker-"$SLURM_ARRAY_TASK_ID"\n' in workers
+    assert "export AGN_OPTAX_INSECURE=1\n" in workers
+    assert f'{kept}/keys/worker-"$SLURM_ARRAY_TASK_ID".token\n' in workers
+    assert "train.py 'a b' &\n" in workers
+    assert not kept.exists()
+
+
+def test_what_the_table_says(here):
+    (here / "run.toml").write_text(
+        RUN.replace("cpus = 2", "cpus = 2\nprocesses = 3\ngpus = 4")
+        + 'qos = "low"\naccount = "a"\nconstraint = "x&y"\npython = "python3"\n'
+        'options = ["--exclusive"]\ncenter-options = ["--partition=cpu"]\n'
+        'worker-options = ["--switches=1"]\nat-once = 5\ngoes-on = true\n'
+        "patience = 7\n"
+    )
+    files, commands = planned()
+    center, workers, end = files.values()
+    assert "--array=0-1%5 " in commands[1]
+    for text in files.values():
+        assert "#SBATCH --qos=low\n#SBATCH '--constraint=x&y'\n" in text
+        assert "#SBATCH --exclusive\n" in text
+    for text in (center, end):  # the later one wins
+        assert text.index("--partition=cpu") > text.index("--partition=main")
+    assert "#SBATCH --switches=1\n" in workers
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n" in workers
+    assert "#SBATCH --gpus-per-node=4\n" in workers
+    assert "i < 7;" in workers
+    step = "srun --kill-on-bad-exit=1 --cpus-per-task=2 python3 train.py 'a b' &"
+    assert step in workers
+    assert "trap 'limit=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1" in workers
+    assert '    [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"\n' in workers
+
+
+def test_certificates_travel_by_their_paths(here):
+    (here / "run.toml").write_text(
+        ('tls-ca = "/keys/ca.pem"\n' + RUN).replace("insecure = true", "")
+    )
+    certificate, key = certificates.make(here)
+    files, _ = planned(f"--tls-certificate={certificate}", f"--tls-key={key}")
+    assert f"--tls-certificate={certificate} --tls-key={key}" in files["center.sh"]
+    assert "export AGN_OPTAX_TLS_CA=/keys/ca.pem\n" in files["workers.sh"]
+    assert "AGN_OPTAX_INSECURE" not in files["workers.sh"]
+    assert "--tls-ca=/keys/ca.pem" in files["end.sh"]
+
+
+def test_a_center_that_is_there_needs_an_array_only(here):
+    text = RUN.replace("center-restarts = 3\n", 'center = "host:9"\n')
+    begin, end = text.index("[rule]"), text.index("[resources.worker]")
+    (here / "run.toml").write_text(text[:begin] + text[end:])
+    files, commands = planned()
+    assert list(files) == ["workers.sh"]
+    assert commands == ["workers=$(sbatch --parsable --array=0-1 workers.sh)"]
+    assert "export AGN_OPTAX_CENTER=host:9\n" in files["workers.sh"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('storage = "kept"\n', "", "jobs of SLURM need storage"),
+        ("insecure = true", "", "workers and center need TLS"),
+        ("insecure = true", 'insecure = true\njournal = "j"', "journal is in the"),
+        ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
+        ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
+        ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_submitted(here, old, new, said):
+    assert old in RUN
+    (here / "run.toml").write_text(RUN.replace(old, new, 1))
+    message = fails("launch", "run.toml", "--on=slurm", "--dry-run", code=2)
+    assert said in " ".join(message.split())
+
+
+def test_a_machine_without_slurm(here, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "there is no sbatch" in " ".join(
+        fails("launch", "run.toml", "--on=slurm", code=2).split()
+    )
+    assert not (here / "kept").exists()
+
+
+TRAIN = """
+import pathlib, sys, time
+import jax.numpy as jnp, optax, agn_optax
+from agn_optax import checkpoint, service
+
+me = service.environment()
+here = pathlib.Path(sys.argv[1])
+at = {"step": jnp.zeros((), jnp.int32)}
+
+
+def say(what):
+    with (here / f"{me.worker}.said").open("a") as file:
+        file.write(f"{me.restarts} {what} {int(at['step'])}\\n")
+
+
+with service.connect(me.address, me.rule) as center:
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=2, name=me.worker)
+    with checkpoint.Resumable(worker, here / me.worker, at=at) as loop:
+        params, state = loop.start(jnp.zeros(4), chief=me.rank == 0)
+        say("starts")
+        with service.told_to_end() as told:
+            while not (told() or (here / "enough").exists()):
+                ones = jnp.zeros(4).at[me.rank].set(1.0)
+                updates, state = loop.tx.update(-ones, state, params)
+                params = optax.apply_updates(params, updates)
+                at["step"] = at["step"] + 1
+                params, state = loop.exchange(params, state)
+                if int(at["step"]) % 2 == 0:
+                    say("made")
+                time.sleep(0.02)
+            loop.flush(params, state)
+            say("leaves" if told() else "ends")
+"""
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    with slurm.cluster() as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        yield cluster
+
+
+def launched(*arguments):
+    result = command("launch", "run.toml", "--on=slurm", "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["jobs"]
+
+
+def lines_of(path):
+    return [line.split() for line in path.read_text().splitlines()]
+
+
+def serving(folder):
+    """The process that serves a center with its files in a folder."""
+    for each in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = each.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"serve" in words and f"--address-file={folder}/center".encode() in words:
+            return int(each.parent.name)
+    raise AssertionError("no center is served")
+
+
+class Said:
+    """What workers have written down."""
+
+    def __init__(self, here):
+        self._here = here
+
+    def lines(self, worker):
+        path = self._here / f"{worker}.said"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(r), what, int(n)) for r, what, n in map(str.split, lines)]
+
+    def steps(self, worker):
+        """Those that were acknowledged last."""
+        return max((n for _, _, n in self.lines(worker)), default=0)
+
+    def has(self, worker, what, restarts=0):
+        return any(line[:2] == (restarts, what) for line in self.lines(worker))
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
+    (here / "train.py").write_text(TRAIN)
+    # Nobody is given up meanwhile: who is not there any more has left.
+    here_alone = f"DNS:{socket.gethostname()}"
+    certificate, private = certificates.make(here, names=here_alone)
+    tls = f'tls-certificate = "{certificate}"\ntls-key = "{private}"\nlease = 600'
+    run = f'tls-ca = "{certificate}"\n' + RUN.replace("insecure = true", tls)
+    run = run.replace('["a b"]', f'["{here}"]').replace('"kept"', '"kept here"')
+    (here / "run.toml").write_text(run)
+    kept, said = here / "kept here", Said(here)
+    address, key = kept / "center", kept / "keys/operator.token"
+    files, _ = planned()
+    jobs = launched()
+    for name, text in files.items():
+        assert (kept / name).read_text() + "\n" == text
+    assert (kept / "keys/tokens").stat().st_mode & 0o777 == 0o600
+    assert [each[:2] for each in lines_of(kept / "keys/tokens")] == [
+        ["chief", "worker-0"],
+        ["worker", "worker-1"],
+        ["operator", "operator"],
+    ]
+
+    def goes_on(*workers):
+        before = {each: said.steps(each) for each in workers}
+        wait_until(lambda: all(said.steps(w) > n for w, n in before.items()))
+
+    # SLURM queues a worker again, while the array grows.
+    goes_on("worker-0", "worker-1")
+    cluster("scontrol", "requeue", f"{jobs['workers']}_1")
+    grown = launched("--workers=4")
+    assert list(grown) == ["workers"]
+    assert "more --workers" in fails(
+        "launch", "run.toml", "--on=slurm", "--workers=4", code=2
+    )
+    assert len({token for _, _, token in lines_of(kept / "keys/tokens")}) == 5
+    goes_on("worker-2", "worker-3")
+    wait_until(lambda: said.has("worker-1", "starts", restarts=1))
+    _, left, started = (n for _, what, n in said.lines("worker-1") if what != "made")
+    assert started == left > 0
+    goes_on("worker-1")
+
+    # One is cancelled, which sends what it has, and leaves.
+    cluster("scancel", f"{grown['workers']}_2")
+    wait_until(lambda: said.has("worker-2", "leaves"))
+    wait_until(lambda: f"{grown['workers']}_2" not in cluster.queue)
+    where = service.Observer(
+        f"file:{address}", tls=service.Tls(certificate), token=key, timeout=30
+    )
+    with where as center:
+        names = {worker["name"] for worker in center.status()["workers"]}
+        assert names == {"worker-0", "worker-1", "worker-3"}
+        assert center.pull().params[2] == said.steps("worker-2")
+
+    # The center is killed, and comes back at another port.
+    before = address.read_text()
+    os.kill(serving(kept), signal.SIGKILL)
+    wait_until(lambda: address.exists() and address.read_text() != before)
+    goes_on("worker-0", "worker-1", "worker-3")
+
+    # It ends when no worker is left, those included that have come later.
+    (here / "enough").touch()
+    wait_until(lambda: not cluster.queue)
+    assert not address.exists()
+    assert "exit code 137" in (kept / "failures" / jobs["center"]).read_text()
+    center = agn_optax.LocalCenter(
+        agn_optax.rules.downpour(), durability=Journal(kept / "journal")
+    )
+    acknowledged = [said.steps(f"worker-{rank}") for rank in range(4)]
+    assert center.pull().params.tolist() == acknowledged
+
+
+SPANNING = """
+import pathlib, sys, time
+import jax, jax.numpy as jnp
+import agn_optax
+from agn_optax import service
+from jax.experimental import multihost_utils
+
+me = service.environment()
+agn_optax.initialize_distributed(**me.distributed)
+here, process = pathlib.Path(sys.argv[1]), jax.process_index()
+said = here / f"{me.worker}.{process}.{me.restarts}"
+count = int(multihost_utils.process_allgather(jnp.ones(())).sum())
+said.write_text(f"{jax.process_count()} {count} ")
+with service.told_to_end() as told:
+    until = time.monotonic() + 60
+    # All processes of a worker end at the same step.
+    while not multihost_utils.process_allgather(jnp.asarray(told())).any():
+        if me.restarts or time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    with said.open("a") as file:
+        file.write("told" if told() else "ended")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
+    (here / "train.py").write_text(SPANNING)
+    # No name server knows the nodes of this cluster.
+    port = (
+        f'environment = {{AGN_OPTAX_COORDINATOR = "127.0.0.1:{slurm.free_port()}"}}\n'
+    )
+    text = RUN.replace("workers = 2", "workers = 1").replace('"a b"', f'"{here}"')
+    text = text.replace("cpus = 2", "cpus = 2\nprocesses = 2") + "goes-on = true\n"
+    text = text.replace("center-restarts = 3\n", 'center = "127.0.0.1:9"\n' + port)
+    begin, end = text.index("[rule]"), text.index("[resources.worker]")
+    (here / "run.toml").write_text(text[:begin] + text[end:])
+    jobs = launched()
+    first = [here / f"worker-0.{process}.0" for process in range(2)]
+    wait_until(lambda: all(path.exists() and path.read_text() for path in first))
+    # As SLURM does when the time limit is near.
+    cluster("scancel", "--batch", "--signal=USR1", f"{jobs['workers']}_0")
+    wait_until(lambda: not cluster.queue)
+    assert [path.read_text() for path in first] == ["2 2 told"] * 2
+    second = [here / f"worker-0.{process}.1" for process in range(2)]
+    assert [path.read_text() for path in second] == ["2 2 ended"] * 2
+
+
+@pytest.mark.slow
+def test_what_slurm_refuses_leaves_no_job_behind(here, cluster):
+    text = RUN.replace('partition = "main"', 'worker-options = ["--partition=none"]')
+    (here / "run.toml").write_text(text)
+    assert "SLURM refuses sbatch --parsable --array=0-1" in " ".join(
+        fails("launch", "run.toml", "--on=slurm", code=2).split()
+    )
+    wait_until(lambda: not cluster.queue)
+    assert not (here / "kept/jobs.json").exists()
+
+
+@pytest.mark.slow
+def test_tokens_that_were_made_before_must_all_be_there(here, cluster):
+    (here / "tokens").write_text(f"chief worker-0 {'a' * 64}\n")
+    (here / "worker-0.token").write_text("a" * 64)
+    text = RUN.replace("insecure = true", 'insecure = true\ntokens = "tokens"')
+    (here / "run.toml").write_text(text)
+    message = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
+    assert "worker-1.token" in message
+    assert "operator.token" in message
+    assert "worker-0.token" not in message
+    assert not cluster.queue
