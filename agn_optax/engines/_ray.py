@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -130,6 +131,9 @@ class Ray(Engine):
         Raises:
           InvalidArgumentError: there is no cluster, or another run has this one's name.
         """
+        # What Ray's nodes say of themselves would be among the workers' lines, and a
+        # summary's. It reads this when it is imported.
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
         import ray  # noqa: PLC0415 heavy, an extra of its own
 
         from agn_optax.engines._ray_driver import Driver  # noqa: PLC0415 it needs that

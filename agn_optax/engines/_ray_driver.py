@@ -76,6 +76,7 @@ class Driver:
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
         self._center: Any = None
+        self._center_ended: Ended | None = None
         self._workers: list[_Worker] = []
         self._version: int | None = None
         self._signals: list[int] = []
@@ -127,8 +128,8 @@ class Driver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            ended_center = await self._end()
-        ended += [ended_center] if ended_center is not None else []
+            await self._end()
+        ended += [] if self._center_ended is None else [self._center_ended]
         return {
             "returncode": exit_code(ended),
             "seconds": time.monotonic() - begin,
@@ -137,14 +138,18 @@ class Driver:
         }
 
     async def _until_over(self, tasks: list[asyncio.Task[Any]]) -> list[Ended]:
-        """Until all workers have ended, or one has failed, or the center has."""
+        """Until all workers have ended, or one or the center has failed for good.
+
+        Returns:
+          What became of the workers.
+        """
         run, ends = self._run, []
         if run.has_center:
             self._center = await self._found_center()
             center = asyncio.create_task(self._watched_center())
             tasks.append(center)
             if not await self._serves(center):
-                return [await center]
+                return []
             tasks.append(asyncio.create_task(self._progress()))
             ends.append(center)
         self._workers = [await self._made_worker(rank) for rank in range(run.workers)]
@@ -163,7 +168,7 @@ class Driver:
             if task.done()
             else Ended(each.name, 0, each.lives, time.monotonic() - begin, stopped=True)
             for each, task in zip(self._workers, working, strict=True)
-        ] + [task.result() for task in ends if task not in working and task.done()]
+        ]
 
     # The center.
 
@@ -212,6 +217,7 @@ class Driver:
             life, seen = said.life, said.seen
             self._show(CENTER, said)
             if said.ended is not None:
+                self._center_ended = said.ended
                 return said.ended
 
     async def _progress(self) -> None:
@@ -352,17 +358,16 @@ class Driver:
 
     # The end.
 
-    async def _end(self) -> Ended | None:
+    async def _end(self) -> None:
         """Ends the workers, then the center."""
         limit = self._run.grace + _MARGIN
         await self._within(limit, *(self._ended(each) for each in self._workers))
         if self._center is None:
-            return None
+            return
         status = await self._within(_SOON, self._insist(self._center.status.remote))
         if status and status[0]:
             self._version = status[0]["version"]
-        ended = await self._within(limit, self._ended_center())
-        return ended[0] if ended else None
+        await self._within(limit, self._ended_center())
 
     async def _ended(self, worker: _Worker) -> None:
         """Ends a worker, and shows its last words."""
@@ -379,9 +384,9 @@ class Driver:
                     if said.ended is not None:
                         break
 
-    async def _ended_center(self) -> Ended:
+    async def _ended_center(self) -> None:
         await self._insist(self._center.stop.remote)
-        return await self._watched_center()
+        await self._watched_center()
 
     async def _within(self, seconds: float, *calls: Awaitable[Any]) -> list[Any]:
         """What they give; nothing if that takes too long."""
