@@ -11,10 +11,9 @@ from agn_optax import service
 def main():
     me = service.environment()
     agn_optax.initialize_distributed(**me.distributed)
-    print(
-        "life", me.restarts, "process", jax.process_index(), "of", jax.process_count()
-    )
-    if jax.process_index() == 1 and not me.restarts:
+    process, processes = jax.process_index(), jax.process_count()
+    print(f"life {me.restarts} process {process} of {processes}")  # noqa: T201
+    if process == 1 and not me.restarts:
         os.kill(os.getpid(), 9)
     with service.connect(me.address, me.rule) as center:
         print("it finds", center)  # noqa: T201
