@@ -48,7 +48,7 @@ EXTRAS = {
     "flax": {"flax"},
     "checkpoint": {"orbax"},
     "training": {"rich"},
-    "engines": {"yaml"},
+    "engines": {"ray", "yaml"},
     "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
 }
 

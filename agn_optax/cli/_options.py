@@ -235,7 +235,7 @@ def _converted(value: Any, annotation: Any, what: str) -> Any:
         return float(value)
     if kind is pathlib.Path and type(value) is str:
         return pathlib.Path(value)
-    if type(value) is not kind:
+    if kind is not Any and type(value) is not kind:
         wanted = str(kind) if of else kind.__name__
         raise errors.InvalidArgumentError(
             f"{what} must be of type {wanted}, got {value!r}"

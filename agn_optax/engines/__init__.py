@@ -2,12 +2,14 @@
 
 `Run` describes what is to be run, whoever runs it: what each task is told stands there,
 once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
-`_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM.
+`_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a Ray
+cluster, where `_ray_driver` keeps `_ray_actors` at work.
 """
 
 from agn_optax.engines._engine import Engine
 from agn_optax.engines._kubernetes import Kubernetes
 from agn_optax.engines._local import Local, reached_at, serving
+from agn_optax.engines._ray import Ray
 from agn_optax.engines._run import Resources, Run
 from agn_optax.engines._slurm import Slurm
 
@@ -16,6 +18,7 @@ __all__ = [
     "Engine",
     "Kubernetes",
     "Local",
+    "Ray",
     "Resources",
     "Run",
     "Slurm",
@@ -24,5 +27,5 @@ __all__ = [
 ]
 
 ENGINES: dict[str, type[Engine]] = {
-    engine.name: engine for engine in (Local, Kubernetes, Slurm)
+    engine.name: engine for engine in (Local, Kubernetes, Ray, Slurm)
 }

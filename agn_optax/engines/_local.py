@@ -126,7 +126,7 @@ class Local(Engine):
                 restart_delay=settings.restart_delay,
                 on_failure=cast(Any, settings.on_failure),  # it is checked
             )
-        code = _exit_code(ended)
+        code = exit_code(ended)
         if run.has_center and len(ended) == 1:
             code = code or 1
             output(CENTER, "agn-optax: the center ended before it served")
@@ -191,7 +191,7 @@ def reached_at(said: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def _exit_code(ended: Sequence[Ended]) -> int:
+def exit_code(ended: Sequence[Ended]) -> int:
     """As a shell has it, of the first program at fault."""
     for each in ended:
         if each.returncode and not each.stopped:

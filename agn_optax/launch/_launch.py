@@ -38,6 +38,7 @@ def run(
     grace: float = 10.0,
     restart_delay: float = 1.0,
     on_failure: OnFailure = "stop",
+    until: threading.Event | None = None,
 ) -> list[Ended]:
     r"""Runs programs side by side until they have ended, and leaves none behind.
 
@@ -52,8 +53,8 @@ def run(
     the group and its session can escape.
 
     A program reads nothing from stdin, and finds ``AGN_OPTAX_RESTARTS`` in its
-    environment, the number of restarts so far. Should the launcher itself be killed,
-    the programs are killed as well.
+    environment, the number of restarts so far (unless its own says another one). Should
+    the launcher itself be killed, the programs are killed as well.
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored: the
     first one to those that are waited for, any other one to all. That takes the main
@@ -70,6 +71,8 @@ def run(
       restart_delay: seconds before a program that failed is started again.
       on_failure: what becomes of the others when one that is waited for has failed
         beyond its restarts: ``"stop"``, or ``"go on"`` until they end by themselves.
+      until: for another thread, which sets it to have all programs end, as a signal
+        would.
 
     Returns:
       What became of each program, in the order of ``programs``; followers come last.
@@ -104,7 +107,7 @@ def run(
         raise errors.InvalidArgumentError(
             f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
         )
-    supervisor = _Supervisor(output, grace, restart_delay, on_failure)
+    supervisor = _Supervisor(output, grace, restart_delay, on_failure, until)
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with handled(_FORWARDED if is_main else (), supervisor.hear):
@@ -166,6 +169,7 @@ class _Supervisor:
     grace: float
     restart_delay: float
     on_failure: OnFailure
+    until: threading.Event | None = None
     signals: list[int] = dataclasses.field(default_factory=list)
     _forwarded: int = 0  # of the signals
     _courses: list[_Course] = dataclasses.field(default_factory=list)
@@ -212,6 +216,9 @@ class _Supervisor:
             for signum in self.signals[self._forwarded :]:
                 self._forwarded += 1
                 self._stop(signum, everybody=self._forwarded > 1)
+            if self.until is not None and self.until.is_set():
+                self.until = None
+                self._stop(signal.SIGTERM)
             for course in self._courses:
                 self._tend(course, time.monotonic())
             going_on = [course for course in self._courses if course.going_on]
@@ -252,8 +259,8 @@ class _Supervisor:
         environment = {
             **os.environ,
             "PYTHONUNBUFFERED": "1",
-            **program.environment,
             "AGN_OPTAX_RESTARTS": str(course.restarts),
+            **program.environment,
         }
         try:
             course.process = Process(program.command, environment)

@@ -216,6 +216,9 @@ def test_environment_and_empty_stdin(monkeypatch):
     environment = {"REPLACED": "2", "ADDED": "3"}
     lines, _ = launch(python("a", program, environment=environment))
     assert lines.of("a") == ["1", "2", "3", "1", "0", "''"]
+    before = {"REPLACED": "", "ADDED": "", "AGN_OPTAX_RESTARTS": "7"}  # elsewhere
+    lines, _ = launch(python("a", program, environment=before))
+    assert lines.of("a")[-2] == "7"
 
 
 def test_a_program_that_fails_is_started_again():
@@ -482,6 +485,13 @@ def test_in_another_thread(witness):
     thread.start()
     thread.join(PATIENCE)
     assert [e.returncode for e in result[0]] == [-signal.SIGTERM, 3]
+
+
+def test_another_thread_has_all_end(witness):
+    until = threading.Event()
+    program = living(witness, "a", "print('lives', flush=True)\nsignal.pause()")
+    _, (ended,) = launch(program, on={"lives": until.set}, until=until)
+    assert (ended.returncode, ended.stopped) == (-signal.SIGTERM, True)
 
 
 # A launcher of its own, which tells of the programs' lines and of what `run` raises.

@@ -1,0 +1,114 @@
+"""A center and workers as actors of a Ray program of one's own.
+
+    python examples/on_ray.py --folder /shared/folder
+
+`agn-optax launch run.toml --on ray` makes such actors for a program that knows nothing
+of Ray; here the actors are the program. Ray restarts those that are lost. The center
+goes on from its journal, in a folder that all nodes reach; a worker's method is called
+again, goes on from the center, and what it had sent twice counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import secrets
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import ray
+
+import agn_optax
+from agn_optax import errors, rules, service
+from agn_optax.center import Journal
+
+RULE = rules.agn(optax.sgd(0.1))
+
+
+class Center:
+    """Serves the center; the next one, wherever Ray puts it, goes on with it."""
+
+    def __init__(self, folder: pathlib.Path, token: str) -> None:
+        access = service.Access(f"chief,operator * {token}".encode())
+        while True:
+            try:
+                self._server = service.serve(
+                    RULE,
+                    address=f"{ray.util.get_node_ip_address()}:0",
+                    durability=Journal(folder / "journal"),
+                    access=access,
+                    insecure=True,  # in a network that you trust
+                )
+                break
+            except errors.DurabilityError as error:
+                # The one before it, on a node that is being lost, has the folder yet.
+                print(error)
+                time.sleep(1.0)
+        (folder / "address").write_text(self._server.address)
+
+    def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
+
+    def stop(self) -> Any:
+        """Drains the center; returns its parameters."""
+        self._server.stop()
+        return jax.tree.map(np.asarray, self._server.center.pull().params)
+
+
+class Worker:
+    """Trains with its part of the data."""
+
+    def train(self, rank: int, folder: pathlib.Path, token: str, steps: int) -> int:
+        """Some steps; returns how many exchanges it has made."""
+        target = jnp.full(3, float(rank))
+        # The file is read again at every call, so that a center that came back
+        # elsewhere is found.
+        with service.connect(
+            f"file:{folder}/address", RULE, timeout=120, token=token, insecure=True
+        ) as center:
+            worker = agn_optax.Worker(
+                center, optax.sgd(0.1), period=5, name=f"worker-{rank}"
+            )
+            params, state = worker.start({"w": jnp.zeros(3)}, chief=rank == 0)
+            for _ in range(steps):
+                gradients = {"w": params["w"] - target}
+                updates, state = worker.tx.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+                params, state = worker.exchange(params, state)
+            worker.flush(params, state)
+            return worker.exchanges
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    ray.init()
+    token, folder = secrets.token_hex(32), options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+
+    center: Any = ray.remote(Center).options(max_restarts=-1).remote(folder, token)
+    ray.get(center.pid.remote())  # it serves
+    makes: Any = ray.remote(Worker).options(
+        num_cpus=1, max_restarts=-1, max_task_retries=-1
+    )
+    workers = [makes.remote() for _ in range(options.workers)]
+    made = ray.get(
+        [
+            worker.train.remote(rank, folder, token, options.steps)
+            for rank, worker in enumerate(workers)
+        ]
+    )
+    print(f"{sum(made)} exchanges; the center is {ray.get(center.stop.remote())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A process with a Ray cluster of several nodes on this machine: run by test_ray."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+# Ray is quiet, asks nobody on the network, and soon notices what is lost. Its sockets
+# are here, for their names have at most 107 bytes.
+FOLDER = tempfile.mkdtemp(prefix="ray-")
+os.environ |= {
+    "RAY_TMPDIR": FOLDER,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "20000",
+    "RAY_health_check_failure_threshold": "5",
+}
+
+import ray  # noqa: E402 reads these
+import talking  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+# Of this machine alone; Ray would take the machine's own in place of 127.0.0.1.
+HERE = "127.0.0.2"
+ALL = {"node_ip_address": HERE, "object_store_memory": 80 << 20}
+
+
+class Commands:
+    """What the test asks for."""
+
+    def start(self):
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | ALL)
+        ray.init(self._cluster.address, namespace="agn_optax", log_to_driver=False)
+        self._nodes = {}
+        return {"address": self._cluster.address}
+
+    def nodes(self, wanted):
+        """These are there beside the head, and no others."""
+        for name in list(self._nodes):
+            self.remove(name)
+        for name, node in wanted.items():
+            self.add(name, **node)
+
+    def add(self, name, **node):
+        self._nodes[name] = self._cluster.add_node(**node, **ALL)
+
+    def remove(self, name):
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def where(self, actor):
+        """The node and the process of an actor; None while it is not there."""
+        try:
+            node, _, pid = ray.get(ray.get_actor(actor).where.remote(), timeout=2)
+        except (ValueError, ray.exceptions.RayError):
+            return {"pid": None, "node": None}
+        names = {each.node_id: name for name, each in self._nodes.items()}
+        return {"pid": pid, "node": names.get(node)}
+
+    def groups(self):
+        """Placement groups that are there."""
+        table = ray.util.placement_group_table().values()
+        return {"groups": sum(each["state"] != "REMOVED" for each in table)}
+
+    def stop(self):
+        with contextlib.suppress(AttributeError):  # it has not been started
+            ray.shutdown()
+            self._cluster.shutdown()
+            shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    me = Commands()
+    names = ["start", "nodes", "add", "remove", "where", "groups", "stop"]
+    talking.obey({name: getattr(me, name) for name in names})

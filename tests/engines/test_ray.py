@@ -1,0 +1,351 @@
+"""A run on Ray: on a cluster of several nodes, whose parts are killed."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import talking
+from commands import ROOT, command, fails, python, succeeds
+from orbax.checkpoint import v1
+from waiting import LIMIT, wait_until
+
+from agn_optax import center, errors, rules
+from agn_optax.engines import Ray, Resources, Run
+
+HERE = pathlib.Path(__file__).parent
+RUN = """
+name = "slots"
+program = "{program}"
+arguments = ["{folder}"]
+workers = {workers}
+storage = "{folder}/kept"
+
+[rule]
+rule = "downpour"
+
+[center]
+save = "final"
+
+[ray]
+address = "{address}"
+center-needs = {{keeps = 0.01}}
+"""
+ONE = {"num_cpus": 1}
+TWO = {"num_cpus": 2, "resources": {"keeps": 1}}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(
+    folder, address="auto", workers=3, more="", program=HERE / "slots_worker.py"
+):
+    text = RUN.format(program=program, folder=folder, workers=workers, address=address)
+    (folder / "run.toml").write_text(more + text)
+
+
+# What is said before anything is started.
+
+
+def test_what_would_be_run_is_printed(here):
+    written(here, workers=2)
+    said = succeeds("launch", "--dry-run", "run.toml", "--on=ray", "--barrier=2")
+    lines = said.splitlines()[1:]
+    assert lines[0] == (
+        "# actor slots-center, detached, with {'CPU': 1.0, 'keeps': 0.01}"
+    )
+    assert f"--barrier=2 --save={here}/final --json --address=NODE:0" in lines[1]
+    assert f"--journal={here}/kept/journal" in lines[1]
+    assert lines[4] == "# actor slots-worker-1, with {'CPU': 1.0}"
+    assert f"AGN_OPTAX_CENTER=file:{here}/kept/center" in lines[5]
+    assert "AGN_OPTAX_RANK=1 " in lines[5]
+    assert not (here / "kept").exists()
+
+
+def test_a_worker_of_several_processes_has_nodes_for_them(here):
+    written(here, more="", workers=1)
+    with (here / "run.toml").open("a") as file:
+        file.write("[resources.worker]\nprocesses = 2\ngpus = 8\nmemory = '2GiB'\n")
+    said = succeeds("launch", "--dry-run", "run.toml", "--on=ray")
+    needs = "{'CPU': 1.0, 'GPU': 8.0, 'memory': 2147483648.0}"
+    assert f"# actor slots-worker-0, 2 times, STRICT_SPREAD, with {needs}" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"storage": None}, "needs storage, a folder that all nodes reach"),
+        ({"serve": {"snapshots": "s"}}, "keeps a journal"),
+        ({"settings": {"strategy": "PAC"}}, "strategy in [ray] must be one of PACK"),
+        ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
+        ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
+        ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(changes, said):
+    settings = {
+        "name": "run",
+        "program": ["t.py"],
+        "workers": 1,
+        "rule": {"rule": "downpour"},
+        "storage": pathlib.Path("kept"),
+    }
+    Ray(Run(**settings))
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        Ray(Run(**settings | changes))
+    assert said in str(caught.value)
+
+
+def test_tables_of_its_file(here):
+    written(here)
+    path = here / "run.toml"
+    path.write_text(path.read_text() + "runtime-env = {env_vars = {A = 'b'}}\n")
+    succeeds("launch", "--dry-run", "run.toml", "--on=ray")
+    path.write_text(path.read_text() + "adress = 'auto'\n")
+    assert "did you mean 'address'?" in fails("launch", "run.toml", "--on=ray", code=2)
+
+
+def test_a_center_elsewhere_needs_no_storage():
+    run = Run(
+        name="run",
+        program=["t.py"],
+        workers=1,
+        center="192.0.2.1:5",
+        worker_resources=Resources(cpus=2),
+    )
+    (about, line) = Ray(run).commands()
+    assert about == "# actor run-worker-0, with {'CPU': 2.0}"
+    assert "AGN_OPTAX_CENTER=192.0.2.1:5" in line
+
+
+def test_without_ray_it_says_what_to_install(here, monkeypatch):
+    written(here)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = command("launch", "--dry-run", "run.toml", "--on=ray").stderr
+    assert "pip install 'agn_optax[ray]'" in " ".join(said.split())
+
+
+# On a cluster.
+
+
+class Cluster:
+    """A cluster in a process of its own."""
+
+    def __init__(self, process):
+        self._process = process
+        self.address = process.ask(do="start")["address"]
+
+    def ask(self, do, **arguments):
+        return self._process.ask(do=do, **arguments)
+
+    def where(self, actor):
+        return self.ask("where", actor=f"slots-{actor}")
+
+    def kill(self, actor):
+        """Kills an actor's process; returns once the next one is there."""
+        pid = self.where(actor)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: self.where(actor)["pid"] not in (None, pid))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with talking.processes(HERE / "ray_cluster.py", 1) as (process,):
+        try:
+            yield Cluster(process)
+        finally:
+            process.ask(do="stop")
+
+
+@contextlib.contextmanager
+def launched(folder):
+    """A driver, and what it says."""
+    command, environment = python(
+        *("-m", "agn_optax.cli", "launch", "run.toml", "--on=ray", "--json")
+    )
+    with (folder / "said").open("ab") as said, (folder / "summary").open("wb") as out:
+        process = subprocess.Popen(  # noqa: S603 our own program
+            command, stdout=out, stderr=said, cwd=folder, env=environment
+        )
+        try:
+            yield process
+        except BaseException:
+            print((folder / "said").read_text())  # noqa: T201 of a test that fails
+            raise
+        finally:
+            process.kill()
+            process.wait(LIMIT)
+
+
+class Watch:
+    """What a run has done, by the files of its workers."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def said(self, text):
+        return text in (self._folder / "said").read_text()
+
+    def done(self, rank):
+        """Slots that were acknowledged."""
+        path = self._folder / f"done-{rank}"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def tried(self, rank):
+        return len((self._folder / f"tried-{rank}").read_bytes())
+
+    def wait_for_more(self, *ranks):
+        """All of these exchange."""
+        before = {rank: len(self.done(rank)) for rank in ranks}
+        wait_until(lambda: all(len(self.done(r)) > n + 2 for r, n in before.items()))
+
+    def pids(self):
+        return [int(path.read_text()) for path in self._folder.glob("pid-*")]
+
+    def check(self, workers):
+        """What was acknowledged is in the center once, and nothing twice."""
+        kept = self._folder / "kept" / "journal"
+        found = -np.asarray(center.read(kept, rules.downpour()).params)
+        as_saved = jax.ShapeDtypeStruct(found.shape, found.dtype)
+        saved = v1.load(self._folder / "final", as_saved)
+        assert np.array_equal(found, -np.asarray(saved))
+        for rank in range(workers):
+            done, row = self.done(rank), found[rank]
+            assert len(done) == len(set(done)) > 5
+            assert np.all(row[done] == 1)
+            assert set(np.unique(row)) <= {0, 1}
+            assert not np.any(row[self.tried(rank) :])
+
+
+def is_running(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_whatever_is_lost_nothing_acknowledged_is(here, cluster):
+    cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
+    written(here, cluster.address)
+    watch = Watch(here)
+    with launched(here) as driver:
+        # There is room for the center and two workers.
+        wait_until(lambda: watch.said("waits for a node with 1 CPU"))
+        watch.wait_for_more(0, 1)
+        assert not watch.done(2)
+        cluster.ask("add", name="c", num_cpus=3, resources={"keeps": 1})
+        watch.wait_for_more(0, 1, 2)
+
+        cluster.kill("worker-0")
+        watch.wait_for_more(0, 1, 2)
+        cluster.kill("center")
+        watch.wait_for_more(0, 1, 2)
+
+        assert cluster.where("center")["node"] in ("a", "c")
+        lost = cluster.where("center")["node"]
+        cluster.ask("remove", name=lost)
+        if lost == "c":  # where there was room for everybody
+            cluster.ask("add", name="d", num_cpus=3)
+        wait_until(lambda: cluster.where("center")["node"] not in (None, lost))
+        watch.wait_for_more(0, 1, 2)
+        (here / "stop").touch()
+        assert driver.wait(LIMIT) == 0
+    summary = json.loads((here / "summary").read_text())
+    assert summary["returncode"] == 0
+    programs = {each["name"]: each for each in summary["programs"]}
+    assert programs["worker-0"]["restarts"] >= 1
+    assert summary["version"] >= sum(len(watch.done(rank)) for rank in range(3))
+    watch.check(3)
+    assert watch.said("of 3 workers")
+    assert watch.said("life 1 of worker-0")
+    assert not any(map(is_running, watch.pids()))
+    assert cluster.where("center")["pid"] is None
+    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
+    key = here / "kept/keys/operator.token"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert not watch.said(key.read_text().strip())
+
+
+@pytest.mark.slow
+def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
+    cluster.ask("nodes", wanted={"a": TWO})
+    written(here, cluster.address, workers=1)
+    watch = Watch(here)
+    with launched(here) as driver:
+        watch.wait_for_more(0)
+        (first,) = watch.pids()
+        kept = cluster.where("center")["pid"]
+        driver.kill()
+        wait_until(lambda: not is_running(first))
+    assert cluster.where("center")["pid"] == kept
+    with launched(here) as driver:
+        watch.wait_for_more(0)
+        assert cluster.where("center")["pid"] == kept
+        (second,) = watch.pids()
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(LIMIT) == 130
+    assert not is_running(second)
+    assert cluster.where("center")["pid"] is None
+    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
+    watch.check(1)
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_processes_starts_again_as_a_whole(here, cluster):
+    cluster.ask("nodes", wanted={"a": TWO, "b": ONE})
+    more = "restarts = 1\nstop-grace = 2\n"  # its others do not hear SIGTERM
+    written(here, cluster.address, 1, more, HERE / "joined_worker.py")
+    with (here / "run.toml").open("a") as file:
+        file.write("[resources.worker]\nprocesses = 2\n")
+    with launched(here) as driver:
+        assert driver.wait(LIMIT) == 0
+    said = (here / "said").read_text()
+    for life in range(2):
+        for process in range(2):
+            assert f"life {life} process {process} of 2" in said
+    assert said.count("it finds") == 2
+    assert "starts again (1 of 1)" in said
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_for_good_ends_all(here, cluster):
+    cluster.ask("nodes", wanted={"a": {**TWO, "num_cpus": 3}})
+    program = here / "fails.py"
+    program.write_text(
+        "import os, time\n"
+        "if os.environ['AGN_OPTAX_RANK'] == '1': raise SystemExit(3)\n"
+        "time.sleep(600)"
+    )
+    written(here, cluster.address, workers=2, program=program)
+    with launched(here) as driver:
+        assert driver.wait(LIMIT) == 3
+    summary = json.loads((here / "summary").read_text())
+    programs = {each["name"]: each for each in summary["programs"]}
+    assert programs["worker-1"]["returncode"] == 3
+    assert programs["worker-0"]["stopped"]
+    assert programs["center"]["stopped"]
+    assert cluster.where("center")["pid"] is None
+
+
+@pytest.mark.slow
+def test_the_actors_of_a_program_of_ones_own(here, cluster):
+    cluster.ask("nodes", wanted={"a": {"num_cpus": 3}})
+    command, environment = python(ROOT / "examples/on_ray.py", "--folder", here)
+    environment["RAY_ADDRESS"] = cluster.address
+    result = subprocess.run(  # noqa: S603 our own program
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert result.returncode == 0, result.stderr
+    assert "80 exchanges; the center is {'w':" in result.stdout
