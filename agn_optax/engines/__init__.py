@@ -3,18 +3,20 @@
 `Run` describes what is to be run, whoever runs it: what each task is told stands there,
 once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
 `_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a Ray
-cluster, where `_ray_driver` keeps `_ray_actors` at work.
+cluster, where `_ray_driver` keeps `_ray_actors` at work. What is imported `as` itself is
+for the layers above.
 """
 
 from agn_optax.engines._engine import Engine
 from agn_optax.engines._kubernetes import Kubernetes
-from agn_optax.engines._local import Local, reached_at, serving
+from agn_optax.engines._local import Local
+from agn_optax.engines._local import reached_at as reached_at
+from agn_optax.engines._local import serving as serving
 from agn_optax.engines._ray import Ray
 from agn_optax.engines._run import Resources, Run
 from agn_optax.engines._slurm import Slurm
 
 __all__ = [
-    "ENGINES",
     "Engine",
     "Kubernetes",
     "Local",
@@ -22,8 +24,6 @@ __all__ = [
     "Resources",
     "Run",
     "Slurm",
-    "reached_at",
-    "serving",
 ]
 
 ENGINES: dict[str, type[Engine]] = {

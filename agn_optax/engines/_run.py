@@ -41,7 +41,7 @@ class Run:
       name: of the run, for engines and people: letters, digits and dashes.
       program: what each worker runs, as after ``python``.
       workers: how many.
-      rule: its settings, as `rules.named` takes them.
+      rule: its settings, as ``serve`` takes them.
       serve: options of ``agn-optax serve`` beside the rule's, as ``{"barrier": 2}``.
       center: the address of a center that is there; None for one of the run's own.
       token_file: of that one: a file with the workers' token.
