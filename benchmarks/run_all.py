@@ -35,7 +35,7 @@ BENCHMARKS = (
     "size",
     "memory",
     "journal",
-    "compression",
+    "encoding",
     "scale",
     "startup",
 )

@@ -3,8 +3,8 @@
 `Run` describes what is to be run, whoever runs it: what each task is told stands there,
 once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
 `_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a Ray
-cluster, where `_ray_driver` keeps `_ray_actors` at work. What is imported `as` itself is
-for the layers above.
+cluster, where `_ray_driver` keeps `_ray_actors` at work. What is imported `as` itself
+is for the layers above.
 """
 
 from agn_optax.engines._engine import Engine

@@ -5,7 +5,7 @@ takes (`taskset -c 0` gives them one core). A speed is that of the float32 numbe
 go in or come out, relative to numpy's copy of them: 1 is as quick as memory. Bits are
 those of what is sent, for each parameter.
 
-    taskset -c 0 python benchmarks/compression.py --millions 10
+    taskset -c 0 python benchmarks/encoding.py --millions 10
 """
 
 from __future__ import annotations
