@@ -61,7 +61,10 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     # Other libraries; with AGN_OPTAX_INTERSPHINX=1, links to them are looked up.
-    ("py:.*", r"(collections|concurrent|contextlib|os|pathlib|ssl|threading|types|typing)\..*"),
+    (
+        "py:.*",
+        r"(collections|concurrent|contextlib|os|pathlib|ssl|threading|types|typing)\..*",
+    ),
     ("py:.*", r"(jax|jaxlib|numpy|np|optax|grpc|flax)\b.*"),
     # Aliases, and what users are given but never make.
     ("py:class", r"PyTree|Metrics|Pem|(.*\.)?LocalState|agn_optax\.(\w+\.)*_\w+\..*"),
