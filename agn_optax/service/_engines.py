@@ -148,11 +148,31 @@ def _leader_worker_set(variables: Variables) -> Task | None:
 
 
 def _slurm(variables: Variables) -> Task | None:
-    """Tasks of an array, each of which is a job of its own, and those of a step."""
+    """Tasks of an array, each of which is a job of its own, and those of a step.
+
+    Of a heterogeneous job, the first component is the center, and the others are
+    workers: their tasks are counted from 0, in a step of all components.
+    """
     if "SLURM_JOB_ID" not in variables:
         return None
     step = number(variables, "SLURM_STEP_NUM_TASKS", least=1)
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"] if step else []
+    process = number(variables, "SLURM_PROCID") or 0
+    nodes, center = variables.get("SLURM_STEP_NODELIST", ""), None
+    if step and (size := number(variables, "SLURM_HET_SIZE")):
+        tasks = [f"SLURM_NTASKS_HET_GROUP_{i}" for i in range(size)]
+        each = [number(variables, name) or 0 for name in tasks]
+        names += ["SLURM_HET_SIZE", *tasks]
+        host = _first_host(variables.get("SLURM_JOB_NODELIST_HET_GROUP_0", ""))
+        center = host and f"{host}:{_port(variables)}"
+        if step == sum(each):
+            if process < each[0]:
+                raise errors.InvalidArgumentError(
+                    "this is the first component of a heterogeneous job, where the "
+                    f"center is, and no worker ({_said(variables, *names)})"
+                )
+            process, step = process - each[0], step - each[0]
+            nodes = variables.get("SLURM_JOB_NODELIST_HET_GROUP_1", "")
     index = number(variables, "SLURM_ARRAY_TASK_ID")
     count = None
     if index is not None:
@@ -164,9 +184,10 @@ def _slurm(variables: Variables) -> Task | None:
         _said(variables, *names) or _said(variables, "SLURM_JOB_ID"),
         index=index,
         count=count,
-        process=(number(variables, "SLURM_PROCID") or 0) if step else 0,
+        process=process if step else 0,
         processes=step or 1,
-        host=_first_host(variables.get("SLURM_STEP_NODELIST", "")),
+        host=_first_host(nodes),
+        center=center,
         restarts=number(variables, "SLURM_RESTART_COUNT"),
     )
 

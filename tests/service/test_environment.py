@@ -25,6 +25,18 @@ STEP = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NODELIST": "node[007-008,011],other",
 }
+# As SLURM 22.05 said it in a step of all components.
+HETEROGENEOUS = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_NTASKS_HET_GROUP_0": "1",
+    "SLURM_NTASKS_HET_GROUP_1": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "2",
+}
 JOB = {"JOB_COMPLETION_INDEX": "3", "AGN_OPTAX_WORKERS": "8"}
 SET = {
     "JOBSET_NAME": "run",
@@ -190,6 +202,20 @@ def test_what_engines_say(given, variables, said):
 def test_where_the_center_of_a_set_is(given):
     assert given(SET).address == "run-center-0-0.run:5000"
     assert given(SET, AGN_OPTAX_PORT="6000").address == "run-center-0-0.run:6000"
+
+
+def test_a_heterogeneous_job(given):
+    said = given(HETEROGENEOUS, AGN_OPTAX_PROCESSES="1")
+    assert said == ("n1:5000", 1, 2, "worker-1", 0, ALONE)
+    said = given(AGN_OPTAX_PROCESSES="2")
+    assert said == ("n1:5000", 0, 1, "worker-0", 0, joined("n2", 1, 2, rank=0))
+    # A step of the second component alone.
+    said = given(
+        SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", SLURM_STEP_NODELIST="n[2-3]"
+    )
+    assert said == ("n1:5000", 0, 1, "worker-0", 0, joined("n2", 1, 2, rank=0))
+    with pytest.raises(errors.InvalidArgumentError, match="first component"):
+        given(HETEROGENEOUS, SLURM_PROCID="0")
 
 
 def test_where_the_center_of_a_group_is(given):
