@@ -449,8 +449,8 @@ class Checks:
         client = self.client_timeout
         said = (
             f"signs of life every {waiting:g} s, lost hosts are noticed after "
-            f"{keepalive:g} s, workers give up after {client:g} s, and are given up "
-            f"{lease:g} s after their connection"
+            f"{keepalive:g} s, workers take a silent center for lost after "
+            f"{client:g} s, and are given up {lease:g} s after their connection"
         )
         if waiting >= client:
             return "failed", (
