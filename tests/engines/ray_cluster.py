@@ -1,15 +1,15 @@
 """A process with a Ray cluster of several nodes on this machine: run by test_ray."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
 
-# Ray is quiet, asks nobody on the network, and soon notices what is lost. Its sockets
-# are here, for their names have at most 107 bytes.
-FOLDER = tempfile.mkdtemp(prefix="ray-")
-os.environ |= {
-    "RAY_TMPDIR": FOLDER,
+import talking
+
+# Ray is quiet, asks nobody on the network, and soon notices what is lost.
+QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_health_check_initial_delay_ms": "1000",
@@ -17,11 +17,6 @@ os.environ |= {
     "RAY_health_check_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "5",
 }
-
-import ray  # noqa: E402 reads these
-import talking  # noqa: E402
-from ray.cluster_utils import Cluster  # noqa: E402
-
 # Of this machine alone; Ray would take the machine's own in place of 127.0.0.1.
 HERE = "127.0.0.2"
 ALL = {"node_ip_address": HERE, "object_store_memory": 80 << 20}
@@ -31,9 +26,17 @@ class Commands:
     """What the test asks for."""
 
     def start(self):
+        # Its sockets are here, for their names have at most 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="ray-")
+        # Which Ray reads when it is imported.
+        os.environ |= QUIET | {"RAY_TMPDIR": self._folder}
+        self._ray = importlib.import_module("ray")
+        kind = importlib.import_module("ray.cluster_utils").Cluster
         head = {"num_cpus": 0, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head | ALL)
-        ray.init(self._cluster.address, namespace="agn_optax", log_to_driver=False)
+        self._cluster = kind(initialize_head=True, head_node_args=head | ALL)
+        self._ray.init(
+            self._cluster.address, namespace="agn_optax", log_to_driver=False
+        )
         self._nodes = {}
         return {"address": self._cluster.address}
 
@@ -52,6 +55,7 @@ class Commands:
 
     def where(self, actor):
         """The node and the process of an actor; None while it is not there."""
+        ray = self._ray
         try:
             node, _, pid = ray.get(ray.get_actor(actor).where.remote(), timeout=2)
         except (ValueError, ray.exceptions.RayError):
@@ -61,14 +65,14 @@ class Commands:
 
     def groups(self):
         """Placement groups that are there."""
-        table = ray.util.placement_group_table().values()
+        table = self._ray.util.placement_group_table().values()
         return {"groups": sum(each["state"] != "REMOVED" for each in table)}
 
     def stop(self):
         with contextlib.suppress(AttributeError):  # it has not been started
-            ray.shutdown()
+            self._ray.shutdown()
             self._cluster.shutdown()
-            shutil.rmtree(FOLDER, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import talking
@@ -215,10 +216,12 @@ class Watch:
     def check(self, workers):
         """What was acknowledged is in the center once, and nothing twice."""
         kept = self._folder / "kept" / "journal"
-        found = -np.asarray(center.read(kept, rules.downpour()).params)
-        as_saved = jax.ShapeDtypeStruct(found.shape, found.dtype)
-        saved = v1.load(self._folder / "final", as_saved)
-        assert np.array_equal(found, -np.asarray(saved))
+        params = jnp.asarray(center.read(kept, rules.downpour()).params)
+        as_saved = jax.ShapeDtypeStruct(
+            params.shape, params.dtype, sharding=params.sharding
+        )
+        assert jnp.array_equal(params, v1.load(self._folder / "final", as_saved))
+        found = -np.asarray(params)
         for rank in range(workers):
             done, row = self.done(rank), found[rank]
             assert len(done) == len(set(done)) > 5
