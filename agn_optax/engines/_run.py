@@ -12,6 +12,8 @@ from typing import Any
 from agn_optax import errors
 from agn_optax.service import INSECURE, RULE, TLS_CA, check_reachable, tokens
 
+_ROOM = 64  # workers that `serve` has room for, unless it is told otherwise
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
@@ -106,6 +108,12 @@ class Run:
             raise errors.InvalidArgumentError(
                 f"workers must be positive, got {self.workers}"
             )
+        room = self.serve.get("max_workers")
+        if room is not None and room < self.workers:
+            raise errors.InvalidArgumentError(
+                f"max-workers of the center is {room}, and there are {self.workers} "
+                "workers"
+            )
         if self.center is not None:
             for each in self.center.split(","):
                 check_reachable(each.strip())
@@ -144,6 +152,8 @@ class Run:
           **options: of ``serve``, which the engine says; they win.
         """
         given = {**self.rule, **self.serve, **options}
+        if self.workers > _ROOM:
+            given.setdefault("max_workers", self.workers)
         return [python, "-m", "agn_optax.cli", "serve", *arguments(given)]
 
     def durable(self) -> dict[str, Any]:

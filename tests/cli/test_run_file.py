@@ -94,6 +94,12 @@ def test_what_would_be_run_is_printed(here):
     assert not (here / "kept").exists()
 
 
+def test_there_is_room_for_all(here):
+    said = succeeds("launch", "--dry-run", "run.toml", "--workers=100")
+    assert "--max-workers=100 " in said.splitlines()[1] + " "
+    assert "--max-workers" not in succeeds("launch", "--dry-run", "run.toml")
+
+
 def test_options_come_before_or_after_the_file(here):
     first = succeeds("launch", "--dry-run", "--barrier=1", "run.toml")
     last = succeeds("launch", "run.toml", "--dry-run", "--barrier=1")
@@ -121,6 +127,7 @@ def test_options_come_before_or_after_the_file(here):
         ("[local]\nrestart-delay", "[local]\nrestart-dely", "[local] of run.toml"),
         ("workers = 2", "workers = 2\non-failure = 'stop'", "its table [local]"),
         ("workers = 2", "workers = 2\ncenter-restarts = 1", "needs storage"),
+        ("barrier = 2", "max-workers = 1", "max-workers of the center is 1"),
         ("workers = 2", "workers = 2\nname = 'A b'", "name of a run must be"),
     ],
 )
