@@ -233,6 +233,6 @@ def test_the_unit_gives_options_that_there_are():
     given = {a[2:].replace("-", "_") for a in arguments if a.startswith("--")}
     assert given - {"config"} <= set(CenterOptions.__options__)
     # What it is killed after is more than it ever takes.
-    longest = service._servicer._LONGEST_GRACE
+    longest = service.LONGEST_GRACE
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)", text, re.MULTILINE)
     assert int(stop) > longest + 1
