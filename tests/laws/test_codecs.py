@@ -284,7 +284,6 @@ OBSERVED = {
     "error_feedback": shared.downpour,
     "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
     "top_k": shared.downpour,
-    "random_k": functools.partial(shared.agn, shared.sgd(0.5)),
 }
 
 

@@ -167,18 +167,18 @@ LOSING = [codec for codec, *_ in TABLE if codec.name != "cast(bfloat16)"]
 
 
 @pytest.mark.parametrize("codec", LOSING, ids=lambda x: str(x)[:40])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_out_of_the_residual(codec, bad):
+def test_what_is_not_finite_stays_out_of_the_residual(codec):
     codec = codecs.error_feedback(codec)
     tree = normal()
-    sent, state = codec.encode(tree, codec.init(tree))
-    ill = {**tree, "w": tree["w"].copy()}
-    ill["w"][3, 4] = bad
-    sent, after = codec.encode(ill, state)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.residual))
-    if "random_k" not in codec.name:  # else it may not have been drawn
-        read = codec.decode(sent, tree)
-        assert not np.isfinite(read["w"]).all()
+    encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
+    _, state = encode(tree, codec.init(tree))
+    for bad in (np.nan, np.inf):
+        ill = {**tree, "w": tree["w"].copy()}
+        ill["w"][3, 4] = bad
+        sent, after = encode(ill, state)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.residual))
+        if "random_k" not in codec.name:  # else it may not have been drawn
+            assert not np.isfinite(decode(sent, tree)["w"]).all()
 
 
 def test_decay_forgets():
