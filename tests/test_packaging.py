@@ -157,6 +157,7 @@ def test_without_any_extra(installed):
         *("google", "grpc", "grpc_channelz", "grpc_health", "grpc_reflection"),
         *("rich", "typer", "cryptography", "flax", "orbax", "matplotlib", "sklearn"),
         *("prometheus_client", "tensorboardX", "wandb", "grain", "equinox", "chex"),
+        *("ray", "yaml"),
     }
     path = str(installed)
     said = run(
@@ -193,6 +194,7 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
         "checkpoint": ["flax"],
         "service": ["service", "metrics"],
         "training": ["cli"],
+        "engines": ["kubernetes", "ray"],
     }
     distributions = importlib.metadata.packages_distributions()
     for layer, modules in test_project.EXTRAS.items():
