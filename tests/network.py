@@ -272,3 +272,40 @@ class _Link:
                     through = self._free = begin + len(data) / self._bandwidth
                 carried.put((through, data))
         carried.put(None)
+
+
+@contextlib.contextmanager
+def answered_by(answer):
+    """An address at which ``answer`` has every connection, on a thread of its own."""
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listening.accept()
+                threads.append(threading.Thread(target=answer, args=(near,)))
+                threads[-1].start()
+
+    threads = [threading.Thread(target=serve)]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threads[0].start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
+def joined(near, far):
+    """Passes on what comes, both ways, until both have ended."""
+    back = threading.Thread(target=_copy, args=(far, near))
+    back.start()
+    _copy(near, far)
+    back.join()
+
+
+def _copy(source, sink):
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)

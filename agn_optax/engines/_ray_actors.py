@@ -19,7 +19,7 @@ import time
 from typing import Any, NamedTuple
 
 from agn_optax import errors, launch, service
-from agn_optax._internal import in_background
+from agn_optax._internal import in_background, write_whole
 from agn_optax.engines._local import CENTER, serving
 from agn_optax.engines._run import Run
 from agn_optax.launch import Ended, Program
@@ -291,10 +291,7 @@ def _key(storage: pathlib.Path) -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "operator.token"
     if not path.exists():
-        made = folder / f".{os.urandom(8).hex()}"
-        made.touch(mode=0o600)
-        made.write_text(tokens.generated() + "\n")
-        made.replace(path)
+        write_whole(path, tokens.generated() + "\n")
     return path.read_text().strip()
 
 

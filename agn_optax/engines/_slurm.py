@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agn_optax import errors
+from agn_optax._internal import write_whole
 from agn_optax.engines._engine import Engine, Output
 from agn_optax.engines._run import Resources, Run, arguments
 from agn_optax.service import tokens
@@ -209,7 +210,7 @@ class Slurm(Engine):
         self._write_tokens()
         for name, text in self.files().items():
             if not grows or name == "workers.sh":
-                _write(self._folder / name, text, 0o644)
+                write_whole(self._folder / name, text, 0o644)
         made: dict[str, str] = {}
         try:
             for command in commands:
@@ -226,7 +227,7 @@ class Slurm(Engine):
         jobs.arrays.append(made["workers"])
         jobs.workers = self.run.workers
         said = json.dumps(dataclasses.asdict(jobs))
-        _write(self._folder / "jobs.json", said + "\n", 0o644)
+        write_whole(self._folder / "jobs.json", said + "\n", 0o644)
         return {"returncode": 0, "jobs": made, "storage": str(self._folder)}
 
     def _commands(self, there: _Jobs) -> list[_Command]:
@@ -292,9 +293,9 @@ class Slurm(Engine):
         lines = []
         for name, path in files.items():
             if not path.exists():
-                _write(path, tokens.generated() + "\n", 0o600)
+                write_whole(path, tokens.generated() + "\n")
             lines.append(f"{roles[name]} {name} {path.read_text()}")
-        _write(self._keys / "tokens", "".join(lines), 0o600)
+        write_whole(self._keys / "tokens", "".join(lines))
 
     def _center(self) -> str:
         run, address = self.run, str(self._address)
@@ -464,11 +465,3 @@ def _minutes(seconds: float) -> str:
     """Hours, minutes and seconds, of which SLURM counts whole minutes."""
     minutes = math.ceil(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02}:00"
-
-
-def _write(path: pathlib.Path, text: str, mode: int) -> None:
-    """Whole, or not at all: whoever reads meanwhile reads what was there before."""
-    made = path.with_name(f".{path.name}-{os.getpid()}")
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT, mode), "w") as file:
-        file.write(text)
-    made.replace(path)

@@ -7,6 +7,7 @@ from typing import Any
 
 from agn_optax import errors
 
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 hosts of one on all networks
 PROTOCOL = 2  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
 # Seconds between two Waiting packets, by which a worker knows that the center is there.

@@ -8,16 +8,13 @@ whenever a call begins, so that a center that was moved is found.
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import socket
-import tempfile
 from collections.abc import Iterator
 
 from agn_optax import errors
+from agn_optax._internal import write_whole
 from agn_optax.service import _address
-
-_EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 not bound to
 
 
 def path_of(address: str) -> pathlib.Path | None:
@@ -70,18 +67,12 @@ def published(address: str, path: pathlib.Path) -> Iterator[None]:
       InvalidArgumentError: it cannot be written.
     """
     host, _, port = address.rpartition(":")
-    if host in _EVERYWHERE:
+    if host in _address.EVERYWHERE:
         address = f"{socket.gethostname()}:{port}"
     elif address.startswith("unix:"):
         address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"
     try:
-        descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(address + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        pathlib.Path(made).chmod(0o644)  # it is no secret
-        pathlib.Path(made).replace(path)
+        write_whole(path, address + "\n", mode=0o644)  # it is no secret
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"the center's address cannot be written to {path}: {error.strerror}"

@@ -10,11 +10,11 @@ import contextlib
 import os
 import pathlib
 import secrets
-import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator
 
 from agn_optax import errors
+from agn_optax._internal import write_whole
 from agn_optax.service import _address
 from agn_optax.service._access import why_no_token
 from agn_optax.service._files import Reread
@@ -23,8 +23,6 @@ Token = str | os.PathLike[str] | None
 # Of this end: its token, or a file with it; and of a server: lines as in `Access`.
 TOKEN, TOKEN_FILE = "AGN_OPTAX_TOKEN", "AGN_OPTAX_TOKEN_FILE"
 TOKENS = "AGN_OPTAX_TOKENS"
-
-_EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 not bound to
 
 
 def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
@@ -89,10 +87,7 @@ def left_here(
     path = _folder() / _name(address)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)  # which fails if it is another user's
-    descriptor, made = tempfile.mkstemp(dir=path.parent)  # of mode 0600
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token)
-    pathlib.Path(made).replace(path)
+    write_whole(path, token)
     try:
         yield path
     finally:
@@ -125,7 +120,11 @@ def _of_this_machine(address: str) -> str | None:
     if not _address.is_local(address):
         return None
     port = address.rpartition(":")[2]
-    others = [] if address.startswith("unix:") else [f"{h}:{port}" for h in _EVERYWHERE]
+    others = (
+        []
+        if address.startswith("unix:")
+        else [f"{h}:{port}" for h in _address.EVERYWHERE]
+    )
     for each in (address, *others):
         with contextlib.suppress(OSError):
             return (_folder() / _name(each)).read_text()

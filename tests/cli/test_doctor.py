@@ -13,7 +13,7 @@ import certificates
 import jax.numpy as jnp
 import pytest
 from commands import PATIENCE, command, fails, succeeds
-from network import Network
+from network import Network, answered_by, joined
 
 from agn_optax import center, errors, rules, service
 from agn_optax.cli import _checks, _network
@@ -328,13 +328,6 @@ def test_doctor_of_a_disk_that_is_nearly_full(small_disk):
 def http_proxy(target, asked):
     """Connects everybody to one place, and remembers for whom."""
 
-    def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = listening.accept()
-                threads.append(threading.Thread(target=answer, args=(near,)))
-                threads[-1].start()
-
     def answer(near):
         with near, contextlib.suppress(OSError):
             near.settimeout(PATIENCE)
@@ -345,26 +338,10 @@ def http_proxy(target, asked):
             host, port = target.split(":")
             with socket.create_connection((host, int(port))) as far:
                 near.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-                back = threading.Thread(target=copy, args=(far, near))
-                back.start()
-                copy(near, far)
-                back.join()
+                joined(near, far)
 
-    def copy(source, sink):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
-
-    threads = [threading.Thread(target=serve)]
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threads[0].start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
+    with answered_by(answer) as address:
+        yield address
 
 
 @pytest.fixture

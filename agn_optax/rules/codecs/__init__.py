@@ -9,11 +9,11 @@ encodes its contribution once for each exchange, and the center decodes what it 
 """
 
 from agn_optax.rules.codecs._chain import chain_codecs
-from agn_optax.rules.codecs._codec import Codec, cast, identity
+from agn_optax.rules.codecs._codec import Codec, StochasticState, cast, identity
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._low_rank import LowRankState, low_rank
-from agn_optax.rules.codecs._quantize import StochasticState, quantize
+from agn_optax.rules.codecs._quantize import quantize
 from agn_optax.rules.codecs._sparse import random_k, sign, top_k
 
 __all__ = [

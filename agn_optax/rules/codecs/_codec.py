@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -174,9 +174,50 @@ def of_leaves(
     return Codec(
         optax.init_empty_state,
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
-        lambda encoded, like: jax.tree.map(
-            lambda leaf, sent: decode(sent, leaf), like, encoded
-        ),
+        _leafwise(decode),
         name=name,
         answers=answers,
+    )
+
+
+class StochasticState(NamedTuple):
+    """State of a codec that draws random numbers."""
+
+    encoded: jax.Array  # int32 scalar: how many contributions
+
+
+def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
+    """A codec that treats every leaf for itself, each with a random key of its own."""
+
+    def encode_all(
+        contribution: PyTree, state: StochasticState
+    ) -> tuple[PyTree, StochasticState]:
+        leaves, treedef = jax.tree.flatten(contribution)
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
+        # Workers draw other numbers where they have other contributions.
+        encoded = [
+            encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
+            for i, leaf in enumerate(leaves)
+        ]
+        state = StochasticState(optax.safe_increment(state.encoded))
+        return jax.tree.unflatten(treedef, encoded), state
+
+    return Codec(
+        lambda params: StochasticState(jnp.zeros((), jnp.int32)),
+        encode_all,
+        _leafwise(decode),
+        name=name,
+    )
+
+
+def _digest(leaf: Any) -> jax.Array:
+    """A number that depends on the bits of all elements, in whatever order."""
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.uint32)
+    return bits.sum(dtype=jnp.uint32)
+
+
+def _leafwise(decode: Callable[[PyTree, Any], jax.Array]) -> Callable[..., PyTree]:
+    """Decodes a whole message, leaf by leaf."""
+    return lambda encoded, like: jax.tree.map(
+        lambda leaf, sent: decode(sent, leaf), like, encoded
     )

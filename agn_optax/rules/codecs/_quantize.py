@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.rules.codecs._codec import Codec, of_leaves
+from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     blocks_of,
@@ -30,12 +29,6 @@ Rounding = Literal["nearest", "stochastic"]
 Format = Literal["linear", "e3m0", "codebook"]
 
 _SHORT = 7  # bits of mantissas whose products are exact
-
-
-class StochasticState(NamedTuple):
-    """State of a codec that draws random numbers."""
-
-    encoded: jax.Array  # int32 scalar: how many contributions
 
 
 def quantize(
@@ -160,38 +153,6 @@ def quantize(
     if rounding == "nearest":
         return of_leaves(f"{name})", encode, decode)
     return of_random_leaves(f"{name}, rounding=stochastic)", encode, decode)
-
-
-def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
-    """A codec that treats every leaf for itself, each with a random key of its own."""
-
-    def encode_all(
-        contribution: PyTree, state: StochasticState
-    ) -> tuple[PyTree, StochasticState]:
-        leaves, treedef = jax.tree.flatten(contribution)
-        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
-        # Workers draw other numbers where they have other contributions.
-        encoded = [
-            encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
-            for i, leaf in enumerate(leaves)
-        ]
-        state = StochasticState(optax.safe_increment(state.encoded))
-        return jax.tree.unflatten(treedef, encoded), state
-
-    return Codec(
-        lambda params: StochasticState(jnp.zeros((), jnp.int32)),
-        encode_all,
-        lambda encoded, like: jax.tree.map(
-            lambda leaf, sent: decode(sent, leaf), like, encoded
-        ),
-        name=name,
-    )
-
-
-def _digest(leaf: Any) -> jax.Array:
-    """A number that depends on the bits of all elements, in whatever order."""
-    bits = jax.lax.bitcast_convert_type(jnp.asarray(leaf, jnp.float32), jnp.uint32)
-    return bits.sum(dtype=jnp.uint32)
 
 
 def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax._internal import check
-from agn_optax.rules.codecs._codec import Codec, of_leaves
+from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
     blocks_of,
@@ -17,7 +17,6 @@ from agn_optax.rules.codecs._packing import (
     peaks_of,
     unpacked,
 )
-from agn_optax.rules.codecs._quantize import of_random_leaves
 
 PyTree = Any
 

@@ -99,7 +99,25 @@ class GrpcLink(_transport.Link):
 # The service's end.
 
 
-class GrpcListener(_transport.Listener):
+class _OfServer(_transport.Listener):
+    """A gRPC server, which says of itself whether it serves."""
+
+    _server: grpc.Server
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._health = health.HealthServicer()
+
+    def start(self) -> None:
+        self._server.start()
+        for name in ("", _address.SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self) -> None:
+        self._health.enter_graceful_shutdown()
+
+
+class GrpcListener(_OfServer):
     """A gRPC server; its calls are those of a servicer.
 
     Args:
@@ -124,7 +142,6 @@ class GrpcListener(_transport.Listener):
             # More than all limits of callers let be there, but for a very few.
             maximum_concurrent_rpcs=_MOST_CALLS + 16 * servicer.workers,
         )
-        self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if place.reflection:
             channelz.add_channelz_servicer(self._server)
@@ -141,21 +158,13 @@ class GrpcListener(_transport.Listener):
         if self.address.startswith("unix:") and servicer.door.access is None:
             os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 for this user alone
 
-    def start(self) -> None:
-        self._server.start()
-        for name in ("", _address.SERVICE):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    def drain(self) -> None:
-        self._health.enter_graceful_shutdown()
-
     def close(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         self._server.stop(grace=min(0.5, timeout / 2)).wait(timeout)
         self._threads.wait(max(0.0, end - time.monotonic()))
 
 
-class HealthListener(_transport.Listener):
+class HealthListener(_OfServer):
     """Whether the center serves, in plain text, to whoever asks, and nothing else.
 
     For those who can neither speak TLS nor show a token, as the probes of Kubernetes.
@@ -167,7 +176,6 @@ class HealthListener(_transport.Listener):
 
     def __init__(self, address: str) -> None:
         super().__init__()
-        self._health = health.HealthServicer()
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             health_pb2.HealthCheckRequest.FromString,
@@ -186,14 +194,6 @@ class HealthListener(_transport.Listener):
             ],
         )
         self.address = _listening(self._server, _transport.Place(address))
-
-    def start(self) -> None:
-        self._server.start()
-        for name in ("", _address.SERVICE):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    def drain(self) -> None:
-        self._health.enter_graceful_shutdown()
 
     def close(self, timeout: float) -> None:
         self._server.stop(grace=0.0).wait(timeout)
