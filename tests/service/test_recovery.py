@@ -159,6 +159,7 @@ def swallow(net):
         gate.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outage", [refuse, swallow])
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_who_could_not_join_is_there_soon_after_an_outage(transport, outage):
