@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.rules._combinators import (
     accumulate,
@@ -122,6 +123,12 @@ class Rule:
         check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"))
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
+        if self.codec.of_differences and self.message is not None:
+            raise errors.InvalidArgumentError(
+                f"codec {of_rule} must send all elements, as its contributions are not "
+                f"differences: got {self.codec}, which leaves most out. Such as "
+                "quantize(8) or cast('bfloat16') will do"
+            )
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
         for field in ("center", "record", "penalty", "discount"):

@@ -41,6 +41,9 @@ class Codec:
         an exchange, and in which it travels back; None leaves it exact.
       returned: ``(encoded, state) -> state``, of a message that the center has dropped:
         what it had goes into a later one. None where it is lost.
+      of_differences: whether it may leave out most of what it is given, which is right
+        for gradients and displacements alone: of parameters a worker would seem to have
+        zeros. Rules that send parameters refuse it.
 
     Raises:
       InvalidArgumentError: ``answers`` is not a floating dtype.
@@ -73,6 +76,7 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    of_differences: bool = False
 
     def __post_init__(self) -> None:
         answers = check.float_dtype(self.answers, f"answers of codec {self.name!r}")
@@ -168,7 +172,7 @@ def of_leaves(
     name: str,
     encode: Callable[[Any], PyTree],
     decode: Callable[[PyTree, Any], jax.Array],
-    answers: Any = None,
+    **fields: Any,
 ) -> Codec:
     """A codec without state that treats every leaf alike, and for itself."""
     return Codec(
@@ -176,7 +180,7 @@ def of_leaves(
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
         _leafwise(decode),
         name=name,
-        answers=answers,
+        **fields,
     )
 
 
@@ -186,7 +190,7 @@ class StochasticState(NamedTuple):
     encoded: jax.Array  # int32 scalar: how many contributions
 
 
-def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
+def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
     """A codec that treats every leaf for itself, each with a random key of its own."""
 
     def encode_all(
@@ -207,6 +211,7 @@ def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
         encode_all,
         _leafwise(decode),
         name=name,
+        **fields,
     )
 
 
