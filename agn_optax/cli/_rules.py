@@ -13,7 +13,7 @@ from agn_optax.rules import Rule, codecs
 @_options.record(
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
-    optimizers=", ".join(rules.OPTIMIZERS),
+    optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
     """Which rule a center runs.
@@ -31,13 +31,17 @@ class RuleOptions:
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
       learning_rate: Its learning rate.
-      momentum: Of sgd and rmsprop.
+      momentum: Of sgd, rmsprop and those that wait for nobody.
       nesterov: Nesterov's momentum, of sgd, rmsprop and adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to denominators.
       decay: Of rmsprop.
       weight_decay: Of adamw, lamb, lion and nadamw.
+      delay: Of delayed_nesterov: messages between two changes of its momentum, as many
+        as there are workers.
+      messages: Of heloco and ordered_momentum: messages of a round, as many as there
+        are workers.
     """
 
     rule: str | None = None
@@ -55,6 +59,8 @@ class RuleOptions:
     eps: float | None = None
     decay: float | None = None
     weight_decay: float | None = None
+    delay: int | None = None
+    messages: int | None = None
 
 
 def make(options: RuleOptions) -> Rule:

@@ -121,8 +121,9 @@ def _center(rule: Rule) -> PyTree:
     center = _probe(2.0)
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        extra_args = {"staleness": jnp.asarray(staleness, jnp.int32)}
-        message = discounted(rule, _probe(seed), **extra_args)
+        late = jnp.asarray(staleness, jnp.int32)
+        message = discounted(rule, _probe(seed), late)
+        extra_args = {"staleness": late, "steps": late + 2, "weight": late + 3.0}
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)
     return center

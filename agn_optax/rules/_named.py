@@ -15,16 +15,28 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.rules import _rule, codecs
+from agn_optax.rules import _rule, center_optimizers, codecs
 from agn_optax.rules._rule import Rule
 
-# Of optax. Their signatures say which settings they have.
+# Of optax. Their signatures say which settings they have, ours too.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: getattr(optax, name)
     for name in (
         *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
+}
+CENTER_OPTIMIZERS = {
+    **OPTIMIZERS,
+    **{
+        make.__name__: make
+        for make in (
+            center_optimizers.delayed_nesterov,
+            center_optimizers.heloco,
+            center_optimizers.momentum_lookahead,
+            center_optimizers.ordered_momentum,
+        )
+    },
 }
 # Whatever that module has which returns one: a new method is there by its name.
 RULES: dict[str, Callable[..., Rule]] = {
@@ -51,7 +63,7 @@ _HIGHEST = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
+_OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
 def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
@@ -100,7 +112,7 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {name} needs {spelt('center_optimizer')}, one of "
-            f"{', '.join(OPTIMIZERS)}"
+            f"{', '.join(CENTER_OPTIMIZERS)}"
         )
     else:
         refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
@@ -115,7 +127,7 @@ def _optimizer(
     refuse: Callable[[str, Collection[str]], None],
 ) -> optax.GradientTransformation:
     name = given["center_optimizer"]
-    factory = check.choose(name, OPTIMIZERS, spelt("center_optimizer"))
+    factory = check.choose(name, CENTER_OPTIMIZERS, spelt("center_optimizer"))
     settings = _settings(given, factory, f"center optimizer {name}", spelt)
     refuse(
         f"does not apply to center optimizer {name}, which has "

@@ -34,6 +34,7 @@ _FIELD = "Alias for field number"
 def public_modules() -> Iterator[ModuleType]:
     """Those with names for users, the package itself first."""
     yield agn_optax
+    yield agn_optax.center_optimizers
     yield agn_optax.codecs
     for info in pkgutil.iter_modules(agn_optax.__path__):
         if info.name[0] != "_" and info.name not in _NOT_FOR_USERS:
@@ -44,7 +45,8 @@ def public_names() -> dict[str, str]:
     """All of them, as the last part of a name: the whole name that is documented."""
     found: dict[str, list[str]] = {}
     for module in public_modules():
-        prefix = module.__name__.replace("agn_optax.rules.codecs", "agn_optax.codecs")
+        # Both of these are also, and shorter, `agn_optax.codecs` and the like.
+        prefix = module.__name__.replace("agn_optax.rules.c", "agn_optax.c")
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, ModuleType) or name == "__version__":
