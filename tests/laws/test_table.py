@@ -23,6 +23,7 @@ import shared
 from support import assert_identical, nothing_compiles
 
 import agn_optax
+from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, service
 
 PERIOD = 2
@@ -39,7 +40,22 @@ RULES = {
     "dynsgd": shared.dynsgd,
     "easgd": functools.partial(shared.easgd, 0.4),
     "easgd_rho": functools.partial(shared.easgd, 0.4, rho=0.2),
+    **{
+        name: functools.partial(shared.diloco, center)
+        for name, center in {
+            "buffered": outer.buffered(shared.sgd(1.0), 2),
+            "delayed": outer.delayed_nesterov(1.0, 0.5, delay=2),
+            "drift": optax.chain(outer.scale_by_drift(1.0, history=2), shared.sgd(0.8)),
+            "heloco": outer.heloco(0.8, 0.5),
+            "lookahead": outer.momentum_lookahead(0.8, 0.5),
+            "ordered": outer.ordered_momentum(0.5, 0.5, messages=2),
+            "primal": outer.primal_averaging(shared.sgd(1.0), averaging=0.5),
+            "restarts": outer.restart_momentum(MOMENTUM, 5),
+        }.items()
+    },
 }
+# Those that look at whole leaves, or at older centers.
+ACROSS = ("drift", "heloco")
 CODECS = {
     "identity": codecs.identity(),
     "cast": codecs.cast("bfloat16"),
@@ -317,6 +333,8 @@ def refused(rule, codec, place, dtype):
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
     if place == "shards of towers" and codec not in ("identity", "cast"):
+        return "cannot move a center in shards"
+    if place in ("shards of towers", "in shards") and rule in ACROSS:
         return "cannot move a center in shards"
     return None
 
