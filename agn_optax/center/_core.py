@@ -29,7 +29,7 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._ledger import Batch, Ledger, Member, State
 from agn_optax.center._protocol import Session, Snapshot
-from agn_optax.center._refusals import Refusal, Size
+from agn_optax.center._refusals import Claim, Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center.durability import Durability, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
@@ -74,7 +74,8 @@ class Core:
       life: of this center; a center that goes on where an earlier process left it, with
         nothing lost, has the same.
       ledger: what it decides by; read it under `atomically` only.
-      observer: called under the lock with every contribution that is applied.
+      observer: called under the lock with every contribution that is applied, and what
+        its worker claims of it.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Core:
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
         self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
-        self.observer: Callable[[PyTree], None] | None = None
+        self.observer: Callable[[PyTree, Claim], None] | None = None
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
@@ -415,7 +416,9 @@ class Core:
         batch = self.ledger.judge(batch, [message.size for message in messages])
         try:
             if batch.taken:
-                store.apply(*_parts(batch, messages), self._norms(batch))
+                store.apply(
+                    *_parts(batch, messages), self._norms(batch), *_claims(batch)
+                )
         except errors.MessageRefusedError as error:
             refusal = Refusal("nonfinite", str(error))
             others = {batch.entries[i].worker: refusal for i in batch.taken}
@@ -445,12 +448,12 @@ class Core:
         if batch.taken and (self.observer or self._keeper):
             contributions, staleness, weights = _parts(batch, messages)
             seen = [store.unplace(contribution) for contribution in contributions]
-            exchange = seen, staleness, weights
+            exchange = seen, staleness, weights, *_claims(batch)
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         if self.observer is not None:
-            for contribution in seen:
-                self.observer(contribution)
+            for contribution, claim in zip(seen, _claims(batch)[0], strict=True):
+                self.observer(contribution, claim)
         taken, current = batch.taken, store.current
         for i, entry in enumerate(batch.entries):
             refusal = batch.refused.get(entry.worker)
@@ -564,6 +567,11 @@ def _parts(
     )
 
 
+def _claims(batch: Batch) -> tuple[list[Claim], int]:
+    """What is said of the messages to be applied, and how many workers there are."""
+    return [batch.entries[i].claim for i in batch.taken], batch.workers
+
+
 @dataclasses.dataclass(eq=False)
 class LocalSession(Session):
     """One life of one worker at a `Core`; made by `Core.join`.
@@ -584,18 +592,20 @@ class LocalSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
-        del steps, reported
-        core = self._core
+        del reported
+        core, claim = self._core, Claim(steps, weight)
         message = core._examine(contribution)
         is_int = isinstance(anchor_version, int | np.integer)
         anchor = int(anchor_version) if is_int else -1
         with core.atomically():
             core._check_open()
             now = time.monotonic()
-            if core.ledger.submit(self.worker, self.incarnation, sequence, anchor, now):
+            life = self.worker, self.incarnation
+            if core.ledger.submit(*life, sequence, anchor, now, claim):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle()

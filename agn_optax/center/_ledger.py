@@ -29,7 +29,15 @@ from typing import Any, Literal
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._refusals import FADES, Refusal, Refusals, Refuse, Size
+from agn_optax.center._refusals import (
+    FADES,
+    UNSAID,
+    Claim,
+    Refusal,
+    Refusals,
+    Refuse,
+    Size,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +119,8 @@ class Synchronous:
 
 
 Mode = Asynchronous | BoundedStaleness | Synchronous
+
+MOST_STEPS = 2**31 - 1  # local steps of a message: programs count in int32
 
 
 class State(enum.Enum):
@@ -195,6 +205,7 @@ class Entry:
     anchor_version: int
     arrived: float
     missed: int  # versions that were made since its worker's round began
+    claim: Claim = UNSAID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +219,7 @@ class Batch:
     # Those that are not to be applied with the others, by worker.
     refused: Mapping[str, Refusal] = dataclasses.field(default_factory=dict)
     norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
+    workers: int = 1  # that are there
 
     @property
     def taken(self) -> list[int]:
@@ -433,7 +445,13 @@ class Ledger:
             self._earliest = min(self._earliest, member.expires)
 
     def submit(
-        self, worker: str, incarnation: str, sequence: int, anchor: int, now: float
+        self,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+        anchor: int,
+        now: float,
+        claim: Claim = UNSAID,
     ) -> bool:
         """A worker's message is there; it was made from version ``anchor``.
 
@@ -443,7 +461,8 @@ class Ledger:
         Raises:
           WorkerStateError: the worker is not there, or another life of it is, or its
             sequence number is neither the last one nor the next.
-          InvalidArgumentError: its anchor is not a version that the center has had.
+          InvalidArgumentError: its anchor is not a version that the center has had, or
+            what it claims is out of range.
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
@@ -452,6 +471,8 @@ class Ledger:
                 f"anchor_version must be in [0, {self.version}], the versions that "
                 f"this center has had, got {anchor!r}"
             )
+        check.whole_number(claim.steps, "steps", least=0, most=MOST_STEPS)
+        check.weight(claim.weight)
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
                 f"worker {worker!r} sent exchange {sequence}, but its last one was "
@@ -465,7 +486,8 @@ class Ledger:
             # Counted from where the worker's round began. The anchor may be older: some
             # rules adopt the center as it was before their own message.
             missed = self.version - max(member.turn, anchor)
-            self.pending[worker] = Entry(worker, sequence, anchor, now, missed)
+            entry = Entry(worker, sequence, anchor, now, missed, claim)
+            self.pending[worker] = entry
         return not is_last
 
     def take(self, now: float) -> Batch | None:
@@ -505,7 +527,9 @@ class Ledger:
         for entry, size in zip(batch.entries, sizes, strict=True):
             moved = own.get(entry.worker, 0.0)
             others = everybody - moved
-            refusal = self.refusals.judge(size, entry.missed, moved, others, exchanges)
+            refusal = self.refusals.judge(
+                size, entry.missed, moved, others, exchanges, entry.claim
+            )
             if refusal is not None:
                 refused[entry.worker] = refusal
         norms = tuple(size.norm for size in sizes if size is not None)
@@ -636,7 +660,8 @@ class Ledger:
         if isinstance(self.mode, Synchronous):
             weighted = self.mode.late == "weighted"
             weights = tuple(1 / (1 + weighted * entry.missed) for entry in entries)
-        return Batch(tuple(entries), staleness, weights, applies)
+        workers = len(self._present)
+        return Batch(tuple(entries), staleness, weights, applies, workers=workers)
 
     def _round_ends(self) -> float:
         """When a round ends with the messages that are there; inf if they are few."""

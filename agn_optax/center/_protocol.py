@@ -52,6 +52,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
@@ -61,13 +62,16 @@ class Session(abc.ABC):
           contribution: as the rule's ``contribution`` made it, with the structure and
             shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
-          steps: local steps that the worker made, for whoever watches.
+          steps: local steps that the message was made of; 0 where nobody says so.
+          weight: what the worker says that its round counts, such as its tokens: a
+            positive number; None where it says nothing, which counts 1.
           reported: numbers of the worker's own by their names, for whoever watches.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future.
+          InvalidArgumentError: ``anchor_version`` is of the future, or ``steps`` or
+            ``weight`` is out of range.
           WorkerStateError: this life is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
@@ -112,6 +116,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
@@ -120,6 +125,7 @@ class Session(abc.ABC):
             contribution,
             anchor_version=anchor_version,
             steps=steps,
+            weight=weight,
             reported=reported,
         )
         snapshot = self.collect(sequence)

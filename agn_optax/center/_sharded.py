@@ -228,6 +228,7 @@ class ShardedSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
@@ -247,6 +248,7 @@ class ShardedSession(Session):
                 part,
                 anchor_version=version,
                 steps=steps,
+                weight=weight,
                 reported=reported,
             )
 
