@@ -51,6 +51,7 @@ class Answer:
     applied: bool
     refused: str = ""  # why it was
     recorded: int = 0  # what must be on disk before its worker has it
+    pace: float | None = None  # as of `Snapshot`
 
 
 @dataclasses.dataclass
@@ -384,7 +385,7 @@ class Core:
                 size = Size(float(norm), None if largest is None else float(largest))
         return _Message(contribution, norm, size, threading.Condition(self._lock))
 
-    def _late_answer(self, member: Member) -> Answer:
+    def _late_answer(self, worker: str, member: Member) -> Answer:
         """To an exchange whose first answer is not kept any more."""
         current, staleness = self.store.current, member.staleness or 0
         current.escaped = True  # nobody says when it has been read
@@ -396,6 +397,7 @@ class Core:
             member.applied,
             member.why,
             self._recorded(),
+            self.ledger.pace(worker),
         )
 
     def _settle(self) -> None:
@@ -442,7 +444,7 @@ class Core:
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Messages have been applied, dropped or refused."""
         store = self.store
-        self.ledger.settle(batch)
+        self.ledger.settle(batch, time.monotonic())
         exchange: tuple[Any, ...] = ()
         seen = []
         if batch.taken and (self.observer or self._keeper):
@@ -486,6 +488,7 @@ class Core:
                 i in taken,
                 why,
                 recorded,
+                self.ledger.pace(entry.worker),
             )
 
     def _prune(self, worker: str) -> None:
@@ -622,6 +625,7 @@ class LocalSession(Session):
             norm=answer.norm,
             applied=answer.applied,
             refused=answer.refused,
+            pace=answer.pace,
         )
 
     def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
@@ -638,7 +642,8 @@ class LocalSession(Session):
                 if failed is not None and failed[0] == sequence:
                     raise failed[1]
                 if member.sequence == sequence:
-                    return core._answers.get(worker) or core._late_answer(member)
+                    kept = core._answers.get(worker)
+                    return kept or core._late_answer(worker, member)
                 if member.state is not State.WAITING:
                     raise errors.WorkerStateError(
                         f"worker {worker!r} asks for the answer to exchange "

@@ -24,6 +24,9 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
+    # The worker's speed as a share of the fastest one's, in local steps a second; None
+    # for a pull, and as long as the center does not know.
+    pace: float | None = None
 
 
 class Session(abc.ABC):

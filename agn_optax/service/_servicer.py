@@ -690,6 +690,7 @@ class Servicer:
                     applied=answer.applied,
                     refused=answer.refused,
                     sequence=answer.sequence,
+                    pace=answer.pace,
                 )
                 if answer.recorded:
                     # A part of an answer is none: the rest may travel while the disk is

@@ -152,6 +152,7 @@ class RemoteSession(Session):
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
+                said.pace if said.HasField("pace") else None,
             )
 
     def acknowledge(self, sequence: int) -> None:

@@ -235,7 +235,7 @@ class PullRequest(_message.Message):
     def __init__(self, wait: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused")
+    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused", "pace")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +243,7 @@ class Snapshot(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     staleness: int
@@ -250,7 +251,8 @@ class Snapshot(_message.Message):
     applied: bool
     sequence: int
     refused: str
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    pace: float
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ..., pace: _Optional[float] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()

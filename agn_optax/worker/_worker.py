@@ -42,6 +42,7 @@ class WorkerState(NamedTuple):
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
     weight: Any = None  # float: said of the round so far; None if nothing was
+    pace: Any = None  # float: as `Worker.pace`
 
 
 class Worker:
@@ -57,7 +58,7 @@ class Worker:
       inner: the inner optimizer.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the round that
-        begins.
+        begins; or `dynamic_period`, by which it follows the worker's speed.
       gradients: what is done to a gradient before anything else, such as
         ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
         which the center gets, see what comes out. In ``inner``, it would change the
@@ -101,6 +102,8 @@ class Worker:
         optimizer's state is not finite, that begins anew.
       refusal: why the last message was refused; "" if it was not.
       version: of the center that it adopted last; None before the start.
+      pace: this worker's speed as a share of the fastest worker's, as the center has
+        measured it last; None before it has.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
@@ -155,7 +158,9 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._length = _lengths(period)
+        self.pace: float | None = None
+        self._length = self._lengths(period)
+        self._follows = isinstance(period, rounds.DynamicPeriod)  # its own speed
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
@@ -462,6 +467,7 @@ class Worker:
             self._local_steps,
             self.exchanges,
             self._weight,
+            self.pace,
         )
 
     def restore(
@@ -510,6 +516,7 @@ class Worker:
         self._sent = sent
         self._local_steps = int(saved.local_steps)
         self._weight = None if saved.weight is None else float(saved.weight)
+        self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -732,10 +739,29 @@ class Worker:
         self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
+        self._set_pace(answer.pace)
         self._message = None
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
+
+    def _set_pace(self, pace: float | None) -> None:
+        if pace is not None:
+            self.pace = pace
+        elif self._follows and self._sent == 2:  # by then a center knows
+            _log.warning(
+                "%r says nothing of how fast worker %r is, as a center of an earlier "
+                "release: its rounds stay at %d local steps",
+                self.center,
+                self.name,
+                self._length(self.exchanges),
+            )
+
+    def _lengths(self, period: Any) -> Callable[[int], int]:
+        """Local steps of the round after so many exchanges."""
+        if isinstance(period, rounds.DynamicPeriod):
+            return lambda exchanges: period(self.pace)
+        return _scheduled(period)
 
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
         self._session, self._sent = session, 0
@@ -805,7 +831,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-def _lengths(period: Any) -> Callable[[int], int]:
+def _scheduled(period: Any) -> Callable[[int], int]:
     """Local steps of the round after so many exchanges; each is asked for once."""
     schedule = rounds.as_schedule(period)
 
