@@ -24,6 +24,9 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
+    # The worker's speed as a share of the fastest one's, in local steps a second; None
+    # for a pull, and as long as the center does not know.
+    pace: float | None = None
 
 
 class Session(abc.ABC):
@@ -52,6 +55,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
@@ -61,13 +65,16 @@ class Session(abc.ABC):
           contribution: as the rule's ``contribution`` made it, with the structure and
             shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
-          steps: local steps that the worker made, for whoever watches.
+          steps: local steps that the message was made of; 0 where nobody says so.
+          weight: what the worker says that its round counts, such as its tokens: a
+            positive number; None where it says nothing, which counts 1.
           reported: numbers of the worker's own by their names, for whoever watches.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future.
+          InvalidArgumentError: ``anchor_version`` is of the future, or ``steps`` or
+            ``weight`` is out of range.
           WorkerStateError: this life is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
@@ -112,6 +119,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
@@ -120,6 +128,7 @@ class Session(abc.ABC):
             contribution,
             anchor_version=anchor_version,
             steps=steps,
+            weight=weight,
             reported=reported,
         )
         snapshot = self.collect(sequence)

@@ -184,6 +184,7 @@ class ShardedCenter:
         """The answers of all shards as one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
+        paces = [s.pace for s in snapshots if s.pace is not None]
         whole = parts.join([snapshot.params for snapshot in snapshots])
         if self._like is not None:
             treedef = jax.tree.structure(self._like)
@@ -200,6 +201,7 @@ class ShardedCenter:
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
             "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
+            min(paces, default=None),
         )
 
 
@@ -228,6 +230,7 @@ class ShardedSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
@@ -247,6 +250,7 @@ class ShardedSession(Session):
                 part,
                 anchor_version=version,
                 steps=steps,
+                weight=weight,
                 reported=reported,
             )
 

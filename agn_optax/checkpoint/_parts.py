@@ -76,6 +76,8 @@ class WorkerPart(Part):
             "anchor_version": saved.anchor_version,
             "local_steps": saved.local_steps,
             "exchanges": saved.exchanges,
+            "weight": saved.weight,
+            "pace": saved.pace,
             "containers": trees.describe(saved.params).structure,
         }
         tree = {"params": saved.params, "state": saved.state, "anchor": saved.anchor}
@@ -103,6 +105,8 @@ class WorkerPart(Part):
             anchor_version=tuple(version) if isinstance(version, list) else version,
             local_steps=about["local_steps"],
             exchanges=about["exchanges"],
+            weight=about.get("weight"),  # earlier releases have none of these
+            pace=about.get("pace"),
         )
         # A center that was saved with it knows of none that it had.
         life = about["life"] if self._keeps_life and not has_center else None

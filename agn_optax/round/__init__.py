@@ -46,7 +46,9 @@ from agn_optax.round._optimizers import diloco as diloco
 from agn_optax.round._optimizers import downpour as downpour
 from agn_optax.round._optimizers import dynsgd as dynsgd
 from agn_optax.round._optimizers import easgd as easgd
+from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
+from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._period import local_warmup as local_warmup
 from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._placement import OnHost as OnHost

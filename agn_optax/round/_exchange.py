@@ -18,6 +18,7 @@ between them. No other code knows the order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round._placement import WHOLE, Layout
-from agn_optax.rules import Rule, discounted
+from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
 
@@ -176,7 +177,6 @@ def move_center(
     center: PyTree,
     center_state: PyTree,
     *,
-    staleness: Any = 0,
     combine: Callable[[PyTree], PyTree] | None = None,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
@@ -187,18 +187,17 @@ def move_center(
       contribution: of a worker, encoded.
       center: to be moved; on a mesh, perhaps this tower's piece of it.
       center_state: the center optimizer's.
-      staleness: of the contribution; 0 where it is the message of a round.
       combine: makes one message, cut as ``center``, of the contributions of all workers
         of a mesh; None where there is one.
-      extra_args: for the center optimizer.
+      extra_args: for the center optimizer: what there is to say of the contribution, or
+        of the message of the round (see `Rule`), and more.
     """
-    staleness = jnp.asarray(staleness, jnp.int32)
+    extra_args = told(extra_args or {})
     if combine is None:
         message = message_of(rule, contribution, center)
     else:
         message = combine(contribution)
-    message = discounted(rule, optax.tree.cast_like(message, center), staleness)
-    extra_args = {**(extra_args or {}), "staleness": staleness}
+    message = discounted(rule, optax.tree.cast_like(message, center), **extra_args)
     updates, center_state = rule.center.update(
         message, center_state, center, **extra_args
     )
@@ -292,7 +291,7 @@ def exchange(
 ) -> tuple[PyTree, ExchangeState]:
     """An exchange with a center at hand, of which ``state`` holds what is kept here.
 
-    ``extra_args`` are for the center optimizer.
+    ``extra_args`` are for the center optimizer; ``weight`` is this worker's own.
     """
     layout.check_met(rule.name)
     kept, center_state = layout.load(state.center, state.center_state)
@@ -306,16 +305,30 @@ def exchange(
         rule, local._replace(anchor=anchor), layout.part(params), live
     )
 
+    # Of the workers of a mesh: how much this one counts, if any says how much it does.
+    share, weight = None, extra_args.get("weight")
+    if weight is not None:
+        check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
+        weight = jnp.asarray(weight, jnp.float32)
+        own_weight, weight = weight, layout.mean(weight)
+        share = own_weight / weight if rule.combine == "mean" else None
+
     def message(contribution: PyTree, center: PyTree) -> PyTree:
         return optax.tree.cast_like(message_of(rule, contribution, center), kept)
 
     def combine(contribution: PyTree) -> PyTree:
         if rule.codec.is_identity:  # messages may be summed on their way
             own = message(contribution, kept if live is None else live)
+            if share is not None:
+                own = jax.tree.map(lambda m: (m * share).astype(m.dtype), own)
             return layout.combine(own, rule.combine, params)
         return layout.combine_encoded(
-            contribution, lambda each: message(each, kept), rule.combine, params
+            contribution, lambda each: message(each, kept), rule.combine, params, share
         )
+
+    said = {"steps": local.local_steps, "since": state.exchanges}
+    if weight is not None:
+        said["weight"] = weight
 
     moved, center_state = move_center(
         rule,
@@ -323,7 +336,7 @@ def exchange(
         kept,
         center_state,
         combine=combine,
-        extra_args={**extra_args, "steps": local.local_steps},
+        extra_args={**extra_args, **said, "workers": layout.count},
     )
     adopted = live if rule.adopts == "before" else layout.unite(moved, params)
     adopted = answer_of(rule, layout.whole(adopted, params))

@@ -189,6 +189,15 @@ class Layout:
 
         return jax.tree.map(own, tree)
 
+    @property
+    def count(self) -> int:
+        """Workers of the mesh."""
+        return _collectives.size(self.workers)
+
+    def mean(self, number: jax.Array) -> jax.Array:
+        """Of a scalar that each worker has, over all of them."""
+        return _collectives.psum(number, self.workers) / self.count
+
     def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
         """This tower's piece of all workers' messages, each given as a part."""
         count = _collectives.size(self.workers)
@@ -211,6 +220,7 @@ class Layout:
         message: Callable[[PyTree], PyTree],
         how: str,
         like: PyTree,
+        share: jax.Array | None = None,
     ) -> PyTree:
         """As `combine`, of what cannot be summed before it is decoded.
 
@@ -224,7 +234,18 @@ class Layout:
           message: ``encoded -> message``, of a piece.
           how: ``"sum"`` or ``"mean"``.
           like: a tree with the shapes of the whole.
+          share: of this tower's worker: how much its message counts, scalar; None where
+            all count alike.
         """
+        # In both of the orders in which workers stand below.
+        shares: Any = None
+        if share is not None:
+            one_by_one = _collectives.gather(
+                share[None], (*self.across, *self.beside), same=True
+            )
+            by_pieces = _collectives.gather(share[None], self.across)
+            by_pieces = _collectives.gather(by_pieces, self.beside)
+            shares = one_by_one, by_pieces
 
         def collect(whole: jax.Array, part: jax.Array) -> jax.Array:
             """This tower's piece of every worker's part: [workers, ...]."""
@@ -246,7 +267,15 @@ class Layout:
         count = _collectives.size(self.workers)
 
         def of(worker: Any) -> PyTree:
-            return message(jax.tree.map(lambda x: x[worker], sent))
+            made = message(jax.tree.map(lambda x: x[worker], sent))
+            if shares is None:
+                return made
+
+            def weigh(whole: jax.Array, m: jax.Array) -> jax.Array:
+                counts = shares[self._length(whole) is not None][worker]
+                return wide(m) * counts
+
+            return jax.tree.map(weigh, like, made)
 
         def wide(m: jax.Array) -> jax.Array:
             return m.astype(trees.wider(m.dtype, jnp.float32))

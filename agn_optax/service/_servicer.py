@@ -272,6 +272,7 @@ class Servicer:
             versions=installed(),
             grace=self.core.ledger.round_grace,
             stop_grace=self.stop_grace,
+            takes_weights=True,
         )
 
     def initialize(
@@ -689,6 +690,7 @@ class Servicer:
                     applied=answer.applied,
                     refused=answer.refused,
                     sequence=answer.sequence,
+                    pace=answer.pace,
                 )
                 if answer.recorded:
                     # A part of an answer is none: the rest may travel while the disk is
@@ -719,6 +721,8 @@ class Servicer:
             message.sequence,
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
+            steps=message.steps,
+            weight=message.weight if message.HasField("weight") else None,
         )
         if schema.hash not in self._compiled:  # its programs may take minutes
             submitted = in_background(submit, "agn-optax first exchange")

@@ -41,6 +41,8 @@ class WorkerState(NamedTuple):
     anchor_version: Any  # int; a tuple of them for a center in shards
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
+    weight: Any = None  # float: said of the round so far; None if nothing was
+    pace: Any = None  # float: as `Worker.pace`
 
 
 class Worker:
@@ -56,7 +58,7 @@ class Worker:
       inner: the inner optimizer.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the round that
-        begins.
+        begins; or `dynamic_period`, by which it follows the worker's speed.
       gradients: what is done to a gradient before anything else, such as
         ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
         which the center gets, see what comes out. In ``inner``, it would change the
@@ -100,6 +102,8 @@ class Worker:
         optimizer's state is not finite, that begins anew.
       refusal: why the last message was refused; "" if it was not.
       version: of the center that it adopted last; None before the start.
+      pace: this worker's speed as a share of the fastest worker's, as the center has
+        measured it last; None before it has.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
@@ -154,7 +158,9 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._length = _lengths(period)
+        self.pace: float | None = None
+        self._length = self._lengths(period)
+        self._follows = isinstance(period, rounds.DynamicPeriod)  # its own speed
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
@@ -167,6 +173,7 @@ class Worker:
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
+        self._weight: float | None = None  # said of the round
 
     def __repr__(self) -> str:
         """Its name and rule, and how far it is."""
@@ -271,7 +278,12 @@ class Worker:
         return self._in_flight or self.fills_round(1)
 
     def exchange(
-        self, params: PyTree, state: LocalState, *, steps: int = 1
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
 
@@ -288,13 +300,20 @@ class Worker:
           state: the state after the local step.
           steps: local steps since the last call, if a compiled function makes several
             (`jax.lax.scan`). The round ends at the first call with which it is full.
+          weight: what these local steps count, such as their tokens or samples, a
+            positive number of Python's or NumPy's. The message says the sum of its
+            round, for center optimizers that ask for it, and where messages of a round
+            become their mean. None says nothing; a round of which nothing is said
+            counts 1.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
-          InvalidArgumentError: ``steps`` is not a positive whole number.
+          InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
+            not positive and finite.
+          ProtocolError: the center is of a release that takes no weights.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated to something else; or the center has been started anew, or has given
             this worker's name to another one.
@@ -307,9 +326,12 @@ class Worker:
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
+        weight = check.weight(weight)
         length = self._length(self.exchanges + self._in_flight)
         message = self._message
         self._local_steps += steps
+        if weight is not None:
+            self._weight = (self._weight or 0.0) + weight
         if message is not None and message.flight is not None:
             patience = length if self._patience is None else max(self._patience, 1)
             if self._local_steps < patience and not message.is_answered:
@@ -354,7 +376,12 @@ class Worker:
         self._reported = reported
 
     def flush(
-        self, params: PyTree, state: LocalState, *, steps: int | None = None
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """Exchanges now, however few local steps the round has had; not if it had none.
 
@@ -363,12 +390,15 @@ class Worker:
         that is in flight.
 
         Args, returns and raises as `exchange`; but ``steps`` are all local steps that
-        the round has had, if not those that `exchange` was told of.
+        the round has had, if not those that `exchange` was told of, and ``weight`` is
+        what all of them count.
         """
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=0)
+        weight = check.weight(weight)
         self._local_steps = self._local_steps if steps is None else steps
+        self._weight = self._weight if weight is None else weight
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
@@ -436,6 +466,8 @@ class Worker:
             anchor.version,
             self._local_steps,
             self.exchanges,
+            self._weight,
+            self.pace,
         )
 
     def restore(
@@ -483,6 +515,8 @@ class Worker:
         self._begin(session, (params, state), Snapshot(anchor, seen))
         self._sent = sent
         self._local_steps = int(saved.local_steps)
+        self._weight = None if saved.weight is None else float(saved.weight)
+        self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -520,7 +554,7 @@ class Worker:
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _give_in(
@@ -540,7 +574,7 @@ class Worker:
             params, state, answer.params, has_sent=has_sent
         )
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _taken_back(
@@ -566,6 +600,7 @@ class Worker:
         more = {
             "anchor_version": anchor.version,
             "steps": self._local_steps,
+            "weight": self._weight,
             "reported": dict(self._reported),
         }
         made = (contribution, measured, codec_state)
@@ -598,7 +633,7 @@ class Worker:
     def _take_off(self, message: Message, left: Left) -> None:
         """A round begins while a message is in flight."""
         message.left, self._message = left, message
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         message.take_off(self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -704,13 +739,33 @@ class Worker:
         self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
+        self._set_pace(answer.pace)
         self._message = None
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
 
+    def _set_pace(self, pace: float | None) -> None:
+        if pace is not None:
+            self.pace = pace
+        elif self._follows and self._sent == 2:  # by then a center knows
+            _log.warning(
+                "%r says nothing of how fast worker %r is, as a center of an earlier "
+                "release: its rounds stay at %d local steps",
+                self.center,
+                self.name,
+                self._length(self.exchanges),
+            )
+
+    def _lengths(self, period: Any) -> Callable[[int], int]:
+        """Local steps of the round after so many exchanges."""
+        if isinstance(period, rounds.DynamicPeriod):
+            return lambda exchanges: period(self.pace)
+        return _scheduled(period)
+
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
-        self._session, self._sent, self._local_steps = session, 0, 0
+        self._session, self._sent = session, 0
+        self._local_steps, self._weight = 0, None
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 
@@ -776,7 +831,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-def _lengths(period: Any) -> Callable[[int], int]:
+def _scheduled(period: Any) -> Callable[[int], int]:
     """Local steps of the round after so many exchanges; each is asked for once."""
     schedule = rounds.as_schedule(period)
 

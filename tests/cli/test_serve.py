@@ -172,7 +172,7 @@ def test_modes(options, mode):
 
 def test_refusals():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
-    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7}
+    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
     assert _center_options.settings(options)["refuse"] == Refuse(**own)
