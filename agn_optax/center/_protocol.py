@@ -24,6 +24,7 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
+    received: int | None = None  # bytes that it came in; None if it did not travel
 
 
 class Session(abc.ABC):
@@ -53,6 +54,7 @@ class Session(abc.ABC):
         anchor_version: Any,
         steps: int = 0,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
 
@@ -63,6 +65,9 @@ class Session(abc.ABC):
           anchor_version: version of the snapshot that the worker adopted last.
           steps: local steps that the worker made, for whoever watches.
           reported: numbers of the worker's own by their names, for whoever watches.
+          anchor: the public center of that version, as this life of the center has had
+            it. The answer may then travel as differences from it. None has it travel
+            whole.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
@@ -113,6 +118,7 @@ class Session(abc.ABC):
         anchor_version: Any,
         steps: int = 0,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
         self.submit(
@@ -121,6 +127,7 @@ class Session(abc.ABC):
             anchor_version=anchor_version,
             steps=steps,
             reported=reported,
+            anchor=anchor,
         )
         snapshot = self.collect(sequence)
         assert snapshot is not None  # it waits for good
@@ -177,6 +184,9 @@ class Center(Protocol):
         The worker that did so may ask again (it may have crashed and come back): the
         center stays as it is.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           AlreadyInitializedError: somebody else initialized it.
           TreeMismatchError: leaves that are not real floating arrays.
@@ -188,12 +198,20 @@ class Center(Protocol):
         Args:
           timeout: seconds to wait at most; None waits for good.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           NotInitializedError: nobody initialized the center in time.
         """
 
-    def pull(self) -> Snapshot:
+    def pull(self, *, public: bool = False) -> Snapshot:
         """The center as it is.
+
+        Args:
+          public: as all workers have it, where the rule's codec answers in differences
+            (`agn_optax.codecs.two_way`); with any other codec nothing changes. Without
+            it the center is exact.
 
         Raises:
           NotInitializedError: it has no parameters yet.

@@ -55,6 +55,7 @@ class RemoteSession(Session):
         self._using = threading.Lock()
         self._link: Link | None = None
         self._exchange: Exchange | None = None  # that is under way
+        self._anchor: PyTree = None  # from which its answer may differ
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
 
@@ -89,6 +90,7 @@ class RemoteSession(Session):
         anchor_version: Any,
         steps: int = 0,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """As `Session.submit`."""
         if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
@@ -102,6 +104,7 @@ class RemoteSession(Session):
                 self._sent_over = None
             # A repeated one whose answer is still to come over the same link is not
             # sent again there: it would be answered twice.
+            self._anchor = anchor
             self._exchange = self._remote.as_message(
                 contribution,
                 self.worker,
@@ -109,6 +112,7 @@ class RemoteSession(Session):
                 anchor_version=int(anchor_version),
                 steps=steps,
                 reported={k: float(v) for k, v in (reported or {}).items()},
+                has_anchor=anchor is not None,
             )
             self._remote.connection.retry(self._send, within=SOON)
 
@@ -129,14 +133,20 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             said, arrays = answer
-            leaves = to_device(self._remote.widened(arrays))
+            if said.HasField("differences"):
+                count = said.differences
+                params = self._remote.followed(self._anchor, count, arrays)
+            else:
+                leaves = to_device(self._remote.widened(arrays))
+                params = self._remote.as_tree(leaves, self._like)
             return Snapshot(
-                self._remote.as_tree(leaves, self._like),
+                params,
                 said.version,
                 said.staleness,
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
+                sum(array.nbytes for array in arrays),
             )
 
     def acknowledge(self, sequence: int) -> None:
@@ -145,7 +155,7 @@ class RemoteSession(Session):
             exchange, link = self._exchange, self._link
             if exchange is None or exchange.message.sequence != sequence:
                 return
-            self._exchange = self._sent_over = None
+            self._exchange = self._sent_over = self._anchor = None
             if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
                 return
             try:
@@ -225,9 +235,10 @@ class RemoteSession(Session):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     return None
-            schema = self._remote.travels().answer
-            answer = self._remote.version_in(said, link, schema)
+            answer = self._remote.answer_in(said, link)
             self._check_sequence(answer[0].sequence)
+            if answer[0].HasField("differences") and self._anchor is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 

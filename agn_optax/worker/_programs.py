@@ -65,6 +65,8 @@ def programs(
     keep_anchor = rule.penalty is not None
     # Whether a contribution tells the parameters that it was made of.
     recovers = rounds.recovers(rule)
+    # Whether answers may be differences from what was adopted last.
+    follows = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -160,8 +162,9 @@ def programs(
     return SimpleNamespace(
         tx=optax.GradientTransformationExtraArgs(init, update),
         recovers=recovers,
-        # Whether contributions read the anchor, and the state has none.
-        holds_anchor=rule.needs_anchor and not keep_anchor,
+        follows=follows,
+        # Whether contributions or answers read the anchor, and the state has none.
+        holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(functools.partial(rounds.contribute, rule)),
         codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),

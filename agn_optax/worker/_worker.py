@@ -158,6 +158,7 @@ class Worker:
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
+        self._knows_anchor = True  # whether it is of this life of the center
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
         self._paced = False  # whether that was said
@@ -228,7 +229,8 @@ class Worker:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                snapshot = self.center.pull()
+                public = {"public": True} if self._programs.follows else {}
+                snapshot = self.center.pull(**public)
             else:
                 snapshot = self.center.wait(timeout)
             if params is None:
@@ -481,6 +483,7 @@ class Worker:
         session = self.center.join(self.name, params, life=its)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
+        self._knows_anchor = life is not None  # as the center has had it
         self._sent = sent
         self._local_steps = int(saved.local_steps)
         return params, state
@@ -568,6 +571,8 @@ class Worker:
             "steps": self._local_steps,
             "reported": dict(self._reported),
         }
+        if self._programs.follows and self._knows_anchor:
+            more["anchor"] = anchor.params
         made = (contribution, measured, codec_state)
         if isinstance(session, ToldSession):
             send = functools.partial(session.exchange_alone, *arguments, **more)
@@ -668,8 +673,11 @@ class Worker:
     def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
         """An answer where the parameters are that it is to be adopted by."""
         if self._callbacks:
-            dtype = self.center.rule.codec.answers
-            message.measured["bytes_received"] = trees.nbytes(answer.params, dtype)
+            received = answer.received
+            if received is None:
+                dtype = self.center.rule.codec.answer_dtype
+                received = trees.nbytes(answer.params, dtype)
+            message.measured["bytes_received"] = received
         answer = _placed(answer, params)
         if self._callbacks:
             distance = self._programs.distance(params, answer.params)
@@ -705,12 +713,14 @@ class Worker:
         self.staleness = answer.staleness
         self.norm = answer.norm
         self._message = None
+        self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
 
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
         self._session, self._sent, self._local_steps = session, 0, 0
+        self._knows_anchor = True
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 

@@ -108,6 +108,17 @@ def test_a_center_stays_where_its_answers_can_hold_it(name):
         agn_optax.LocalCenter(rule, times(7e4))
 
 
+def test_a_center_goes_no_further_at_a_time_than_differences_hold():
+    codec = agn_optax.codecs.two_way(
+        agn_optax.codecs.identity(), agn_optax.codecs.cast("float16")
+    )
+    center = agn_optax.LocalCenter(shared.downpour(codec=codec), times(1e5))
+    takes(center, -6e4)
+    takes(center, -6e4)
+    refuses(center, -7e4)
+    takes(center, 1.0)
+
+
 def test_a_center_that_is_not_finite_already_takes_messages():
     """So that one number that its chief began with does not stop all training."""
     params = times(1.0)
