@@ -24,6 +24,9 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
+    in_part: bool = (
+        False  # whether shards have applied some of the message, and not all
+    )
     received: int | None = None  # bytes that it came in; None if it did not travel
 
 

@@ -206,7 +206,8 @@ class ShardedCenter:
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
             "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
-            sum(received) if received else None,
+            in_part=len({snapshot.applied for snapshot in snapshots}) > 1,
+            received=sum(received) if received else None,
         )
 
 

@@ -146,7 +146,7 @@ class RemoteSession(Session):
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
-                sum(array.nbytes for array in arrays),
+                received=sum(array.nbytes for array in arrays),
             )
 
     def acknowledge(self, sequence: int) -> None:

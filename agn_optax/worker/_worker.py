@@ -517,9 +517,9 @@ class Worker:
                 raise
         self._check_pace(state)
         answer = self._taken(message, message.answer, params)
-        if answer.refused:
-            return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
+        if answer.refused:
+            return self._give_in(params, state, message, answer)
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
@@ -527,20 +527,23 @@ class Worker:
         return params, state
 
     def _give_in(
-        self,
-        params: PyTree,
-        state: LocalState,
-        answer: Snapshot,
-        has_sent: bool = False,
+        self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
     ) -> tuple[PyTree, LocalState]:
-        """The center in place of all that this worker has; its message was refused."""
+        """The center in place of all that this worker has; its message was refused.
+
+        What the message had is sent later, if the codec does that. But once only: what
+        is refused again, such as for its size, would be refused for good.
+        """
         _log.warning(
             "a message of worker %r was refused, which goes on from the center: %s",
             self.name,
             answer.refused,
         )
+        becomes = "forgotten" if self.refusal else "owed"
+        if answer.in_part:
+            becomes = "lost"
         params, state = self._programs.give_in(
-            params, state, answer.params, has_sent=has_sent
+            params, state, message.contribution, answer.params, becomes=becomes
         )
         self._adopted(answer)
         self._local_steps = 0
@@ -551,10 +554,10 @@ class Worker:
     ) -> LocalState:
         """With what a dropped message had, if the codec sends that later.
 
-        Of one in parts some may have been applied, and nothing may be applied twice.
+        Nothing may be applied twice, and of one in parts some may have been.
         """
-        in_parts = isinstance(answer.version, tuple)
-        if answer.applied or in_parts or self._programs.take_back is None:
+        is_whole = answer.applied or answer.in_part
+        if is_whole or self._programs.take_back is None:
             return state
         return self._programs.take_back(state, message.contribution)
 
@@ -624,7 +627,7 @@ class Worker:
             raise
         answer, left = self._taken(message, answer, params), message.left
         if answer.refused:
-            params, state = self._give_in(params, state, answer, has_sent=True)
+            params, state = self._give_in(params, state, message, answer)
         else:
             state = self._taken_back(state, message, answer)
             params, state = self._programs.land(

@@ -259,8 +259,17 @@ def observed(codec):
             "sent": jax.tree.map(jnp.add, state["sent"], sent),
         }
 
+    def returned(message, state):
+        back = codec.decode(message, state["sent"])
+        sent = jax.tree.map(jnp.subtract, state["sent"], back)
+        return {**state, "own": codec.returned(message, state["own"]), "sent": sent}
+
     return dataclasses.replace(
-        codec, init=init, encode=encode, name=f"observed({codec})"
+        codec,
+        init=init,
+        encode=encode,
+        name=f"observed({codec})",
+        returned=codec.returned and returned,
     )
 
 
@@ -534,16 +543,69 @@ def test_a_message_that_is_repeated_is_encoded_once():
     assert_identical((loop[1].codec_state, center.pull().params), (state, expected))
 
 
-def test_a_refused_message_leaves_the_residual_as_it_was():
+overlaps = pytest.mark.parametrize("overlap", [False, True])
+
+
+def a_worker(center, overlap):
+    return agn_optax.Worker(
+        center, INNER, period=PERIOD, name="anna", overlap=overlap, patience=1
+    )
+
+
+@overlaps
+def test_a_message_that_is_not_finite_leaves_the_residual_as_it_was(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = agn_optax.LocalCenter(rule, PARAMS)
-    worker = agn_optax.Worker(center, INNER, period=PERIOD)
+    worker = a_worker(center, overlap)
     loop = train_worker(worker, worker.start(), of_worker(GRADS, 0))
+    loop = worker.flush(*loop)
     before = jax.tree.map(np.array, loop[1].codec_state)
+    assert any(np.any(e) for e in jax.tree.leaves(before.residual))
     bad = jax.tree.map(lambda g: g * np.float32("nan"), of_worker(GRADS, 0))
-    loop = train_worker(worker, loop, bad)
-    assert worker.refused > 0
+    loop = worker.flush(*train_worker(worker, loop, bad))
+    assert worker.refused > 1
     assert_identical(jax.tree.map(np.asarray, loop[1].codec_state), before)
+
+
+@overlaps
+def test_13_a_refused_message_gives_back_what_it_had(overlap):
+    """Of one that came late, say, of which nothing is wrong; and it is sent later."""
+    rule = observed_rule("error_feedback")
+    refuse = agn_optax.center.Refuse(staleness=0)
+    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    worker = a_worker(center, overlap)
+    loop = worker.start()
+    for i in range(3):
+        if i == 1:
+            other = agn_optax.Worker(center, INNER, period=1)
+            train_worker(other, other.start(), jax.tree.map(jnp.zeros_like, first(1)))
+        loop = worker.flush(*train_worker(worker, loop, first(PERIOD + overlap, 2 * i)))
+    assert (worker.refused, worker.dropped) == (1, 0)
+    state = double(loop[1].codec_state)
+    residual, sent = state["own"].residual, state["sent"]
+    assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
+    expected = jax.tree.map(np.subtract, double(PARAMS), sent)
+    assert_identical(double(center.pull().params), expected)
+
+
+def first(count, begin=0):
+    """Gradients of a worker's steps."""
+    return jax.tree.map(lambda g: g[begin : begin + count, 0], GRADS)
+
+
+@overlaps
+def test_what_is_refused_twice_is_forgotten(overlap):
+    rule = shared.downpour(codec=CODECS["error_feedback"]())
+    refuse = agn_optax.center.Refuse(norm=1000.0)
+    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    worker = a_worker(center, overlap)
+    loop, norms = worker.start(), []
+    for i in range(4):
+        grads = jax.tree.map(lambda g, i=i: g * 2.0 ** (12 * (i == 1)), first(PERIOD))
+        loop = worker.flush(*train_worker(worker, loop, grads))
+        norms.append(float(worker.norm))
+    assert worker.refused == 2
+    assert max(norms[0], norms[3]) < 100 < min(norms[1], norms[2])
 
 
 @pytest.mark.parametrize("rule", ["agn_window", "easgd"])
