@@ -96,6 +96,19 @@ def test_bytes_on_the_wire(params, center, wire, message, answer):
     assert (cost.message, cost.answer) == (1000 * message, 1000 * answer)
 
 
+@pytest.mark.parametrize(("workers", "answer"), [(1, 516), (4, 2064), (8, 4000)])
+def test_differences_that_were_missed_come_back(workers, answer):
+    """One of every worker's exchange, or the whole where that is less."""
+    codec = codecs.two_way(codecs.identity(), codecs.quantize(4, block=250))
+    cost = plan(
+        rules.agn(SGD, codec=codec),
+        params=planning.abstract(1000),
+        cluster=dataclasses.replace(LINK, workers=workers),
+    )
+    assert (cost.message, cost.answer) == (4000, answer)
+    assert cost.worker.anchor == 4000
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_narrow_message_travels_as_it_is(dtype):
     """As over a real wire, where a gradient sum stays as narrow as it was made."""

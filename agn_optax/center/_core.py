@@ -211,18 +211,29 @@ class Core:
             with self._changed:
                 version.readers -= 1
 
-    def snapshot(self, version: Version | None = None, **answer: Any) -> Snapshot:
+    def snapshot(
+        self, version: Version | None = None, *, public: bool = False, **answer: Any
+    ) -> Snapshot:
         """A version for somebody who need not say when it has been read.
 
         Args:
           version: the answer to an exchange; None is the center as it is.
+          public: as workers have it, see `Center.pull`.
           **answer: what else an answer says.
         """
         with self._changed:
-            read = self.store.tree if version is None else self.store.answer
-            version = version or self.store.current
+            store = self.store
+            read = store.public if public else store.tree
+            if version is not None:
+                read = store.answer
+            version = version or store.current
             version.escaped = True
             return Snapshot(read(version), version.number, **answer)
+
+    def differences(self, since: int, version: Version) -> list[PyTree] | None:
+        """See `Store.differences`."""
+        with self._changed:
+            return self.store.differences(since, version)
 
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""
@@ -597,9 +608,10 @@ class LocalSession(Session):
         steps: int = 0,
         weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
-        del reported
+        del reported, anchor  # its answers are whole
         core, claim = self._core, Claim(steps, weight)
         message = core._examine(contribution)
         is_int = isinstance(anchor_version, int | np.integer)

@@ -111,6 +111,8 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
+    if rule.codec.answer_codec is not None:  # differences are encoded leaf by leaf
+        return None
     packing = Packing(tree)
     # What workers send is packed, too: one array for each leaf, which few codecs make.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))

@@ -27,6 +27,9 @@ class Snapshot(NamedTuple):
     # The worker's speed as a share of the fastest one's, in local steps a second; None
     # for a pull, and as long as the center does not know.
     pace: float | None = None
+    # Whether shards have applied some of the message, and not all.
+    in_part: bool = False
+    received: int | None = None  # bytes that it came in; None if it did not travel
 
 
 class Session(abc.ABC):
@@ -57,6 +60,7 @@ class Session(abc.ABC):
         steps: int = 0,
         weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
 
@@ -69,6 +73,9 @@ class Session(abc.ABC):
           weight: what the worker says that its round counts, such as its tokens: a
             positive number; None where it says nothing, which counts 1.
           reported: numbers of the worker's own by their names, for whoever watches.
+          anchor: the public center of that version, as this life of the center has had
+            it. The answer may then travel as differences from it. None has it travel
+            whole.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
@@ -121,6 +128,7 @@ class Session(abc.ABC):
         steps: int = 0,
         weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
         self.submit(
@@ -130,6 +138,7 @@ class Session(abc.ABC):
             steps=steps,
             weight=weight,
             reported=reported,
+            anchor=anchor,
         )
         snapshot = self.collect(sequence)
         assert snapshot is not None  # it waits for good
@@ -186,6 +195,9 @@ class Center(Protocol):
         The worker that did so may ask again (it may have crashed and come back): the
         center stays as it is.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           AlreadyInitializedError: somebody else initialized it.
           TreeMismatchError: leaves that are not real floating arrays.
@@ -197,12 +209,20 @@ class Center(Protocol):
         Args:
           timeout: seconds to wait at most; None waits for good.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           NotInitializedError: nobody initialized the center in time.
         """
 
-    def pull(self) -> Snapshot:
+    def pull(self, *, public: bool = False) -> Snapshot:
         """The center as it is.
+
+        Args:
+          public: as all workers have it, where the rule's codec answers in differences
+            (`agn_optax.codecs.two_way`); with any other codec nothing changes. Without
+            it the center is exact.
 
         Raises:
           NotInitializedError: it has no parameters yet.

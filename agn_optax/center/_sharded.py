@@ -96,15 +96,19 @@ class ShardedCenter:
         # Who is the chief of the first shard is the chief of all.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
-        return self.pull()
+        return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once all shards are initialized."""
         return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
 
-    def pull(self) -> Snapshot:
-        """The center as it is: every part is one version of its shard."""
-        return self.unite(self.all(lambda center: center.pull(), self.centers))
+    def pull(self, *, public: bool = False) -> Snapshot:
+        """The center as it is: every part is one version of its shard.
+
+        See `Center.pull`.
+        """
+        how = {"public": True} if public else {}
+        return self.unite(self.all(lambda center: center.pull(**how), self.centers))
 
     @property
     def address(self) -> str:
@@ -178,6 +182,7 @@ class ShardedCenter:
         """Who keeps what; a leaf is cut only where the codec sends it as it is."""
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
+        rows = rows and self.rule.codec.answer_codec is None
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
@@ -185,6 +190,7 @@ class ShardedCenter:
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
         paces = [s.pace for s in snapshots if s.pace is not None]
+        received = [s.received for s in snapshots if s.received is not None]
         whole = parts.join([snapshot.params for snapshot in snapshots])
         if self._like is not None:
             treedef = jax.tree.structure(self._like)
@@ -202,6 +208,8 @@ class ShardedCenter:
             all(snapshot.applied for snapshot in snapshots),
             "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
             min(paces, default=None),
+            in_part=len({snapshot.applied for snapshot in snapshots}) > 1,
+            received=sum(received) if received else None,
         )
 
 
@@ -232,6 +240,7 @@ class ShardedSession(Session):
         steps: int = 0,
         weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
@@ -241,10 +250,13 @@ class ShardedSession(Session):
                 f"shard, got {anchor_version!r}"
             )
         own = self._center.cut_message(contribution)
+        anchors = [None] * shards if anchor is None else self._center.cut(anchor)
         if not _is_finite(contribution):  # else one refuses it, and another takes it
             own = jax.tree.map(_not_finite, own)
 
-        def submit(session: Session, part: PyTree, version: int) -> None:
+        def submit(
+            session: Session, part: PyTree, version: int, anchor: PyTree
+        ) -> None:
             session.submit(
                 sequence,
                 part,
@@ -252,9 +264,10 @@ class ShardedSession(Session):
                 steps=steps,
                 weight=weight,
                 reported=reported,
+                anchor=anchor,
             )
 
-        self._center.all(submit, self._sessions, own, anchor_version)
+        self._center.all(submit, self._sessions, own, anchor_version, anchors)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """The answers of all shards as one: see `Session.collect`."""

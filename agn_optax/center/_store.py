@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._refusals import UNSAID, Claim
+from agn_optax.round import Public
 from agn_optax.rules import Rule, codecs, discounted, downpour, told
 
 PyTree = Any
@@ -40,6 +42,9 @@ class CenterState(NamedTuple):
     params: PyTree  # the current version
     center_state: PyTree  # the center optimizer's
     version: Any  # int: exchanges applied
+    # As workers adopt it, with the codec's state, where the rule's codec answers in
+    # differences; else None.
+    public: Public | None = None
 
 
 @dataclasses.dataclass
@@ -50,6 +55,7 @@ class Version:
     number: int
     readers: int = 0  # who say when they have finished
     escaped: bool = False  # given to somebody who need not say
+    public: Public | None = None  # of the same number; read and moved as this is
 
 
 class Store:
@@ -63,12 +69,15 @@ class Store:
       packs: keeps the parameters packed, where the rule does the same to all elements.
       center_state: of the rule's center optimizer, and of the tree; None for a new one.
       version: of the parameters.
+      public: what workers have of it, where they hear of differences; None for all of
+        it.
 
     Attributes:
       current: the newest version.
       packing: how the parameters are packed; None if they are kept as their tree.
       like: the tree of parameters, abstract.
       contribution_like: what workers send, abstract.
+      difference_like: between two public centers, abstract; None if none travel.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Store:
         packs: bool = False,
         center_state: PyTree = None,
         version: int = 0,
+        public: Public | None = None,
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
@@ -96,7 +106,14 @@ class Store:
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
         self._largest = math.inf  # of the center's numbers, at most
-        self.current = Version(kept, version)
+        if public is None:
+            public = rounds.init_public(rule, kept)
+        self.current = Version(kept, version, public=public)
+        self.difference_like = rounds.difference_like(rule, self.like)
+        # The last differences, by the versions that they make: less than all of it.
+        size, whole = map(trees.nbytes, (self.difference_like, self.like))
+        most = (whole - 1) // size if 0 < size <= whole else 0
+        self._differences: deque[tuple[int, PyTree]] = deque(maxlen=most)
         if center_state is None:
             self._check_answers()
             # Of a copy: some optimizers keep the parameters that they are shown.
@@ -111,30 +128,45 @@ class Store:
     ) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        params, state = jax.device_put((saved.params, saved.center_state), device)
+        params, state, public = jax.device_put(
+            (saved.params, saved.center_state, saved.public), device
+        )
         expected = jax.eval_shape(rule.center.init, params)
         check.same_tree(
             state, expected, "saved.center_state", "the rule's center_state"
         )
+        if public is not None:
+            expected = jax.eval_shape(
+                functools.partial(rounds.init_public, rule), params
+            )
+            what = "the rule's public center"
+            check.same_tree(public, expected, "saved.public", what)
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        state = trees.copy(state)
-        return cls(rule, params, packs=packs, center_state=state, version=version)
+        state, public = trees.copy((state, public))
+        return cls(
+            rule,
+            params,
+            packs=packs,
+            center_state=state,
+            version=version,
+            public=public,
+        )
 
     def _check_answers(self) -> None:
         """Workers can adopt the first version, in the dtype that it travels in."""
         codec = self._rule.codec
-        if codec.answers is None:
+        if codec.answer_dtype is None:
             return
         largest = float(_largest(self.current.params))
-        most = float(jnp.finfo(codec.answers).max)
+        most = float(jnp.finfo(codec.answer_dtype).max)
         if largest > most:
             raise errors.InvalidArgumentError(
                 f"by codec {codec.name!r} workers adopt the center as "
-                f"{jnp.dtype(codec.answers)}, which holds numbers up to "
+                f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
                 f"{most:g}; the first parameters have {largest:g}"
             )
 
@@ -149,8 +181,10 @@ class Store:
         if self.packing is not None:
             center_state = self.packing.unpack_state(self._rule, center_state)
         params = self.unplace(self.current.params)
-        params, center_state = trees.copy((params, center_state))
-        return CenterState(params, center_state, self.current.number)
+        params, center_state, public = trees.copy(
+            (params, center_state, self.current.public)
+        )
+        return CenterState(params, center_state, self.current.number, public)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""
@@ -160,10 +194,24 @@ class Store:
 
     def answer(self, version: Version) -> PyTree:
         """The parameters of a version as a worker adopts them at an exchange."""
-        params = self.tree(version)
-        if self._rule.codec.answers is None:
+        params = self.public(version)
+        if self._rule.codec.answer_dtype is None:
             return params
         return self._programs.answer(params)
+
+    def public(self, version: Version) -> PyTree:
+        """The parameters of a version as all workers have it; the exact ones if so."""
+        return self.tree(version) if version.public is None else version.public.params
+
+    def differences(self, since: int, version: Version) -> list[PyTree] | None:
+        """By which the public center of a number becomes that of a version.
+
+        None where they are not kept any more, or would be more than all of it.
+        """
+        if version.public is None:
+            return None
+        made = [each for n, each in self._differences if since < n <= version.number]
+        return made if len(made) == version.number - since else None
 
     def take(self, contribution: PyTree) -> PyTree:
         """A contribution, encoded, if it belongs to this center, where the center is.
@@ -268,28 +316,41 @@ class Store:
                 _about(before.number, 0, mean_steps, mean, workers),
             )
         if norms is not None and not self._is_bounded(sum(map(float, norms))):
-            finite = move.stays_finite(one, about, before.params, self._center_state)
+            finite = move.stays_finite(
+                one, about, before.params, self._center_state, before.public
+            )
             if not finite:
                 raise errors.MessageRefusedError(
                     "with this message, or with another one of its round, the center "
                     "would not be finite any more, as it is or as workers adopt it "
-                    f"({self._rule.codec.answers or 'unrounded'})"
+                    f"({self._rule.codec.answer_dtype or 'unrounded'})"
                 )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = move.in_place if in_place else move.anew
-        params, self._center_state = run(one, about, before.params, self._center_state)
-        self.current = Version(params, before.number + 1)
+        params, self._center_state, *told = run(
+            one, about, before.params, self._center_state, before.public
+        )
+        self._becomes(params, *told)
+
+    def _becomes(self, params: PyTree, public: Public | None, told: PyTree) -> None:
+        """The next version is there, and by which difference workers hear of it."""
+        number = self.current.number + 1
+        self.current = Version(params, number, public=public)
+        if public is not None:
+            self._differences.append((number, told))
 
     @functools.cached_property
     def _reach(self) -> tuple[float | None, float]:
         """By how much messages are multiplied, if they are; and how far they may go."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
-        if self._rule.codec.answers is not None:
-            dtypes.append(self._rule.codec.answers)
+        if self._rule.codec.answer_dtype is not None:
+            dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
+        if self._rule.codec.answer_codec is not None:
+            return None, most / 2  # a narrow difference may have no room, say
         return growth(self._rule, self.current.params), most / 2
 
     def _is_bounded(self, norm: float) -> bool:
@@ -314,7 +375,7 @@ class Store:
             self.place(adopted), self.current.params, self.place(sent)
         )
         self._largest = math.inf
-        self.current = Version(params, self.current.number + 1)
+        self._becomes(params, *self._programs.publish(params, self.current.public))
 
 
 _with_progress = jax.jit(rounds.with_progress)
@@ -508,13 +569,25 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return rounds.move_center(made, message, center, state, extra_args=said)
 
     def compiled(program: Any) -> SimpleNamespace:
-        """One program three times: ``(one, about, center, center_state)``."""
+        """One program three times: ``(one, about, center, center_state, public)``."""
 
-        def stays_finite(one: PyTree, about: Any, center: PyTree, state: PyTree) -> Any:
-            moved, moved_state = program(one, about, center, state)
+        def whole(
+            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
+        ) -> PyTree:
+            moved, state = program(one, about, center, state)
+            return moved, state, *rounds.publish(rule, moved, public)
+
+        def stays_finite(
+            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
+        ) -> Any:
+            moved, moved_state, moved_public, _ = whole(
+                one, about, center, state, public
+            )
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
-            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state, public))
+            new = jax.tree.leaves(
+                (rounds.answer_of(rule, moved), moved_state, moved_public)
+            )
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
                 for n, o in zip(new, old, strict=True)
@@ -525,8 +598,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
         # The center optimizer's state has no readers, so it is always updated in place.
         # Versions may have.
         return SimpleNamespace(
-            in_place=jax.jit(program, donate_argnums=(2, 3)),
-            anew=jax.jit(program, donate_argnums=3),
+            in_place=jax.jit(whole, donate_argnums=(2, 3, 4)),
+            anew=jax.jit(whole, donate_argnums=3),
             stays_finite=jax.jit(stays_finite),  # what is finite; nothing moves
         )
 
@@ -536,4 +609,5 @@ def _programs(rule: Rule) -> SimpleNamespace:
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
+        publish=jax.jit(functools.partial(rounds.publish, rule)),
     )

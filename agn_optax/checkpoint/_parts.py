@@ -6,6 +6,7 @@ Each says what it is in terms of JSON, gives a tree of arrays, and goes on from 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
@@ -140,7 +142,9 @@ class CenterPart(Part):
             "version": int(saved.version),
             "containers": trees.describe(saved.params).structure,
         }
-        return about, {"params": saved.params, "center_state": saved.center_state}
+        kept = saved._asdict()
+        del kept["version"]
+        return about, kept
 
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
         center, leaves = self._center, leaves_of(about)
@@ -151,9 +155,13 @@ class CenterPart(Part):
                 "into a new one, LocalCenter(rule)"
             )
         params = _of_dtypes(_params(about, like, leaves), _under("params", leaves))
+        rule = center.rule
         tree = {
             "params": params,
-            "center_state": jax.eval_shape(center.rule.center.init, params),
+            "center_state": jax.eval_shape(rule.center.init, params),
+            "public": jax.eval_shape(
+                functools.partial(rounds.init_public, rule), params
+            ),
         }
         _check_leaves(tree, leaves, "the center", where)
         return tree

@@ -13,6 +13,7 @@ from agn_optax.rules import Rule, codecs
 @_options.record(
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
+    answers=", ".join(rules.ANSWERS),
     optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
@@ -27,6 +28,8 @@ class RuleOptions:
       record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
       codec NAME: How contributions travel: {codecs}. A float, the center too; what any
         other loses goes into the next contribution.
+      answers NAME: How the center travels back: {answers}. A float rounds it; by any
+        other, workers hear of differences.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
@@ -50,6 +53,7 @@ class RuleOptions:
     rho: float | None = None
     record_dtype: str | None = None
     codec: str | None = None
+    answers: str | None = None
     center_optimizer: str | None = None
     learning_rate: float | None = None
     momentum: float | None = None
@@ -74,14 +78,12 @@ def make(options: RuleOptions) -> Rule:
 
 
 def codec(options: RuleOptions) -> codecs.Codec:
-    """How contributions travel.
+    """How contributions travel, and the center back.
 
     Raises:
       InvalidArgumentError: there is no codec of that name.
     """
-    if options.codec is None:
-        return codecs.identity()
-    return check.choose(options.codec, rules.CODECS, "--codec")
+    return rules.named_codec(_options.given(options), _options.option)
 
 
 def inner(name: str) -> optax.GradientTransformation:

@@ -79,12 +79,15 @@ def plan(
     state = jax.eval_shape(
         lambda params: rounds.init_local(rule, inner, params, None), params
     )
-    # Where a penalty reads the anchor it is in the state, else the worker holds on to
-    # the snapshot: one copy either way.
-    anchored = rule.needs_anchor or rule.penalty is not None
+    # Where a penalty reads the anchor it is in the state. Else, or where answers are
+    # differences from it, the worker holds on to the snapshot.
+    follows = rule.codec.answer_codec is not None
+    held = follows or (rule.needs_anchor and rule.penalty is None)
+    anchors = held + (rule.penalty is not None)
     center = _cast(params, center_dtype)
-    work = _work(rule, center, params)
-    message, children = work.message, cluster.centers[0][1]
+    children = cluster.centers[0][1]
+    work = _work(rule, center, params, children)
+    message = work.message
     took = _times.times(work, cluster, *_times.lowest(cluster))
     longest = took.longest(children)
     hidden = _hiding(took, cluster)
@@ -96,12 +99,13 @@ def plan(
     narrow = None
     if rule.codec.is_identity:
         halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-        narrow = _work(halved, center, params)
+        narrow = _work(halved, center, params, children)
     levels: tuple[Level, ...] = (lowest,)
     of_root = work
     if len(cluster.centers) > 1:
         # To its parent a center is a worker, whose parameters have the center's dtype.
-        of_root = _work(rule, center, center)
+        most = max(sites for _, sites in cluster.centers[1:])
+        of_root = _work(rule, center, center, most)
         levels = (lowest, *_times.above(lowest, of_root, cluster))
     kept = None
     if cluster.disk is not None:
@@ -122,7 +126,7 @@ def plan(
             inner_state=trees.nbytes(state.inner_state),
             record=trees.nbytes(state.record),
             codec_state=trees.nbytes(state.codec_state),
-            anchor=trees.nbytes(center) if anchored else 0,
+            anchor=anchors * trees.nbytes(center),
             staged=message + trees.nbytes(center),
             overlap=trees.nbytes(params),
         ),
@@ -140,14 +144,22 @@ def plan(
     )
 
 
-def _work(rule: Rule, center: PyTree, params: PyTree) -> Work:
-    """Bytes of an exchange of parameters with a center."""
+def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
+    """Bytes of an exchange of parameters with a center of so many workers."""
     message = trees.nbytes(rounds.contribution_like(rule, center, params))
-    state = jax.eval_shape(rule.center.init, center)
+    state = jax.eval_shape(
+        lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
+        center,
+    )
     snapshot = trees.nbytes(center) + trees.nbytes(state)
+    answer = trees.nbytes(center, rule.codec.answer_dtype)
+    if rule.codec.answer_codec is not None:
+        # Workers that exchange in turns have missed one of each when theirs comes.
+        missed = workers * trees.nbytes(rounds.difference_like(rule, center))
+        answer = min(answer, missed)
     return Work(
         message,
-        answer=trees.nbytes(center, rule.codec.answers),
+        answer=answer,
         # The message is read twice (its norm is taken first), and the center and its
         # optimizer's state go there and back.
         applied=2 * (message + snapshot),

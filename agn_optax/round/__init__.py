@@ -15,6 +15,7 @@ from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
+from agn_optax.round._exchange import Public as Public
 from agn_optax.round._exchange import adopt as adopt
 from agn_optax.round._exchange import adopt_late as adopt_late
 from agn_optax.round._exchange import answer_of as answer_of
@@ -22,13 +23,17 @@ from agn_optax.round._exchange import begin_round as begin_round
 from agn_optax.round._exchange import check_step as check_step
 from agn_optax.round._exchange import contribute as contribute
 from agn_optax.round._exchange import contribution_like as contribution_like
+from agn_optax.round._exchange import difference_like as difference_like
 from agn_optax.round._exchange import empty_record as empty_record
+from agn_optax.round._exchange import follow as follow
 from agn_optax.round._exchange import init_local as init_local
+from agn_optax.round._exchange import init_public as init_public
 from agn_optax.round._exchange import local_step as local_step
 from agn_optax.round._exchange import message_of as message_of
 from agn_optax.round._exchange import move_anchor as move_anchor
 from agn_optax.round._exchange import move_center as move_center
 from agn_optax.round._exchange import overwrite as overwrite
+from agn_optax.round._exchange import publish as publish
 from agn_optax.round._exchange import recover as recover
 from agn_optax.round._exchange import recovers as recovers
 from agn_optax.round._exchange import with_progress as with_progress

@@ -7,7 +7,8 @@
         s  = encode(k)                             at the worker        contribute
         m  = message(decode(s), c)                 at the center        message_of
         c' = c + center_optimizer(m)               at the center        move_center
-        c  = round(c or c')                        at the center        answer_of
+        p' = p + decode(encode(c' - p))            at the center        publish
+        c  = round(c or c'), or p or p'            at the center        answer_of
         x  = adopt(x, c)                           at the worker        adopt
         r  = an empty record,   a = c              at the worker        begin_round
 
@@ -51,6 +52,14 @@ class ExchangeState(NamedTuple):
     center: PyTree  # as the parameters, in the center's dtype
     center_state: PyTree  # the center optimizer's
     exchanges: jax.Array  # int32 scalar: exchanges made so far
+    public: Public | None = None  # what workers adopt, where that is not the center
+
+
+class Public(NamedTuple):
+    """The center that workers adopt, where a codec tells them of it by differences."""
+
+    params: PyTree  # as the center
+    codec_state: PyTree  # of that codec
 
 
 def init_local(
@@ -210,11 +219,55 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
     return rule.message(contribution, center) if rule.message else contribution
 
 
-def answer_of(rule: Rule, center: PyTree) -> PyTree:
-    """The center as a worker adopts it: as exact as the rule's codec has it travel."""
-    if rule.codec.answers is None:
+def init_public(rule: Rule, center: PyTree) -> Public | None:
+    """The first public center, which is exact; None where there is none."""
+    codec = rule.codec.answer_codec
+    return None if codec is None else Public(trees.copy(center), codec.init(center))
+
+
+def publish(
+    rule: Rule, center: PyTree, public: Public | None
+) -> tuple[Public | None, PyTree]:
+    """The next public center, and the encoded difference that makes it of the last.
+
+    What a difference loses is in the next one, as each is taken from the exact center.
+    """
+    codec = rule.codec.answer_codec
+    if codec is None or public is None:
+        return None, None
+    difference = jax.tree.map(jnp.subtract, center, public.params)
+    encoded, codec_state = codec.encode(difference, public.codec_state)
+    return Public(follow(rule, public.params, encoded), codec_state), encoded
+
+
+def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
+    """The public center after ``params``, by a difference: the same bits everywhere."""
+    codec: Any = rule.codec.answer_codec
+    decoded = codec.decode(encoded, params)
+    return jax.tree.map(lambda p, d: p + d.astype(p.dtype), params, decoded)
+
+
+def difference_like(rule: Rule, center: PyTree) -> PyTree:
+    """An encoded difference between public centers, abstract; None if none travel."""
+
+    def encoded(center: PyTree) -> PyTree:
+        return publish(rule, center, init_public(rule, center))[1]
+
+    return jax.eval_shape(encoded, center)
+
+
+def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTree:
+    """The center as a worker adopts it: as the rule's codec has it travel."""
+    if public is not None:
+        return public.params
+    if rule.codec.answer_dtype is None:
         return center
-    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answers), center)
+    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
+
+
+def adopted_last(state: ExchangeState) -> PyTree:
+    """The anchor of a worker that keeps none of its own."""
+    return state.center if state.public is None else state.public.params
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
@@ -302,7 +355,10 @@ def exchange(
     local = state.local
     anchor = None if local.anchor is None else layout.part(local.anchor)
     contribution, codec_state = contribute(
-        rule, local._replace(anchor=anchor), layout.part(params), live
+        rule,
+        local._replace(anchor=anchor),
+        layout.part(params),
+        live if state.public is None else state.public.params,
     )
 
     # Of the workers of a mesh: how much this one counts, if any says how much it does.
@@ -338,8 +394,12 @@ def exchange(
         combine=combine,
         extra_args={**extra_args, **said, "workers": layout.count},
     )
-    adopted = live if rule.adopts == "before" else layout.unite(moved, params)
-    adopted = answer_of(rule, layout.whole(adopted, params))
+    public, _ = publish(rule, moved, state.public)
+    if rule.adopts == "before":
+        adopted, known = live, state.public
+    else:
+        adopted, known = layout.unite(moved, params), public
+    adopted = answer_of(rule, layout.whole(adopted, params), known)
     adopting = adopt(rule, params, adopted)
     local = begin_round(rule, local, params, adopted, layout)
     center, center_state = layout.store(moved, center_state, state.center)
@@ -348,6 +408,7 @@ def exchange(
         center=center,
         center_state=center_state,
         exchanges=optax.safe_increment(state.exchanges),
+        public=public,
     )
 
 

@@ -135,9 +135,16 @@ def phases(
     # before, or rounded, or need all of it at every step and hold a piece.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
-        or rule.codec.answers is not None
+        or rule.codec.answer_dtype is not None
         or (rule.penalty is not None and layout.sharded)
     )
+
+    if rule.codec.answer_codec is not None and layout.placement != Placement():
+        raise errors.InvalidArgumentError(
+            f"codec {rule.codec} answers in differences, which are taken where the "
+            f"center is whole, on the device; got placement={layout.placement}. Leave "
+            "the placement out, or give the codec other answers"
+        )
 
     def init_fn(params: PyTree) -> ExchangeState:
         check.float_leaves(params, "params")
@@ -165,6 +172,7 @@ def phases(
             center=center,
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
+            public=_exchange.init_public(rule, whole),
         )
 
     def update_fn(
@@ -174,8 +182,9 @@ def phases(
         layout.check_center(params, state.center)
         if layout.sharded:
             layout.check_bound()
+        center = _exchange.adopted_last(state)
         updates, local = _exchange.local_step(
-            rule, inner, updates, state.local, params, state.center, extra_args, layout
+            rule, inner, updates, state.local, params, center, extra_args, layout
         )
         return updates, state._replace(local=local)
 
@@ -213,7 +222,8 @@ def phases(
             )
         own = find_state(state)
         layout.check_center(params, own.center)
-        return measure(rule, own.local, params, own.center, own.center_state)
+        anchor = _exchange.adopted_last(own)
+        return measure(rule, own.local, params, own.center, own.center_state, anchor)
 
     return Phases(init_fn, update_fn, exchange_fn, measure_fn)
 
@@ -330,7 +340,7 @@ def exchange_every(
             due, lambda state: exchanged((updates, state), params)[1], state
         )
         moved = _with_inner(moved, inner_state)
-        answer = _exchange.answer_of(rule, moved.center)
+        answer = _exchange.answer_of(rule, moved.center, moved.public)
         adopted = _exchange.adopt(rule, params, answer)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
@@ -477,9 +487,13 @@ def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
-    local, center = state.local, state.center
+    local, center, public = state.local, state.center, state.public
     on_host, center_state = unwrapped(state.center_state)
     of_center = _leafwise.owners_in(rule.center, center_state, numbers)
+    if public is not None:
+        codec = rule.codec.answer_codec
+        of_codec = _leafwise.owners_in(codec, public.codec_state, numbers)
+        public = _exchange.Public(numbers, of_codec)
     return ExchangeState(
         local=_exchange.LocalState(
             local_steps=_parts.SHARED,
@@ -491,6 +505,7 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
         center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
         center_state=OnHost(of_center) if on_host else of_center,
         exchanges=_parts.SHARED,
+        public=public,
     )
 
 

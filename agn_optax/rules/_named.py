@@ -44,20 +44,23 @@ RULES: dict[str, Callable[..., Rule]] = {
     for name, make in sorted(vars(_rule).items())
     if getattr(make, "__annotations__", {}).get("return") == Rule.__name__
 }
-CODECS = {
-    **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
-    **{
-        f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
-    },
-    "e3m0": codecs.error_feedback(codecs.quantize(4, format="e3m0")),
-    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
-    "sign": codecs.error_feedback(codecs.sign()),
+_DTYPES = ("bfloat16", "float16")
+_LOSING = {
+    **{f"int{bits}": codecs.quantize(bits) for bits in (8, 4, 2)},
+    "e3m0": codecs.quantize(4, format="e3m0"),
+    "sign": codecs.sign(),
     # With what SparseLoCo has: 64 of 4096 elements, in 2 bits.
-    "top_k": codecs.error_feedback(
-        codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
-        decay=0.95,
+    "top_k": codecs.chain_codecs(
+        codecs.top_k(64), codecs.quantize(2, format="codebook")
     ),
 }
+CODECS = {
+    **{name: codecs.cast(name) for name in _DTYPES},
+    **{name: codecs.error_feedback(codec) for name, codec in _LOSING.items()},
+    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
+    "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
+}
+ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
 # What a setting of an optimizer may be at most; 0 is the least.
 _HIGHEST = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
@@ -70,10 +73,11 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     """The rule that settings name.
 
     Args:
-      given: ``rule``, the name of one; its own settings and ``codec`` by its name; and
-        ``center_optimizer``, the name of an optimizer, with the settings of that. Or
-        ``rule_from``, "module:object", alone: a rule, or a function without arguments
-        that returns one; modules in the current directory are found.
+      given: ``rule``, the name of one; its own settings; ``codec`` and ``answers`` by
+        their names, see `named_codec`; and ``center_optimizer``, the name of an
+        optimizer, with the settings of that. Or ``rule_from``, "module:object", alone:
+        a rule, or a function without arguments that returns one; modules in the current
+        directory are found.
       spelt: how a setting is called where its user finds it.
 
     Raises:
@@ -105,7 +109,7 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     settings = _settings(given, factory, f"rule {name}", spelt)
     center = inspect.signature(factory).parameters.get("center")
     of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    its_own = {"rule", "codec", *settings, *of_center}
+    its_own = {"rule", "codec", "answers", *settings, *of_center}
     refuse(f"does not apply to rule {name}", set(given) - its_own)
     if "center_optimizer" in given:
         settings["center"] = _optimizer(given, spelt, refuse)
@@ -116,9 +120,24 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
         )
     else:
         refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
+    return factory(**settings, codec=named_codec(given, spelt))
+
+
+def named_codec(
+    given: Mapping[str, Any], spelt: Callable[[str], str] = str
+) -> codecs.Codec:
+    """The codec that settings name: ``codec`` one way, ``answers`` back, or neither.
+
+    Raises:
+      InvalidArgumentError: there is none of that name.
+    """
+    made = codecs.identity()
     if "codec" in given:
-        settings["codec"] = check.choose(given["codec"], CODECS, spelt("codec"))
-    return factory(**settings)
+        made = check.choose(given["codec"], CODECS, spelt("codec"))
+    if "answers" in given:
+        answers = check.choose(given["answers"], ANSWERS, spelt("answers"))
+        made = codecs.two_way(made, answers)
+    return made
 
 
 def _optimizer(

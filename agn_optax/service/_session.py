@@ -56,6 +56,7 @@ class RemoteSession(Session):
         self._using = threading.Lock()
         self._link: Link | None = None
         self._exchange: Exchange | None = None  # that is under way
+        self._anchor: PyTree = None  # from which its answer may differ
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
 
@@ -91,6 +92,7 @@ class RemoteSession(Session):
         steps: int = 0,
         weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """As `Session.submit`.
 
@@ -116,6 +118,7 @@ class RemoteSession(Session):
                 self._sent_over = None
             # A repeated one whose answer is still to come over the same link is not
             # sent again there: it would be answered twice.
+            self._anchor = anchor
             self._exchange = self._remote.as_message(
                 contribution,
                 self.worker,
@@ -124,6 +127,7 @@ class RemoteSession(Session):
                 steps=steps,
                 weight=weight,
                 reported={k: float(v) for k, v in (reported or {}).items()},
+                has_anchor=anchor is not None,
             )
             self._remote.connection.retry(self._send, within=SOON)
 
@@ -144,15 +148,21 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             said, arrays = answer
-            leaves = to_device(self._remote.widened(arrays))
+            if said.HasField("differences"):
+                count = said.differences
+                params = self._remote.followed(self._anchor, count, arrays)
+            else:
+                leaves = to_device(self._remote.widened(arrays))
+                params = self._remote.as_tree(leaves, self._like)
             return Snapshot(
-                self._remote.as_tree(leaves, self._like),
+                params,
                 said.version,
                 said.staleness,
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
                 said.pace if said.HasField("pace") else None,
+                received=sum(array.nbytes for array in arrays),
             )
 
     def acknowledge(self, sequence: int) -> None:
@@ -161,7 +171,7 @@ class RemoteSession(Session):
             exchange, link = self._exchange, self._link
             if exchange is None or exchange.message.sequence != sequence:
                 return
-            self._exchange = self._sent_over = None
+            self._exchange = self._sent_over = self._anchor = None
             if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
                 return
             try:
@@ -241,9 +251,10 @@ class RemoteSession(Session):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     return None
-            schema = self._remote.travels().answer
-            answer = self._remote.version_in(said, link, schema)
+            answer = self._remote.answer_in(said, link)
             self._check_sequence(answer[0].sequence)
+            if answer[0].HasField("differences") and self._anchor is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 

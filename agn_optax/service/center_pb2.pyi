@@ -188,7 +188,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported", "weight")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported", "weight", "has_anchor")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Message(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
@@ -210,7 +211,8 @@ class Message(_message.Message):
     steps: int
     reported: _containers.ScalarMap[str, float]
     weight: float
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., weight: _Optional[float] = ...) -> None: ...
+    has_anchor: bool
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., weight: _Optional[float] = ..., has_anchor: bool = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema")
@@ -229,13 +231,15 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("wait",)
+    __slots__ = ("wait", "public")
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_FIELD_NUMBER: _ClassVar[int]
     wait: float
-    def __init__(self, wait: _Optional[float] = ...) -> None: ...
+    public: bool
+    def __init__(self, wait: _Optional[float] = ..., public: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused", "pace")
+    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused", "pace", "differences")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +248,7 @@ class Snapshot(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     staleness: int
@@ -252,7 +257,8 @@ class Snapshot(_message.Message):
     sequence: int
     refused: str
     pace: float
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ..., pace: _Optional[float] = ...) -> None: ...
+    differences: int
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ..., pace: _Optional[float] = ..., differences: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()

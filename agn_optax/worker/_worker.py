@@ -164,6 +164,7 @@ class Worker:
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
+        self._knows_anchor = True  # whether it is of this life of the center
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
         self._paced = False  # whether that was said
@@ -235,7 +236,8 @@ class Worker:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                snapshot = self.center.pull()
+                public = {"public": True} if self._programs.follows else {}
+                snapshot = self.center.pull(**public)
             else:
                 snapshot = self.center.wait(timeout)
             if params is None:
@@ -513,6 +515,7 @@ class Worker:
         session = self.center.join(self.name, params, life=its)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
+        self._knows_anchor = life is not None  # as the center has had it
         self._sent = sent
         self._local_steps = int(saved.local_steps)
         self._weight = None if saved.weight is None else float(saved.weight)
@@ -548,9 +551,9 @@ class Worker:
                 raise
         self._check_pace(state)
         answer = self._taken(message, message.answer, params)
-        if answer.refused:
-            return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
+        if answer.refused:
+            return self._give_in(params, state, message, answer)
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
@@ -558,20 +561,23 @@ class Worker:
         return params, state
 
     def _give_in(
-        self,
-        params: PyTree,
-        state: LocalState,
-        answer: Snapshot,
-        has_sent: bool = False,
+        self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
     ) -> tuple[PyTree, LocalState]:
-        """The center in place of all that this worker has; its message was refused."""
+        """The center in place of all that this worker has; its message was refused.
+
+        What the message had is sent later, if the codec does that. But once only: what
+        is refused again, such as for its size, would be refused for good.
+        """
         _log.warning(
             "a message of worker %r was refused, which goes on from the center: %s",
             self.name,
             answer.refused,
         )
+        becomes = "forgotten" if self.refusal else "owed"
+        if answer.in_part:
+            becomes = "lost"
         params, state = self._programs.give_in(
-            params, state, answer.params, has_sent=has_sent
+            params, state, message.contribution, answer.params, becomes=becomes
         )
         self._adopted(answer)
         self._local_steps, self._weight = 0, None
@@ -582,10 +588,10 @@ class Worker:
     ) -> LocalState:
         """With what a dropped message had, if the codec sends that later.
 
-        Of one in parts some may have been applied, and nothing may be applied twice.
+        Nothing may be applied twice, and of one in parts some may have been.
         """
-        in_parts = isinstance(answer.version, tuple)
-        if answer.applied or in_parts or self._programs.take_back is None:
+        is_whole = answer.applied or answer.in_part
+        if is_whole or self._programs.take_back is None:
             return state
         return self._programs.take_back(state, message.contribution)
 
@@ -603,6 +609,8 @@ class Worker:
             "weight": self._weight,
             "reported": dict(self._reported),
         }
+        if self._programs.follows and self._knows_anchor:
+            more["anchor"] = anchor.params
         made = (contribution, measured, codec_state)
         if isinstance(session, ToldSession):
             send = functools.partial(session.exchange_alone, *arguments, **more)
@@ -654,7 +662,7 @@ class Worker:
             raise
         answer, left = self._taken(message, answer, params), message.left
         if answer.refused:
-            params, state = self._give_in(params, state, answer, has_sent=True)
+            params, state = self._give_in(params, state, message, answer)
         else:
             state = self._taken_back(state, message, answer)
             params, state = self._programs.land(
@@ -703,8 +711,11 @@ class Worker:
     def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
         """An answer where the parameters are that it is to be adopted by."""
         if self._callbacks:
-            dtype = self.center.rule.codec.answers
-            message.measured["bytes_received"] = trees.nbytes(answer.params, dtype)
+            received = answer.received
+            if received is None:
+                dtype = self.center.rule.codec.answer_dtype
+                received = trees.nbytes(answer.params, dtype)
+            message.measured["bytes_received"] = received
         answer = _placed(answer, params)
         if self._callbacks:
             distance = self._programs.distance(params, answer.params)
@@ -741,6 +752,7 @@ class Worker:
         self.norm = answer.norm
         self._set_pace(answer.pace)
         self._message = None
+        self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
@@ -766,6 +778,7 @@ class Worker:
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
         self._session, self._sent = session, 0
         self._local_steps, self._weight = 0, None
+        self._knows_anchor = True
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 

@@ -19,7 +19,7 @@ import sessions
 from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import codecs, errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
 from agn_optax.center.durability import _writer
 from agn_optax.cli import _center_options, _rules
@@ -40,6 +40,18 @@ def address(tmp_path):
         ({"rule": "downpour"}, rules.downpour()),
         ({"rule": "easgd", "moving_rate": 0.3, "rho": 0.5}, rules.easgd(0.3, rho=0.5)),
         ({"rule": "diloco"}, rules.diloco()),
+        (
+            {"rule": "diloco", "codec": "int4", "answers": "int8"},
+            rules.diloco(
+                codec=codecs.two_way(
+                    codecs.error_feedback(codecs.quantize(4)), codecs.quantize(8)
+                )
+            ),
+        ),
+        (
+            {"rule": "downpour", "answers": "bfloat16"},
+            rules.downpour(codec=codecs.two_way(codecs.identity(), "bfloat16")),
+        ),
         (
             {"rule": "diloco", "center_optimizer": "sgd", "learning_rate": 0.5},
             rules.diloco(optax.sgd(0.5)),
@@ -120,6 +132,10 @@ def test_every_center_optimizer_takes_its_options(name):
         (
             {"rule_from": "m:rule", "learning_rate": 0.1},
             "--learning-rate does not go with --rule-from",
+        ),
+        (
+            {"rule": "average", "answers": "low_rank"},
+            "--answers must be one of bfloat16",
         ),
         ({"rule_from": "m"}, "--rule-from must be \"module:object\", got 'm'"),
         ({"rule_from": "not_there:rule"}, "No module named 'not_there'"),

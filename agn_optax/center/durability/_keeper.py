@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._refusals import Claim
@@ -528,7 +529,7 @@ class Keeper:
             "ledger": ledger,
             "chief": chief,
         }
-        leaves = jax.tree.leaves((state.params, state.center_state))
+        leaves = jax.tree.leaves((state.params, state.center_state, state.public))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
@@ -575,7 +576,10 @@ def _state(
         raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
-    state = jax.eval_shape(rule.center.init, restored)
+    state = jax.eval_shape(
+        lambda params: (rule.center.init(params), rounds.init_public(rule, params)),
+        restored,
+    )
     rest = snapshot.arrays[count:]
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:
@@ -583,8 +587,8 @@ def _state(
             f"{where} is one of another rule: its center optimizer has another state. "
             "Give it the same optimizer, or another directory"
         )
-    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"])
+    center_state, public = jax.tree.unflatten(jax.tree.structure(state), rest)
+    return CenterState(restored, center_state, about["version"], public)
 
 
 def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:

@@ -67,6 +67,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
         name=name,
         answers=answers,
         of_differences=any(codec.of_differences for codec in codecs),
+        is_exact=all(codec.is_exact for codec in codecs),
     )
 
 
