@@ -381,7 +381,7 @@ def test_who_does_not_ask_gets_nothing():
         state = center.save().center_state
         about = _about(1, 0, 2, 3.0, 1)
         lowered = _programs(rule).move.in_place.lower(
-            jnp.ones(3), about, jnp.ones(3), state
+            jnp.ones(3), about, jnp.ones(3), state, None
         )
         main = lowered.as_text().split("@main(", 1)[1].split("->", 1)[0]
         seen[name] = main.count("%arg")
