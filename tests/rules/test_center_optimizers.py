@@ -357,6 +357,25 @@ def test_buffered_is_the_optimizer_of_means(inner):
     assert int(state.held) == 3
 
 
+@pytest.mark.parametrize("size", [3, 4])
+def test_buffered_it_is_a_round(size):
+    """Workers that begin at one version: their round, or one after the other."""
+    sgd, params = optax.sgd(0.3, momentum=0.9), jnp.ones(500)
+    rounds = Store(rules.diloco(sgd), params)
+    one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
+    for _ in range(3):
+        messages = [
+            np.asarray(RANDOM.normal(size=500), np.float32) for _ in range(size)
+        ]
+        rounds.apply(messages, [0] * size, [1.0] * size)
+        for late, message in enumerate(messages):
+            one_by_one.apply([message], [late])
+    found = rounds.save().params, one_by_one.save().params
+    if size == 4:  # division by which is exact
+        assert_identical(*found)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def test_a_radial_mean_keeps_the_length():
     """Of two messages at right angles the mean is shorter, by the root of 2."""
     tx = outer.buffered(optax.sgd(1.0), 2, combine="radial")
