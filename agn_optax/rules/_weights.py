@@ -145,7 +145,9 @@ def scale_by_steps(
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
-def scale_by_turnaround(workers: int) -> optax.GradientTransformationExtraArgs:
+def scale_by_turnaround(
+    workers: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
     r"""Multiplies the updates by the share of all messages in which their worker comes.
 
     .. math:: u \leftarrow \frac{\tau + 1}{n} u
@@ -159,14 +161,16 @@ def scale_by_turnaround(workers: int) -> optax.GradientTransformationExtraArgs:
     need no such correction, and late messages are the worse ones.)
 
     Args:
-      workers: :math:`n`. Among workers of one speed a message counts as it is.
+      workers: :math:`n`; None takes the extra argument ``workers`` of ``update``, how
+        many there are now. Among workers of one speed a message counts as it is.
 
     Returns:
       A stateless transformation that keeps the dtypes of its updates.
 
     Raises:
       InvalidArgumentError: ``workers`` is not a positive whole number.
-      MissingArgumentError: ``update`` came without ``staleness``.
+      MissingArgumentError: ``update`` came without ``staleness``, or nobody said how
+        many workers there are.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -179,7 +183,7 @@ def scale_by_turnaround(workers: int) -> optax.GradientTransformationExtraArgs:
       Optimal Distributed Optimization under Data and System Heterogeneity*, 2026. There
       rates are in proportion to times of computation, which staleness stands for here.
     """
-    workers = check.positive_int(workers, "workers")
+    fixed = None if workers is None else check.positive_int(workers, "workers")
 
     def update_fn(
         updates: PyTree,
@@ -187,11 +191,15 @@ def scale_by_turnaround(workers: int) -> optax.GradientTransformationExtraArgs:
         params: PyTree = None,
         *,
         staleness: Any = None,
+        workers: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         del params, extra_args
+        there = _given(
+            workers if fixed is None else fixed, "workers", "scale_by_turnaround"
+        )
         late = _given(staleness, "staleness", "scale_by_turnaround")
-        return _times(updates, (late + 1) / workers), state
+        return _times(updates, (late + 1) / there), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -324,7 +324,9 @@ def unseen(rule, codec):
         return 0.0
     codec, params = CODECS[codec], jax.tree.map(jnp.float32, BEST)
     sent, _ = codec.encode(params, codec.init(params))
-    return way_left(codec.decode(sent, params))
+    lost = way_left(codec.decode(sent, params))
+    # Error feedback adds to the next one what this one has lost.
+    return lost if codec.returned is None else 2 * lost
 
 
 def refused(rule, codec, place, dtype):

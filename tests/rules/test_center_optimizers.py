@@ -173,28 +173,36 @@ def test_n_messages_act_as_their_mean_in_one_step(spread):
     assert not state.buffer.any()
 
 
-def test_it_stands_messages_one_by_one_where_momentum_does_not():
-    """Four workers' messages of one quadratic: ordinary momentum overshoots, it not."""
+def test_they_stand_messages_one_by_one_where_momentum_does_not():
+    """Four workers' messages of one quadratic: ordinary momentum overshoots."""
 
     def distance(tx, rounds=60):
+        tx = optax.with_extra_args_support(tx)
+
         @jax.jit
-        def one(x, state, stale):
-            updates, state = tx.update(stale, state, x)
+        def one(x, state, stale, late):
+            updates, state = tx.update(stale, state, x, staleness=late)
             return optax.apply_updates(x, updates), state
 
         x = jnp.ones(1)
         state, worst = tx.init(x), 0.0
         for _ in range(rounds):
             stale = x  # all four have read the same center
-            for _ in range(4):
-                x, state = one(x, state, 0.4 * stale)
+            for late in range(4):
+                x, state = one(x, state, 0.4 * stale, late)
             worst = max(worst, abs(float(x[0])))
         return worst, abs(float(x[0]))
 
     plain = distance(optax.sgd(0.7, 0.9, nesterov=True))
-    delayed = distance(agn_optax.delayed_nesterov(0.7, 0.9, delay=4))
-    assert delayed[1] < 1e-2
-    assert delayed[0] < 1.0 < plain[0]
+    assert plain[0] > 1.0
+    for tx in (
+        outer.delayed_nesterov(0.7, 0.9, delay=4),
+        outer.ordered_momentum(0.7, 0.9, messages=4),
+        outer.heloco(0.7, 0.9, messages=4),
+    ):
+        worst, last = distance(tx)
+        assert last < 1e-2
+        assert worst < 1.0
 
 
 def test_it_runs_a_center():
@@ -355,6 +363,25 @@ def test_buffered_is_the_optimizer_of_means(inner):
     waiting, state = trained(outer.buffered(inner, 4), GRADS[:3])
     assert not waiting.any()
     assert int(state.held) == 3
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_buffered_it_is_a_round(size):
+    """Workers that begin at one version: their round, or one after the other."""
+    sgd, params = optax.sgd(0.3, momentum=0.9), jnp.ones(500)
+    rounds = Store(rules.diloco(sgd), params)
+    one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
+    for _ in range(3):
+        messages = [
+            np.asarray(RANDOM.normal(size=500), np.float32) for _ in range(size)
+        ]
+        rounds.apply(messages, [0] * size, [1.0] * size)
+        for late, message in enumerate(messages):
+            one_by_one.apply([message], [late])
+    found = rounds.save().params, one_by_one.save().params
+    if size == 4:  # division by which is exact
+        assert_identical(*found)
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_a_radial_mean_keeps_the_length():
@@ -587,6 +614,9 @@ def test_a_fast_worker_does_not_pull_the_center_to_its_data():
             seen.append(float(anchors[i].params[0]))
         return np.mean(seen[-100:])
 
+    tx = agn_optax.scale_by_turnaround()
+    told, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), staleness=7, workers=4)
+    assert float(told[0]) == 2.0
     assert where() == pytest.approx(-0.8, abs=0.05)
     assert where(agn_optax.scale_by_turnaround(2)) == pytest.approx(0.0, abs=0.05)
 
@@ -602,6 +632,7 @@ def test_a_fast_worker_does_not_pull_the_center_to_its_data():
         (agn_optax.scale_by_weight(lambda w, s: w / s), "weight"),
         (agn_optax.scale_by_steps(10.0), "steps"),
         (agn_optax.scale_by_turnaround(2), "staleness"),
+        (agn_optax.scale_by_turnaround(), "workers"),
     ],
 )
 def test_what_is_missing_is_named(tx, named):

@@ -47,9 +47,9 @@ def buffered(
     for the mean of k messages that are nearly at right angles is :math:`\sqrt k` times
     shorter than they are. It looks at whole leaves: a center in shards refuses it.
 
-    ``optax.MultiSteps`` does the same as the mean. It chooses with a ``cond``, through
-    which all its state is copied at every message; here everything is selected element
-    by element, so the center moves in place, in shards and packed.
+    ``optax.MultiSteps`` has the mean, too, as a running one, and takes as long. Here
+    messages are added up and divided once, as those of a round are, so k workers that
+    begin at one version get the same numbers either way.
 
     Args:
       optimizer: the center optimizer. At the messages between, what it makes of them is

@@ -36,7 +36,7 @@ def momentum_lookahead(
 
     Here the center *is* :math:`c`: put into the equations, it moves by
 
-    .. math:: c \leftarrow c - \eta (g + 2 \mu m_\text{new} - \mu m_\text{old})
+    .. math:: c \leftarrow c - \eta \left((2 - \mu) g + (2 \mu - 1) m\right)
 
     so workers adopt it like any other center, in every placement, and nothing else
     travels. :math:`b` is what `evaluated` returns; the two meet as momentum fades. (Of
@@ -93,9 +93,10 @@ def momentum_lookahead(
             lambda m, g: (momentum * m + (1 - momentum) * g).astype(m.dtype),
             *(state.momentum, updates),
         )
+        # g + 2 μ m' - μ m, without the m that m' is written over.
         moved = jax.tree.map(
-            lambda g, m, old: -learning_rate * (g + momentum * (2 * m - old)),
-            *(updates, new, state.momentum),
+            lambda g, m: -learning_rate * ((2 - momentum) * g + (2 * momentum - 1) * m),
+            *(updates, new),
         )
         moved = optax.tree.cast_like(moved, updates)
         return moved, LookaheadState(new, jnp.asarray(reach, jnp.float32))
@@ -180,19 +181,22 @@ def heloco(
     def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
         wide = trees.wider(message.dtype, jnp.float32)
         g, m = message.astype(wide), trusted.astype(wide)
-        g_norm, m_norm = _norm(g), _norm(m)
-        u, v = g / jnp.maximum(g_norm, tiny), m / jnp.maximum(m_norm, tiny)
-        cosine = jnp.sum(u * v)
+        g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
+        cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
         confidence = g_norm / jnp.maximum(g_norm + caution * m_norm, tiny)
+        # All that comes of it is so much of the message, and so much of momentum.
+        ratio = g_norm / jnp.maximum(m_norm, tiny)
         taken = jnp.minimum(-shrinks * cosine * confidence, most)
-        shrunk = g - taken * cosine * g_norm * v
         turn = jnp.minimum(turns * (1 - cosine) * confidence, 1)
-        turned = (1 - turn) * u + turn * v
-        turned = g_norm * turned / jnp.maximum(_norm(turned), tiny)
-        corrected = jnp.where(cosine < 0, shrunk, turned)
+        rest = 1 - turn
+        square = rest * rest + turn * turn + 2 * turn * rest * cosine  # of |w|
+        length = jnp.sqrt(jnp.maximum(square, tiny))
+        opposes = cosine < 0
         passes = (cosine >= keeps) | (m_norm == 0)  # no momentum has no direction
-        weighed = jnp.where(passes, g, corrected) / math.sqrt(messages)
-        return weighed.astype(message.dtype)
+        own = jnp.where(passes | opposes, 1, rest / length)
+        added = jnp.where(opposes, -taken * cosine, turn / length) * ratio
+        added = jnp.where(passes, 0, added)
+        return ((own * g + added * m) / math.sqrt(messages)).astype(message.dtype)
 
     def update_fn(
         updates: PyTree,
