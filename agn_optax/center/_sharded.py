@@ -55,6 +55,7 @@ class ShardedCenter:
         self._model: PyTree = None
         self._message_like: PyTree
         self._own: parts.Parts
+        self._likes: list[PyTree]  # what each of them keeps, abstract
 
     def __repr__(self) -> str:
         """Its shards."""
@@ -167,7 +168,16 @@ class ShardedCenter:
         check.same_kinds(contribution, self._message_like, "contribution")
         # It has a tree of arrays for each leaf of the center.
         owners = jax.tree.broadcast(parts.numbers(self._model), contribution)
-        return self._own.cut(contribution, owners)
+        return [
+            jax.tree.map(
+                lambda leaf, sent: None if leaf is None else sent,
+                *(own, part),
+                is_leaf=lambda leaf: leaf is None,
+            )
+            for own, part in zip(
+                self._likes, self._own.cut(contribution, owners), strict=True
+            )
+        ]
 
     def _check_model(self, params: PyTree) -> None:
         """``params`` belong to the center: said of the whole, which its owner knows."""
@@ -199,6 +209,7 @@ class ShardedCenter:
             model = jax.eval_shape(lambda: whole)
             self._message_like = rounds.contribution_like(self.rule, model)
             self._own = self._divided(model)
+            self._likes = jax.eval_shape(self._own.cut, model)
             self._model = model  # and only now another thread may look
         return Snapshot(
             whole,

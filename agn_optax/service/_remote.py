@@ -197,10 +197,12 @@ class Remote:
         """What a public center has become, by so many differences as they came."""
         travels = self.travels()
         assert travels.differences is not None
-        like = [travels.difference] * count
-        leaves = _trees.to_device(arrays)
-        for each in _trees.build(travels.differences(count), leaves, like):
-            anchor = _follow(self.rule)(anchor, each)
+        schema, like = travels.differences(1), [travels.difference]
+        size = len(schema.leaves)
+        for i in range(count):  # each by itself, or every count would be compiled
+            leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
+            (difference,) = _trees.build(schema, leaves, like)
+            anchor = _follow(self.rule)(anchor, difference)
         return anchor
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:

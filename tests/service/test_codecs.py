@@ -4,13 +4,14 @@ import contextlib
 import functools
 import shutil
 
+import center_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import shared
-from support import assert_identical, shares
+from support import assert_identical, nothing_compiles, shares
 
 import agn_optax
 from agn_optax import codecs, errors, service
@@ -227,17 +228,24 @@ def test_a_worker_gets_the_differences_that_it_missed(transport, served):
         bert.send(3)
         assert anna.received == [ONE, ONE, ONE]
         assert bert.received == [4 * ONE]
-        for i in range(4, 12):
+        with nothing_compiles():  # however many there are
+            for behind in (1, 2):
+                for i in range(behind):
+                    anna.send(i)
+                bert.send(behind)
+        assert bert.received[1:] == [2 * ONE, 3 * ONE]
+        assert anna.received[3:] == [2 * ONE, 2 * ONE, ONE]
+        for i in range(8):
             anna.send(i)
-        bert.send(12)
-        assert bert.received[1:] == [4 * SIZE]
-        assert anna.received[3:] == [2 * ONE, *[ONE] * 7]
+        bert.send(8)
+        assert bert.received[3:] == [4 * SIZE]
+        assert anna.received[6:] == [2 * ONE, *[ONE] * 7]
         exact, public = both_of(center)
         assert_identical(bert.loop[0], public)
         assert np.any(np.asarray(public["w"]) != exact["w"])
         sent = {w["name"]: w["bytes_sent"] for w in center.status()["workers"]}
         gaps = 1024  # leaves are aligned
-        assert sum(anna.received) <= sent["anna"] < sum(anna.received) + 11 * gaps
+        assert sum(anna.received) <= sent["anna"] < sum(anna.received) + 16 * gaps
 
 
 def test_an_exchange_that_is_repeated_gets_the_same_bits(served):
@@ -301,3 +309,47 @@ def test_differences_that_were_not_asked_for_are_refused(served, monkeypatch):
         session._anchor = None
         with pytest.raises(errors.ProtocolError, match="none were asked for"):
             session.collect(1)
+
+
+@functools.cache
+def in_turns(kind, name, overlap):
+    """What comes of two workers with stale messages, whose answers are differences."""
+    codec = codecs.two_way(
+        codecs.error_feedback(codecs.quantize(4, block=64)),
+        codecs.chain_codecs(codecs.top_k(16, block=64), codecs.quantize(4)),
+    )
+    made = {"easgd": shared.easgd(0.5, rho=0.1, codec=codec)}.get(name)
+    made = made or shared.agn(shared.adam(0.05), codec=codec)
+    with center_kinds.made(kind, made, start()) as center:
+        workers = [
+            agn_optax.Worker(
+                center,
+                shared.sgd(0.1),
+                period=2,
+                name=f"w{i}",
+                overlap=overlap,
+                patience=1,
+            )
+            for i in range(2)
+        ]
+        loops = [worker.start() for worker in workers]
+        for part in range(3):
+            for i, worker in enumerate(workers):
+                some = 4 * part, 4 * part + 3 + i
+                loops[i] = worker.flush(*train(worker, *some, loop=loops[i]))
+        return jax.tree.map(np.asarray, (loops, *both_of(center)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "overlap"),
+    [
+        ("server", "agn", False),
+        ("server", "agn", True),
+        ("server", "easgd", False),
+        ("site", "agn", False),
+        ("shards", "easgd", False),
+    ],
+)
+def test_law_7_stale_workers_adopt_the_same_public_centers(kind, name, overlap):
+    ours, expected = (in_turns(each, name, overlap) for each in (kind, "local"))
+    assert_identical(ours, expected)
