@@ -465,11 +465,15 @@ def land(
         else:
             params = with_progress(adopted, params, departed.adopted)
         local = move_anchor(local, answer)
+    # Zeros, that depend in name on the center. Of a message that stays what it is, XLA
+    # would compute all that it can before the loop that this is in, at every step.
+    never = departed.steps < 0
+    landed = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), center)
     return params, state._replace(
         local=local,
         center=center,
         center_state=center_state,
-        departed=departed._replace(in_flight=jnp.zeros((), bool)),
+        departed=departed._replace(in_flight=jnp.zeros((), bool), message=landed),
     )
 
 

@@ -404,6 +404,7 @@ def exchange_every(
     if fragments is not None and not check.is_traced(first := period_of(0)):
         fragments.check_period(int(first))
     mixing = 0.0 if fragments is None else fragments.mixing
+    is_eager = fragments is not None and fragments.eager
 
     layout = Layout(axis_name, _placement_of(placement))
     # Where the exchange needs nothing but the state, and the state holds all that is
@@ -414,7 +415,28 @@ def exchange_every(
         and rule.adopts == "after"
         and layout.placement == Placement()
         and not mixing
+        and not is_eager
     )
+    # The same of a departure. (Of updates that are no part of the loop, XLA would make
+    # the message before it, at every step.)
+    departs_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
+
+    def center_alone(
+        due: jax.Array,
+        act: Callable[[Any], tuple[PyTree, ExchangeState]],
+        updates: PyTree,
+        state: ExchangeState,
+        params: PyTree,
+    ) -> tuple[PyTree, ExchangeState]:
+        """``act((updates, state))`` where it is due; what is adopted is the center."""
+        # The message takes nothing from the parameters, so the loop need not wait for
+        # the updates to be written down: they stay fused with their application, and
+        # only `where` reads the center.
+        moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
+        answer = _exchange.answer_of(rule, moved.center)
+        adopted = _exchange.adopt(rule, params, answer)
+        adopting = optax.tree.sub(adopted, params)
+        return optax.tree.where(due, adopting, updates), moved
 
     def exchange_one(
         due: jax.Array,
@@ -438,16 +460,9 @@ def exchange_every(
             return _leafwise.when(
                 due, exchanged, carry, params, owners, state.exchanges
             )
-        # The message takes nothing from the parameters, so the loop need not wait for
-        # the updates to be written down: they stay fused with their application, and
-        # only `where` reads the center.
-        moved = _collectives.when(
-            due, lambda state: exchanged((updates, state), params)[1], state
+        return center_alone(
+            due, lambda carry: exchanged(carry, params), updates, state, params
         )
-        answer = _exchange.answer_of(rule, moved.center)
-        adopted = _exchange.adopt(rule, params, answer)
-        adopting = optax.tree.sub(adopted, params)
-        return optax.tree.where(due, adopting, updates), moved
 
     def exchange_late(
         due: jax.Array,
@@ -473,8 +488,15 @@ def exchange_every(
             adopted, state = _exchange.depart(rule, layout, stepped, state, extra_args)
             return optax.tree.sub(adopted, params), state
 
-        carry = _collectives.when(lands, landed, (updates, state))
-        return _collectives.when(due, departed, carry)
+        if reads_center_only:
+            updates, state = center_alone(lands, landed, updates, state, params)
+        else:
+            updates, state = _collectives.when(lands, landed, (updates, state))
+        if not departs_alone:
+            return _collectives.when(due, departed, (updates, state))
+        return updates, _collectives.when(
+            due, lambda state: departed((updates, state))[1], state
+        )
 
     def update_fn(
         updates: PyTree, state: State, params: PyTree = None, **extra_args: Any

@@ -69,12 +69,7 @@ def programs(
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
         state = rounds.init_local(rule, inner, params, anchor)
-        if trees.nodes(state.inner_state, rounds.ExchangeState):
-            raise errors.InvalidArgumentError(
-                "inner must be an optimizer that makes local steps alone, got one that "
-                "exchanges with a center of its own: give the optimizer inside it, as "
-                "in Worker(center, optax.adam(1e-3), period=10)"
-            )
+        check_local(state.inner_state)
         if before is not None:
             both = InnerState(before.init(trees.copy(params)), state.inner_state)
             state = state._replace(inner_state=both)
@@ -118,7 +113,7 @@ def programs(
         if has_sent:  # the codec's state, which is of the message that was refused
             state = state._replace(codec_state=fresh.codec_state)
         # An inner optimizer that is not finite any more would spoil the next round too.
-        inner_state = _sound(state.inner_state, fresh.inner_state)
+        inner_state = sound(state.inner_state, fresh.inner_state)
         return params, state._replace(inner_state=inner_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
@@ -176,7 +171,21 @@ def programs(
     )
 
 
-def _sound(state: PyTree, fresh: PyTree) -> PyTree:
+def check_local(inner_state: PyTree) -> None:
+    """An inner optimizer, of which this is the state, makes local steps alone.
+
+    Raises:
+      InvalidArgumentError: it does not.
+    """
+    if trees.nodes(inner_state, rounds.ExchangeState):
+        raise errors.InvalidArgumentError(
+            "inner must be an optimizer that makes local steps alone, got one that "
+            "exchanges with a center of its own: give the optimizer inside it, as "
+            "in Worker(center, optax.adam(1e-3), period=10)"
+        )
+
+
+def sound(state: PyTree, fresh: PyTree) -> PyTree:
     """A state; the fresh one if more of it is not finite than of that."""
     fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)
