@@ -6,7 +6,10 @@ import typing as _typing
 from agn_optax import errors, rules
 from agn_optax._version import __version__
 from agn_optax.round import (
+    Departed,
     ExchangeState,
+    Fragments,
+    FragmentsState,
     Phases,
     Placement,
     agn,
@@ -65,8 +68,11 @@ __all__ = [
     "Center",
     "CenterState",
     "DelayedNesterovState",
+    "Departed",
     "ExchangeState",
     "Fitted",
+    "Fragments",
+    "FragmentsState",
     "LocalCenter",
     "LossScaleState",
     "Phases",

@@ -36,19 +36,34 @@ class ShardedCenter:
     Args:
       centers: the shards, in an order that is the same for every worker.
       like: a tree with the containers in which `pull` returns the parameters.
+      fragments: what each shard keeps, one fragment for each; None divides by size.
+        For workers beside those that exchange by these fragments.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ.
+      InvalidArgumentError: there are no centers, or their rules differ, or there are
+        not as many fragments.
     """
 
-    def __init__(self, centers: Sequence[Center], *, like: PyTree = None) -> None:
+    def __init__(
+        self,
+        centers: Sequence[Center],
+        *,
+        like: PyTree = None,
+        fragments: rounds.Fragments | None = None,
+    ) -> None:
         if not centers or any(c.rule.name != centers[0].rule.name for c in centers):
             raise errors.InvalidArgumentError(
                 "a center in shards needs one or more centers of one rule, got "
                 f"{[c.rule.name for c in centers]}"
             )
+        if fragments is not None and len(fragments) != len(centers):
+            raise errors.InvalidArgumentError(
+                f"a center in {len(centers)} shards keeps as many fragments, got "
+                f"{len(fragments)}"
+            )
         self.rule = centers[0].rule
         self.centers = tuple(centers)
+        self.fragments = fragments
         self._like = like
         self._checked: Any = None  # the kind of tree that the rule was checked with
         # Once the center is known: it, what workers send, and who keeps what of it.
@@ -60,6 +75,10 @@ class ShardedCenter:
     def __repr__(self) -> str:
         """Its shards."""
         return f"ShardedCenter({', '.join(map(repr, self.centers))})"
+
+    def divided_by(self, fragments: rounds.Fragments) -> ShardedCenter:
+        """The same shards, each of which keeps a fragment."""
+        return ShardedCenter(self.centers, like=self._like, fragments=fragments)
 
     def join(
         self,
@@ -190,6 +209,8 @@ class ShardedCenter:
 
     def _divided(self, whole: PyTree) -> parts.Parts:
         """Who keeps what; a leaf is cut only where the codec sends it as it is."""
+        if self.fragments is not None:
+            return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
         rows = rows and self.rule.codec.answer_codec is None

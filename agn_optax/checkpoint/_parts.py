@@ -60,6 +60,20 @@ class Part(abc.ABC):
         """
 
 
+def check_whole(worker: Worker) -> None:
+    """It exchanges all of its parameters at once.
+
+    Raises:
+      InvalidTypeError: it does not; says how it is saved.
+    """
+    if worker.fragments is not None:
+        raise errors.InvalidTypeError(
+            f"worker {worker.name!r} exchanges by fragments, and has as many lives: "
+            "save what worker.save(params, state) returns, a pytree of arrays and "
+            "numbers, and worker.life beside it"
+        )
+
+
 class WorkerPart(Part):
     """A worker, with parameters and state to save."""
 

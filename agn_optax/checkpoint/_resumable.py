@@ -20,7 +20,7 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center import LocalCenter
 from agn_optax.checkpoint import _save
-from agn_optax.checkpoint._parts import WorkerPart
+from agn_optax.checkpoint._parts import WorkerPart, check_whole
 from agn_optax.round import LocalState
 from agn_optax.worker import Worker
 
@@ -94,6 +94,7 @@ class Resumable:
         **beside: Any,
     ) -> None:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
+        check_whole(worker)
         check.whole_number(keep, "keep", least=1, optional=False)
         self.worker = worker
         self.resumed = False

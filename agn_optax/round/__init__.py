@@ -3,9 +3,10 @@
 `_exchange` is the one place where a round is written; `_forms` the three ways to run it
 with the center in an optimizer state, and to find it there, and `_optimizers` the
 drop-in optimizers. Periods that are schedules are in `_period`, the center of a mesh in
-`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_elementwise`
-says which rules may work on parts, and `_leafwise` works on a few leaves at a time.
-`_slots` names what a state keeps for each parameter.
+`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_fragments` says
+which part is exchanged when, `_elementwise` which rules may work on parts, and
+`_leafwise` works on a few leaves at a time. `_slots` names what a state keeps for each
+parameter.
 
 Users find what is for them in `agn_optax`. The names here are for the layers above.
 """
@@ -13,6 +14,7 @@ Users find what is for them in `agn_optax`. The names here are for the layers ab
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _parts as parts
+from agn_optax.round._exchange import Departed as Departed
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
 from agn_optax.round._exchange import Public as Public
@@ -42,6 +44,11 @@ from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
+from agn_optax.round._fragments import Fragments as Fragments
+from agn_optax.round._fragments import FragmentsState as FragmentsState
+from agn_optax.round._fragments import (
+    local_step_of_fragments as local_step_of_fragments,
+)
 from agn_optax.round._measure import codec_error as codec_error
 from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn

@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
-from agn_optax.round import LocalState
+from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message
 from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import Left, programs
@@ -75,6 +75,12 @@ class Worker:
         exchanges overlap or the center is lost. Then it waits. None is one round of
         steps. With 0, `exchange` raises as soon as the center counts as lost.
       give_up: seconds that it waits for a lost center before it raises.
+      fragments: parts of the parameters that exchange by turns, a `Fragments` without
+        delay, for a center in as many shards, each of which keeps one. None exchanges
+        all at once. Then one fragment is sent at a time; its offset in the period is
+        its own, and so are its version, its staleness and its answer. State is a
+        `StreamingState`, and `save` gives a `StreamingWorkerState`. All workers of that
+        center need the same fragments.
       callbacks: what is told of each exchange once it is over, as
         ``callback(step, values)``: the number of the exchange, and float values by
         their names. ``steps`` were made in the round; the message had this
@@ -91,6 +97,7 @@ class Worker:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
+      fragments: as given.
       exchanges: exchanges made.
       staleness: of the last message sent; None before the first. If the rule adopts the
         center as it was before a message, the worker's own previous message counts too.
@@ -107,7 +114,8 @@ class Worker:
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
-        or ``give_up`` is negative.
+        or ``give_up`` is negative; or the center is not in as many shards as there are
+        ``fragments``.
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center``
         not a center.
 
@@ -124,12 +132,24 @@ class Worker:
       (2, 2)
     """
 
+    fragments: Fragments | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> Worker:
+        """One for each fragment, where there are any."""
+        if cls is Worker and settings.get("fragments") is not None:
+            # Which is made of workers.
+            from agn_optax.worker._streaming import StreamingWorker  # noqa: PLC0415
+
+            return super().__new__(StreamingWorker)
+        return super().__new__(cls)
+
     def __init__(
         self,
         center: Center,
         inner: optax.GradientTransformation,
         *,
         period: Any,
+        fragments: Fragments | None = None,
         gradients: optax.GradientTransformation | None = None,
         name: str | None = None,
         overlap: bool = False,
@@ -137,6 +157,10 @@ class Worker:
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        if fragments is not None:
+            raise errors.InvalidArgumentError(
+                f"fragments are for Worker itself, got a {type(self).__name__}"
+            )
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")
         if name is not None and (not isinstance(name, str) or not name):
@@ -329,15 +353,31 @@ class Worker:
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        length = self._length(self.exchanges + self._in_flight)
-        message = self._message
+        self._count(steps, weight)
+        return self._act(params, state) if self._acts else (params, state)
+
+    def _count(self, steps: int, weight: float | None = None) -> None:
+        """So many local steps more have been made, which count so much."""
+        self._require_start()
+        self._length(self.exchanges + self._in_flight)  # or it raises before
         self._local_steps += steps
         if weight is not None:
             self._weight = (self._weight or 0.0) + weight
-        if message is not None and message.flight is not None:
-            patience = length if self._patience is None else max(self._patience, 1)
-            if self._local_steps < patience and not message.is_answered:
-                return params, state
+
+    @property
+    def _acts(self) -> bool:
+        """Whether there is something to do, after the local steps made so far."""
+        message = self._message
+        length = self._length(self.exchanges + self._in_flight)
+        if message is None or message.flight is None:
+            return self._local_steps >= length
+        patience = length if self._patience is None else max(self._patience, 1)
+        return self._local_steps >= patience or message.is_answered
+
+    def _act(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Does it: as `exchange` after the local steps that were counted."""
+        length = self._length(self.exchanges + self._in_flight)
+        if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps < length:
             return params, state
