@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
-from agn_optax.round import _collectives
+from agn_optax._internal import check
+from agn_optax.round import _collectives, _messages
 
 PyTree = Any
 
@@ -248,17 +248,7 @@ class Layout:
         def of(worker: Any) -> PyTree:
             return message(jax.tree.map(lambda x: x[worker], sent))
 
-        def wide(m: jax.Array) -> jax.Array:
-            return m.astype(trees.wider(m.dtype, jnp.float32))
-
-        total = jax.tree.map(wide, of(0))
-        if count > 1:
-            total = jax.lax.fori_loop(
-                1,
-                count,
-                lambda i, total: jax.tree.map(lambda t, m: t + wide(m), total, of(i)),
-                total,
-            )
+        total = _messages.summed(of, count)
         return jax.tree.map(lambda t: t / count, total) if how == "mean" else total
 
     def unite(self, pieces: PyTree, like: PyTree) -> PyTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -86,6 +87,14 @@ class Codec:
         """Whether contributions travel as they are."""
         return self == _IDENTITY
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether contributions travel in another dtype, and else as they are.
+
+        Only what is sent by such a codec, or as it is, may be added up on its way.
+        """
+        return self.answers is not None and self == _cast(self.answers)
+
 
 def check_codec(value: Any, argument: str) -> None:
     """``value`` is a codec."""
@@ -150,7 +159,12 @@ def cast(dtype: Any) -> Codec:
     """
     if dtype is None:
         raise errors.InvalidTypeError("dtype must be a floating dtype, got None")
-    dtype = check.float_dtype(dtype, "dtype")
+    return _cast(check.float_dtype(dtype, "dtype"))
+
+
+@functools.cache
+def _cast(dtype: Any) -> Codec:
+    """Always the same one for a dtype."""
 
     def encode(leaf: Any) -> jax.Array:
         # Rounded first: XLA may leave out a cast there and back.
