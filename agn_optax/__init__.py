@@ -33,6 +33,7 @@ from agn_optax.rules import (
     delayed_nesterov,
     elastic_pull,
     normalize,
+    robust,
     scale_by_staleness,
 )
 
@@ -96,6 +97,7 @@ __all__ = [
     "normalize",
     "phases",
     "reduce_loss",
+    "robust",
     "rules",
     "scale_by_staleness",
     "scan_round",

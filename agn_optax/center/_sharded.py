@@ -21,6 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
+from agn_optax.rules import robust
 
 PyTree = Any
 T = TypeVar("T")
@@ -38,7 +39,8 @@ class ShardedCenter:
       like: a tree with the containers in which `pull` returns the parameters.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ.
+      InvalidArgumentError: there are no centers, or their rules differ, or look at
+        whole messages.
     """
 
     def __init__(self, centers: Sequence[Center], *, like: PyTree = None) -> None:
@@ -48,6 +50,14 @@ class ShardedCenter:
                 f"{[c.rule.name for c in centers]}"
             )
         self.rule = centers[0].rule
+        how = self.rule.combine
+        if isinstance(how, robust.Combine) and not how.elementwise:
+            raise errors.InvalidArgumentError(
+                f"rule {self.rule.name!r} cannot move a center in shards: "
+                f"{how} looks at whole messages, and a shard has a part "
+                "of each. Keep the center whole, or take robust.median() or "
+                "robust.trimmed_mean(), which take each element for itself"
+            )
         self.centers = tuple(centers)
         self._like = like
         self._checked: Any = None  # the kind of tree that the rule was checked with

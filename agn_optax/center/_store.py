@@ -22,7 +22,13 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.rules import Rule, codecs, discounted, downpour
+from agn_optax.rules import (
+    Rule,
+    codecs,
+    discounted,
+    downpour,
+    robust,
+)
 
 PyTree = Any
 
@@ -242,13 +248,15 @@ class Store:
             about = _on_device(stale)
         else:
             one, move = None, programs.move_round
-            for each, stale, weight in zip(
-                contributions, staleness, weights, strict=True
-            ):
-                counts = _on_device(1.0 if self._rule.discount else weight)
-                one = programs.weigh(
-                    one, each, before.params, _on_device(stale), counts
-                )
+            counted = [
+                (_on_device(stale), _on_device(1.0 if self._rule.discount else weight))
+                for stale, weight in zip(staleness, weights, strict=True)
+            ]
+            if programs.combine is None:
+                for each, counts in zip(contributions, counted, strict=True):
+                    one = programs.weigh(one, each, before.params, *counts)
+            else:
+                one = programs.combine(list(contributions), before.params, counted)
             parts = len(contributions) if self._rule.combine == "mean" else 1
             about = _on_device(float(parts))
         if norms is not None and not self._is_bounded(sum(map(float, norms))):
@@ -423,18 +431,34 @@ def _measures(rule: Rule) -> dict[str, Any]:
 def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
-    # Adds a message of a round, as much as it counts, to the others: in float32 at
-    # least, and divided once.
-    def weigh(
-        total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    def counted(
+        contribution: PyTree, center: PyTree, staleness: Any, weight: Any
     ) -> PyTree:
+        """A message of a round, as much as it counts, in float32 at least."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
         message = discounted(rule, message, staleness)
-        message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+
+    # Added to the others, and divided once.
+    def weigh(
+        total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    ) -> PyTree:
+        message = counted(contribution, center, staleness, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
+
+    # All at a time, for rules whose messages are not summed.
+    def combine(
+        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
+    ) -> PyTree:
+        messages = [
+            counted(contribution, center, *each)
+            for contribution, each in zip(contributions, counts, strict=True)
+        ]
+        together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
+        return how.of(together, robust.whole_total)
 
     def move(one: PyTree, staleness: Any, center: PyTree, state: PyTree) -> PyTree:
         return rounds.move_center(rule, one, center, state, staleness=staleness)
@@ -473,6 +497,10 @@ def _programs(rule: Rule) -> SimpleNamespace:
     return SimpleNamespace(
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
+        # One program for each number of them; None where messages are summed.
+        combine=jax.jit(functools.partial(combine, rule.combine))
+        if isinstance(rule.combine, robust.Combine)
+        else None,
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

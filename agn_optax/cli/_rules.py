@@ -13,6 +13,7 @@ from agn_optax.rules import Rule, codecs
 @_options.record(
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
+    combinations=", ".join(rules.COMBINATIONS),
     optimizers=", ".join(rules.OPTIMIZERS),
 )
 class RuleOptions:
@@ -27,6 +28,9 @@ class RuleOptions:
       record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
       codec NAME: How contributions travel: {codecs}. A float, the center too; what any
         other loses goes into the next contribution.
+      combine NAME: How the messages of a round become one, if not as the rule says:
+        {combinations}. The last three stand bad messages, of a quarter of the workers
+        (krum: of one), and need --mode synchronous.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
@@ -46,6 +50,7 @@ class RuleOptions:
     rho: float | None = None
     record_dtype: str | None = None
     codec: str | None = None
+    combine: str | None = None
     center_optimizer: str | None = None
     learning_rate: float | None = None
     momentum: float | None = None

@@ -1,7 +1,7 @@
 """Messages of several members that cannot be added up on their way.
 
-What is encoded must be decoded first, so each of them travels, and whoever has all of
-them makes one.
+What is encoded must be decoded first, and what is not trusted must be seen beside the
+others, so each of them travels, and whoever has all of them makes one.
 """
 
 from __future__ import annotations
@@ -36,3 +36,8 @@ def summed(message: Callable[[Any], PyTree], count: int) -> PyTree:
         lambda i, total: jax.tree.map(lambda t, m: t + wide(m), total, message(i)),
         total,
     )
+
+
+def stacked(message: Callable[[Any], PyTree], count: int) -> PyTree:
+    """``message(0), ..., message(count - 1)`` as [count, ...], float32 or wider."""
+    return jax.lax.map(lambda i: jax.tree.map(wide, message(i)), jnp.arange(count))

@@ -1,7 +1,8 @@
 """What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
 `_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
-which form contributions travel, and `_schedules` what a center optimizer counts.
+which form contributions travel, `robust` how those of a round become one where some
+are not trusted, and `_schedules` what a center optimizer counts.
 `_fingerprint` tells two rules apart, and `_named` finds them by their names.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
@@ -9,6 +10,7 @@ The names here are the rule records; the drop-in optimizers of the same names ar
 """
 
 from agn_optax.rules import codecs as codecs
+from agn_optax.rules import robust as robust
 from agn_optax.rules._center_optimizers import (
     DelayedNesterovState as DelayedNesterovState,
 )
@@ -22,6 +24,7 @@ from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
 from agn_optax.rules._named import CODECS as CODECS
+from agn_optax.rules._named import COMBINATIONS as COMBINATIONS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import named as named
