@@ -27,7 +27,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._ledger import Batch, Ledger, Member, State
+from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Claim, Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
@@ -95,6 +95,12 @@ class Core:
         self.rule = rule
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
+        if not rule.is_summed and not isinstance(self.ledger.mode, Synchronous):
+            raise errors.InvalidArgumentError(
+                f"rule {rule.name!r} makes one message of those of a round by "
+                f"{rule.combine}, and a center in mode {self.ledger.mode} takes them "
+                "one by one: give it mode=Synchronous() (--mode synchronous)"
+            )
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
         self._packs = packs

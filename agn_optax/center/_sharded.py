@@ -21,6 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
+from agn_optax.rules import robust
 
 PyTree = Any
 T = TypeVar("T")
@@ -40,8 +41,8 @@ class ShardedCenter:
         For workers beside those that exchange by these fragments.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ, or there are
-        not as many fragments.
+      InvalidArgumentError: there are no centers, or their rules differ or look at whole
+        messages, or there are not as many fragments.
     """
 
     def __init__(
@@ -62,6 +63,14 @@ class ShardedCenter:
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
+        how = self.rule.combine
+        if isinstance(how, robust.Combine) and not how.elementwise:
+            raise errors.InvalidArgumentError(
+                f"rule {self.rule.name!r} cannot move a center in shards: "
+                f"{how} looks at whole messages, and a shard has a part "
+                "of each. Keep the center whole, or take robust.median() or "
+                "robust.trimmed_mean(), which take each element for itself"
+            )
         self.centers = tuple(centers)
         self.fragments = fragments
         self._like = like

@@ -25,7 +25,7 @@ from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._refusals import UNSAID, Claim
 from agn_optax.round import Public
-from agn_optax.rules import Rule, codecs, discounted, downpour, told
+from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
 
 PyTree = Any
 
@@ -302,14 +302,16 @@ class Store:
         else:
             one, move, count = None, programs.move_round, len(contributions)
             is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
-            for each, told_of, weight, weighs in zip(
-                contributions, abouts, weights, own, strict=True
-            ):
+            counted = []
+            for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
                 counts = 1.0 if self._rule.discount else weight
                 counts *= weighs / mean if is_mean else 1.0
-                one = programs.weigh(
-                    one, each, before.params, told_of, _on_device(counts)
-                )
+                counted.append((told_of, _on_device(counts)))
+            if programs.combine is None:
+                for contribution, each in zip(contributions, counted, strict=True):
+                    one = programs.weigh(one, contribution, before.params, *each)
+            else:
+                one = programs.combine(list(contributions), before.params, counted)
             mean_steps = max(1, round(sum(steps) / count))
             about = (
                 _on_device(float(count if is_mean else 1)),
@@ -540,18 +542,34 @@ def _measures(rule: Rule) -> dict[str, Any]:
 def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
-    # Adds a message of a round, as much as it counts, to the others: in float32 at
-    # least, and divided once.
-    def weigh(
-        total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
+    def counted(
+        contribution: PyTree, center: PyTree, about: _About, weight: Any
     ) -> PyTree:
+        """A message of a round, as much as it counts, in float32 at least."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
         message = discounted(rule, message, **told(about.said()))
-        message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+
+    # Added to the others, and divided once.
+    def weigh(
+        total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
+    ) -> PyTree:
+        message = counted(contribution, center, about, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
+
+    # All at a time, for rules whose messages are not summed.
+    def combine(
+        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
+    ) -> PyTree:
+        messages = [
+            counted(contribution, center, *each)
+            for contribution, each in zip(contributions, counts, strict=True)
+        ]
+        together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
+        return how.of(together, robust.whole_total)
 
     def move(one: PyTree, about: _About, center: PyTree, state: PyTree) -> PyTree:
         return rounds.move_center(rule, one, center, state, extra_args=about.said())
@@ -606,6 +624,10 @@ def _programs(rule: Rule) -> SimpleNamespace:
     return SimpleNamespace(
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
+        # One program for each number of them; None where messages are summed.
+        combine=jax.jit(functools.partial(combine, rule.combine))
+        if isinstance(rule.combine, robust.Combine)
+        else None,
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

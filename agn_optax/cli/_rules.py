@@ -14,6 +14,7 @@ from agn_optax.rules import Rule, codecs
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
     answers=", ".join(rules.ANSWERS),
+    combinations=", ".join(rules.COMBINATIONS),
     optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
@@ -30,6 +31,9 @@ class RuleOptions:
         other loses goes into the next contribution.
       answers NAME: How the center travels back: {answers}. A float rounds it; by any
         other, workers hear of differences.
+      combine NAME: How the messages of a round become one, if not as the rule says:
+        {combinations}. The last three stand bad messages, of a quarter of the workers
+        (krum: of one), and need --mode synchronous.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
@@ -54,6 +58,7 @@ class RuleOptions:
     record_dtype: str | None = None
     codec: str | None = None
     answers: str | None = None
+    combine: str | None = None
     center_optimizer: str | None = None
     learning_rate: float | None = None
     momentum: float | None = None

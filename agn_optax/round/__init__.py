@@ -13,6 +13,7 @@ Users find what is for them in `agn_optax`. The names here are for the layers ab
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
+from agn_optax.round import _messages as messages
 from agn_optax.round import _parts as parts
 from agn_optax.round._exchange import Departed as Departed
 from agn_optax.round._exchange import ExchangeState as ExchangeState
@@ -69,4 +70,4 @@ from agn_optax.round._placement import ShardedCenter as ShardedCenter
 from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._slots import slots as slots
 
-__all__ = ["collectives", "elementwise", "parts"]
+__all__ = ["collectives", "elementwise", "messages", "parts"]

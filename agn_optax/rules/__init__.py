@@ -1,8 +1,9 @@
 """What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
 `_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
-which form contributions travel, `center_optimizers` how a center moves, `_weights` how
-much a message counts, and `_schedules` what a center optimizer counts.
+which form contributions travel, `robust` how those of a round become one where some
+are not trusted, `center_optimizers` how a center moves, `_weights` how much a message
+counts, and `_schedules` what a center optimizer counts.
 `_fingerprint` tells two rules apart, and `_named` finds them by their names.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
@@ -11,6 +12,7 @@ The names here are the rule records; the drop-in optimizers of the same names ar
 
 from agn_optax.rules import center_optimizers as center_optimizers
 from agn_optax.rules import codecs as codecs
+from agn_optax.rules import robust as robust
 from agn_optax.rules._combinators import AccumulateState as AccumulateState
 from agn_optax.rules._combinators import accumulate as accumulate
 from agn_optax.rules._combinators import elastic_pull as elastic_pull
@@ -22,6 +24,7 @@ from agn_optax.rules._fingerprint import fingerprint as fingerprint
 from agn_optax.rules._named import ANSWERS as ANSWERS
 from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
+from agn_optax.rules._named import COMBINATIONS as COMBINATIONS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import named as named

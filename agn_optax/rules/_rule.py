@@ -23,6 +23,7 @@ from agn_optax.rules._combinators import (
     scale_by_staleness,
 )
 from agn_optax.rules.codecs import Codec, check_codec, identity
+from agn_optax.rules.robust import Combine
 
 PyTree = Any
 
@@ -73,9 +74,10 @@ class Rule:
       penalty: a stateless optax transformation of every local gradient, before the
         inner optimizer; gets the anchor as the extra argument ``center``. None for
         none.
-      combine: how the messages of a round, or of the workers of one mesh, become one:
-        their sum, in which each counts whole, or their mean, in which each counts by
-        its ``weight``.
+      combine: how the messages of a round become one, those of the workers of a mesh or
+        of a synchronous center: ``"sum"``, in which each counts whole, or ``"mean"``,
+        in which each counts by its ``weight``, which may be made on their way; or one
+        of `agn_optax.robust`, which needs all of them at a time.
       adopt: ``(params, center) -> params``, how a worker takes the center back, or
         None: the parameters become the center.
       adopts: whether the worker adopts the center as it was before or after its own
@@ -119,7 +121,7 @@ class Rule:
         default_factory=optax.identity
     )
     penalty: optax.GradientTransformation | None = None
-    combine: Literal["sum", "mean"] = "sum"
+    combine: Combine | Literal["sum", "mean"] = "sum"
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
     needs_params: bool = True
@@ -128,7 +130,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         of_rule = f"of rule {self.name!r}"
-        check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"))
+        if not isinstance(self.combine, Combine):
+            hint = ", or one of agn_optax.robust, such as robust.median()"
+            check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"), hint)
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
@@ -144,6 +148,11 @@ class Rule:
             if part is not None or field in ("center", "record"):
                 wrapped = check.optimizer(part, f"{field} {of_rule}")
                 object.__setattr__(self, field, wrapped)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the messages of a round may be added up on their way."""
+        return not isinstance(self.combine, Combine)
 
 
 def check_rule(value: Any) -> None:

@@ -49,7 +49,7 @@ class Uplink:
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
-        site's rule has none to offer.
+        site's rule has none to offer, or does not trust all of them.
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
@@ -61,6 +61,13 @@ class Uplink:
                 f"rule {rule.name!r} of the parent sums gradients, and rule "
                 f"{core.rule.name!r} of this center does not send any; give the "
                 "parent a rule that sends displacements, such as downpour or diloco"
+            )
+        if self._keeps_record and not core.rule.is_summed:
+            raise errors.InvalidArgumentError(
+                f"rule {rule.name!r} of the parent sums all gradients that the workers "
+                f"of this site send, also those that {core.rule.combine} of its rule "
+                f"{core.rule.name!r} leaves out; give the parent a rule that sends "
+                "displacements, such as downpour or diloco"
             )
         self.error: BaseException | None = None
         self.ready = threading.Event()

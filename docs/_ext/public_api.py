@@ -36,6 +36,7 @@ def public_modules() -> Iterator[ModuleType]:
     yield agn_optax
     yield agn_optax.center_optimizers
     yield agn_optax.codecs
+    yield agn_optax.robust
     for info in pkgutil.iter_modules(agn_optax.__path__):
         if info.name[0] != "_" and info.name not in _NOT_FOR_USERS:
             yield importlib.import_module(f"agn_optax.{info.name}")
@@ -45,8 +46,8 @@ def public_names() -> dict[str, str]:
     """All of them, as the last part of a name: the whole name that is documented."""
     found: dict[str, list[str]] = {}
     for module in public_modules():
-        # Both of these are also, and shorter, `agn_optax.codecs` and the like.
-        prefix = module.__name__.replace("agn_optax.rules.c", "agn_optax.c")
+        # These are also, and shorter, `agn_optax.codecs` and the like.
+        prefix = re.sub(r"rules\.(?=center_|codecs|robust)", "", module.__name__)
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, ModuleType) or name == "__version__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ class Codec:
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
 
     @property
+    def is_cast(self) -> bool:
+        """Whether contributions travel in another dtype, and else as they are.
+
+        Only what is sent by such a codec, or as it is, may be added up on its way.
+        """
+        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
+
+    @property
     def answer_dtype(self) -> Any:
         """To which the center is rounded as it is adopted; None if to none."""
         return None if isinstance(self.answers, Codec) else self.answers
@@ -193,7 +202,12 @@ def cast(dtype: Any) -> Codec:
     """
     if dtype is None:
         raise errors.InvalidTypeError("dtype must be a floating dtype, got None")
-    dtype = check.float_dtype(dtype, "dtype")
+    return _cast(check.float_dtype(dtype, "dtype"))
+
+
+@functools.cache
+def _cast(dtype: Any) -> Codec:
+    """Always the same one for a dtype."""
 
     def encode(leaf: Any) -> jax.Array:
         # Rounded first: XLA may leave out a cast there and back.
