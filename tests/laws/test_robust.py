@@ -10,12 +10,17 @@ import numpy as np
 import optax
 import pytest
 import shared
-from support import assert_close
+from support import assert_close, assert_identical
 from traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, errors, robust, rules
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Journal,
+    Synchronous,
+)
 from agn_optax.center._core import Core
 from agn_optax.center._sharded import ShardedCenter
 from agn_optax.round import _leafwise
@@ -287,6 +292,26 @@ def test_a_round_of_too_few_moves_nothing():
         session.submit(1, np.ones(3, "f4"), anchor_version=0)
     assert sessions[0].collect(1).version == 1
     np.testing.assert_array_equal(center.pull().params, 0.0)
+
+
+@pytest.mark.parametrize("name", ["median", "krum"])
+def test_a_journal_repeats_a_round(name, tmp_path):
+    keeps = {"mode": Synchronous(late="weighted"), "durability": Journal(tmp_path)}
+    center = agn_optax.LocalCenter(rule(name), jnp.ones(3), **keeps)
+    sessions = [center.join(f"worker-{i}") for i in range(WORKERS)]
+    rng = np.random.default_rng(0)
+    for version in range(2):
+        for session in sessions:
+            message = rng.normal(size=3).astype("f4")
+            session.submit(version + 1, message, anchor_version=version)
+        for session in sessions:
+            assert session.collect(version + 1).version == version + 1
+            session.acknowledge(version + 1)
+    expected = center.pull()
+    center.close()
+    again = agn_optax.LocalCenter(rule(name), jnp.ones(3), **keeps)
+    assert_identical(again.pull(), expected)
+    again.close()
 
 
 def test_a_mesh_of_too_few_is_refused():
