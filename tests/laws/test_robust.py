@@ -100,8 +100,8 @@ def grads_workers(grads):
     return jax.tree.leaves(grads)[0].shape[1]
 
 
-def over_vmap(made, grads=GRADS):
-    tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers")
+def over_vmap(made, grads=GRADS, **options):
+    tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers", **options)
 
     def run(params, grads):
         def body(carry, grads):
@@ -327,11 +327,37 @@ def test_shards_cannot_look_at_whole_messages():
     ]
     with pytest.raises(errors.InvalidArgumentError, match=r"krum\(2\) looks at whole"):
         ShardedCenter(centers)
+    assert ShardedCenter(centers[:1]).rule.combine is rule("krum").combine
     medians = [
         agn_optax.LocalCenter(rule("median"), jnp.ones(3), mode=Synchronous())
         for _ in range(2)
     ]
     assert ShardedCenter(medians).rule.combine is rule("median").combine
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments", "why"),
+    [
+        ("krum", {}, r"looks at whole messages \(krum\(2\)\), and a fragment"),
+        ("median", {"delay": 1, "eager": True}, "by median of rule 'average' no mes"),
+    ],
+)
+def test_fragments_of_what_needs_the_whole(name, fragments, why):
+    with pytest.raises(errors.InvalidArgumentError, match=why):
+        agn_optax.phases(
+            INNER,
+            rule(name),
+            axis_name="workers",
+            fragments=agn_optax.Fragments(2, **fragments),
+        )
+
+
+def test_all_fragments_at_once_are_the_whole_for_a_median():
+    expected = over_vmap(rule("median"))
+    found = over_vmap(
+        rule("median"), fragments=agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
+    )
+    assert_close(found, expected, tolerance=1e-6)
 
 
 def test_a_site_does_not_send_its_parent_what_it_leaves_out():
