@@ -371,21 +371,23 @@ def refused(rule, codec, place, dtype, fragments):
     outside = ("embedded", "overlapping", "served", "in shards")
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
-    if place == "shards of towers" and codec not in ("identity", "cast"):
-        return "cannot move a center in shards"
-    if place in ("shards of towers", "in shards") and rule in ACROSS:
-        return "cannot move a center in shards"
-    if fragments != "whole" and place in outside and rule in ACROSS:
-        return "cannot move a center in shards"
-    if rule.startswith("median") and place in outside:
+    if rule == "median" and place in outside:
         return "one by one"
     if fragments in ("delayed", "eager"):
         if place in outside:
             return "center outside the program answers when it does"
-        if rule.startswith("easgd"):
-            return "mixing|eager"
         if place == "shards of towers":
             return "with a delay need the center whole"
+        if rule.startswith("easgd"):
+            return "mixing would take|eager updates adopt"
+    if fragments == "eager" and rule == "median":
+        return "eager"
+    in_shards = place in ("shards of towers", "in shards")
+    in_shards |= place in outside and fragments == "fragments"
+    if in_shards and rule in ACROSS:
+        return "cannot move a center in shards"
+    if place == "shards of towers" and codec not in ("identity", "cast"):
+        return "cannot move a center in shards|where the center is whole"
     return None
 
 
