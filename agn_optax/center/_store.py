@@ -333,8 +333,8 @@ class Store:
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
-        if self._rule.codec.answer_codec is not None:
-            return None, most / 2  # a narrow difference may have no room, say
+        if _is_narrower(self.difference_like, self.like):
+            return None, most / 2  # a difference may have no room
         return growth(self._rule, self.current.params), most / 2
 
     def _is_bounded(self, norm: float) -> bool:
@@ -410,6 +410,17 @@ def _by_blocks(
         return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
 
     return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
+
+
+def _floats(tree: PyTree) -> list[Any]:
+    leaves = jax.tree.leaves(tree)
+    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _is_narrower(told: PyTree, center: PyTree) -> bool:
+    """Whether something of a difference has room for smaller numbers only."""
+    most = min((jnp.finfo(x.dtype).maxexp for x in _floats(center)), default=0)
+    return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(told))
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -520,19 +531,17 @@ def _programs(rule: Rule) -> SimpleNamespace:
         def stays_finite(
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
         ) -> Any:
-            moved, moved_state, moved_public, _ = whole(
-                one, about, center, state, public
-            )
+            moved, moved_state, _, told = whole(one, about, center, state, public)
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), state, public))
-            new = jax.tree.leaves(
-                (rounds.answer_of(rule, moved), moved_state, moved_public)
-            )
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
+            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
                 for n, o in zip(new, old, strict=True)
                 if jnp.issubdtype(n.dtype, jnp.floating)
             ]
+            if _is_narrower(told, center):
+                stay += [jnp.isfinite(x).all() for x in _floats(told)]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
         # The center optimizer's state has no readers, so it is always updated in place.
