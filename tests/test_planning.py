@@ -387,8 +387,25 @@ def test_all_reduce_by_hand():
     assert cost.worker.waiting == cost.worker.overlapping == 3 * 4_000_000 + 4
     alone = planning.all_reduce(MODEL, LINK, inner=ADAM)
     assert (alone.exchange, alone.hidden_period, alone.utilization) == (0, 1, 1)
-    half = planning.all_reduce(MODEL, four, inner=ADAM, wire_dtype="bfloat16")
+    half = planning.all_reduce(MODEL, four, inner=ADAM, codec=codecs.cast("bfloat16"))
     assert half.message == 3_000_000
+    assert half.worker.codec_state == 0
+    with pytest.warns(DeprecationWarning, match="say codec="):
+        old = planning.all_reduce(MODEL, four, inner=ADAM, wire_dtype="bfloat16")
+    assert old == half
+
+
+def test_all_reduce_of_what_is_encoded_is_what_it_sends_and_keeps():
+    size = 4 * 2 * 4096
+    four = dataclasses.replace(LINK, workers=4)
+    codec = codecs.error_feedback(codecs.quantize(4))
+    params = [jax.ShapeDtypeStruct((size,), "float32")]
+    cost = planning.all_reduce(params, four, inner=ADAM, codec=codec)
+    assert cost.message == 2 * 3 / 4 * (size / 2 + 4 * size / 4096)
+    assert cost.worker.codec_state == 4 * size + size
+    whole = planning.all_reduce(params, four, inner=ADAM)
+    low_rank = codecs.low_rank(2)
+    assert planning.all_reduce(params, four, inner=ADAM, codec=low_rank) == whole
 
 
 def test_every_rule_of_the_library_is_built_in():

@@ -24,9 +24,11 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
-    in_part: bool = (
-        False  # whether shards have applied some of the message, and not all
-    )
+    # The worker's speed as a share of the fastest one's, in local steps a second; None
+    # for a pull, and as long as the center does not know.
+    pace: float | None = None
+    # Whether shards have applied some of the message, and not all.
+    in_part: bool = False
     received: int | None = None  # bytes that it came in; None if it did not travel
 
 
@@ -56,6 +58,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
@@ -66,7 +69,9 @@ class Session(abc.ABC):
           contribution: as the rule's ``contribution`` made it, with the structure and
             shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
-          steps: local steps that the worker made, for whoever watches.
+          steps: local steps that the message was made of; 0 where nobody says so.
+          weight: what the worker says that its round counts, such as its tokens: a
+            positive number; None where it says nothing, which counts 1.
           reported: numbers of the worker's own by their names, for whoever watches.
           anchor: the public center of that version, as this life of the center has had
             it. The answer may then travel as differences from it. None has it travel
@@ -75,7 +80,8 @@ class Session(abc.ABC):
         Raises:
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future.
+          InvalidArgumentError: ``anchor_version`` is of the future, or ``steps`` or
+            ``weight`` is out of range.
           WorkerStateError: this life is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
@@ -120,6 +126,7 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> Snapshot:
@@ -129,6 +136,7 @@ class Session(abc.ABC):
             contribution,
             anchor_version=anchor_version,
             steps=steps,
+            weight=weight,
             reported=reported,
             anchor=anchor,
         )

@@ -21,6 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
+from agn_optax.rules import robust
 
 PyTree = Any
 T = TypeVar("T")
@@ -36,19 +37,42 @@ class ShardedCenter:
     Args:
       centers: the shards, in an order that is the same for every worker.
       like: a tree with the containers in which `pull` returns the parameters.
+      fragments: what each shard keeps, one fragment for each; None divides by size.
+        For workers beside those that exchange by these fragments.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ.
+      InvalidArgumentError: there are no centers, or their rules differ or look at whole
+        messages, or there are not as many fragments.
     """
 
-    def __init__(self, centers: Sequence[Center], *, like: PyTree = None) -> None:
+    def __init__(
+        self,
+        centers: Sequence[Center],
+        *,
+        like: PyTree = None,
+        fragments: rounds.Fragments | None = None,
+    ) -> None:
         if not centers or any(c.rule.name != centers[0].rule.name for c in centers):
             raise errors.InvalidArgumentError(
                 "a center in shards needs one or more centers of one rule, got "
                 f"{[c.rule.name for c in centers]}"
             )
+        if fragments is not None and len(fragments) != len(centers):
+            raise errors.InvalidArgumentError(
+                f"a center in {len(centers)} shards keeps as many fragments, got "
+                f"{len(fragments)}"
+            )
         self.rule = centers[0].rule
+        how = self.rule.combine
+        if isinstance(how, robust.Combine) and not how.elementwise:
+            raise errors.InvalidArgumentError(
+                f"rule {self.rule.name!r} cannot move a center in shards: "
+                f"{how} looks at whole messages, and a shard has a part "
+                "of each. Keep the center whole, or take robust.median() or "
+                "robust.trimmed_mean(), which take each element for itself"
+            )
         self.centers = tuple(centers)
+        self.fragments = fragments
         self._like = like
         self._checked: Any = None  # the kind of tree that the rule was checked with
         # Once the center is known: it, what workers send, and who keeps what of it.
@@ -60,6 +84,10 @@ class ShardedCenter:
     def __repr__(self) -> str:
         """Its shards."""
         return f"ShardedCenter({', '.join(map(repr, self.centers))})"
+
+    def divided_by(self, fragments: rounds.Fragments) -> ShardedCenter:
+        """The same shards, each of which keeps a fragment."""
+        return ShardedCenter(self.centers, like=self._like, fragments=fragments)
 
     def join(
         self,
@@ -190,6 +218,8 @@ class ShardedCenter:
 
     def _divided(self, whole: PyTree) -> parts.Parts:
         """Who keeps what; a leaf is cut only where the codec sends it as it is."""
+        if self.fragments is not None:
+            return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
         rows = rows and self.rule.codec.answer_codec is None
@@ -199,6 +229,7 @@ class ShardedCenter:
         """The answers of all shards as one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
+        paces = [s.pace for s in snapshots if s.pace is not None]
         received = [s.received for s in snapshots if s.received is not None]
         whole = parts.join([snapshot.params for snapshot in snapshots])
         if self._like is not None:
@@ -217,6 +248,7 @@ class ShardedCenter:
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
             "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
+            min(paces, default=None),
             in_part=len({snapshot.applied for snapshot in snapshots}) > 1,
             received=sum(received) if received else None,
         )
@@ -247,6 +279,7 @@ class ShardedSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
@@ -270,6 +303,7 @@ class ShardedSession(Session):
                 part,
                 anchor_version=version,
                 steps=steps,
+                weight=weight,
                 reported=reported,
                 anchor=anchor,
             )

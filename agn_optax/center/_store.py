@@ -23,14 +23,16 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
+from agn_optax.center._refusals import UNSAID, Claim
 from agn_optax.round import Public
-from agn_optax.rules import Rule, codecs, discounted, downpour
+from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
 
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
+_MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
 
@@ -270,6 +272,8 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         norms: Sequence[Any] | None = None,
+        claims: Sequence[Claim] | None = None,
+        workers: int = 1,
     ) -> None:
         """Makes the next version.
 
@@ -280,25 +284,39 @@ class Store:
           weights: of each message of a round; None if this is none. A rule that
             discounts messages by their staleness needs no others.
           norms: of their messages, if the next version is to be finite.
+          claims: of their workers; None where nothing is said.
+          workers: that are there.
 
         Raises:
           MessageRefusedError: it would not be; nothing has changed.
         """
         before, programs = self.current, self._programs
+        steps, own = _claimed(claims or [UNSAID] * len(contributions))
+        abouts = [
+            _about(before.number, *each, workers)
+            for each in zip(staleness, steps, own, strict=True)
+        ]
         if weights is None:
-            (one,), (stale,), move = contributions, staleness, programs.move
-            about = _on_device(stale)
+            (one,), move = contributions, programs.move
+            about: Any = abouts[0]
         else:
-            one, move = None, programs.move_round
-            for each, stale, weight in zip(
-                contributions, staleness, weights, strict=True
-            ):
-                counts = _on_device(1.0 if self._rule.discount else weight)
-                one = programs.weigh(
-                    one, each, before.params, _on_device(stale), counts
-                )
-            parts = len(contributions) if self._rule.combine == "mean" else 1
-            about = _on_device(float(parts))
+            one, move, count = None, programs.move_round, len(contributions)
+            is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
+            counted = []
+            for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+                counts = 1.0 if self._rule.discount else weight
+                counts *= weighs / mean if is_mean else 1.0
+                counted.append((told_of, _on_device(counts)))
+            if programs.combine is None:
+                for contribution, each in zip(contributions, counted, strict=True):
+                    one = programs.weigh(one, contribution, before.params, *each)
+            else:
+                one = programs.combine(list(contributions), before.params, counted)
+            mean_steps = max(1, round(sum(steps) / count))
+            about = (
+                _on_device(float(count if is_mean else 1)),
+                _about(before.number, 0, mean_steps, mean, workers),
+            )
         if norms is not None and not self._is_bounded(sum(map(float, norms))):
             finite = move.stays_finite(
                 one, about, before.params, self._center_state, before.public
@@ -314,17 +332,17 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = move.in_place if in_place else move.anew
-        params, self._center_state, *told = run(
+        params, self._center_state, public, made = run(
             one, about, before.params, self._center_state, before.public
         )
-        self._becomes(params, *told)
+        self._becomes(params, public, made)
 
-    def _becomes(self, params: PyTree, public: Public | None, told: PyTree) -> None:
+    def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
         number = self.current.number + 1
         self.current = Version(params, number, public=public)
         if public is not None:
-            self._differences.append((number, told))
+            self._differences.append((number, made))
 
     @functools.cached_property
     def _reach(self) -> tuple[float | None, float]:
@@ -371,14 +389,19 @@ def growth(rule: Rule, center: PyTree) -> float | None:
     Then the norm of a message, which is known anyway, bounds what it adds to a number
     of the center. All others are tried before they move it, which takes another pass.
     """
-    fresh = np.int32(0)  # a discount makes no message larger
+    # A discount makes no message larger. Of whatever else is said it is not known how
+    # large it may be, so that nothing is by how much it multiplies.
+    said = {k: v for k, v in told({}).items() if k != "staleness"}
 
-    def move(message: PyTree) -> tuple[PyTree, PyTree]:
+    def move(message: PyTree, said: dict[str, Any]) -> tuple[PyTree, PyTree]:
         state = rule.center.init(message)
-        return rule.center.update(message, state, None, staleness=fresh)
+        return rule.center.update(message, state, None, staleness=np.int32(0), **said)
 
     def ask() -> float:
-        made = tracing.read(move, center).made.values()
+        leaves = len(jax.tree.leaves(center))
+        given = [tracing.Value(i, frozenset({i}), factor=1.0) for i in range(leaves)]
+        given += [tracing.Value(name, is_array=False) for name in said]
+        made = tracing.read(move, center, said, given=given).made.values()
         factors = [value.factor for value in made if value.factor is not None]
         largest = max(factors, default=0.0)
         if len(factors) < len(made) or rule.message or not math.isfinite(largest):
@@ -417,16 +440,51 @@ def _floats(tree: PyTree) -> list[Any]:
     return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def _is_narrower(told: PyTree, center: PyTree) -> bool:
+def _is_narrower(difference: PyTree, center: PyTree) -> bool:
     """Whether something of a difference has room for smaller numbers only."""
     most = min((jnp.finfo(x.dtype).maxexp for x in _floats(center)), default=0)
-    return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(told))
+    return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
-@functools.lru_cache(maxsize=256, typed=True)
+class _About(NamedTuple):
+    """What a center optimizer is told of a message, as arrays of the device."""
+
+    staleness: jax.Array
+    steps: jax.Array
+    weight: jax.Array
+    since: tuple[jax.Array, jax.Array]  # a multiple of a block, and the rest
+    workers: jax.Array
+
+    def said(self) -> dict[str, Any]:
+        """As extra arguments, and that this is a center outside the program."""
+        return {**self._asdict(), "since": sum(self.since), "outside": True}
+
+
+_VERSIONS = 256  # in a block: so rarely something new goes to the device
+
+
+def _about(version: int, stale: int, steps: int, weight: float, workers: int) -> _About:
+    since = min(max(version - stale, 0), _MOST_INT)
+    rest = since % _VERSIONS
+    return _About(
+        _on_device(stale),
+        _on_device(steps),
+        _on_device(weight),
+        (_on_device(since - rest), _on_device(rest)),
+        _on_device(workers),
+    )
+
+
+def _claimed(claims: Sequence[Claim]) -> tuple[list[int], list[float]]:
+    """Steps and weights of messages: of those that say nothing, 1."""
+    steps = [max(1, claim.steps) for claim in claims]
+    return steps, [1.0 if claim.weight is None else claim.weight for claim in claims]
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
 def _on_device(number: float) -> jax.Array:
     if isinstance(number, int):  # of a staleness beyond int32, the largest int32
-        return jax.device_put(np.int32(min(number, np.iinfo(np.int32).max)))
+        return jax.device_put(np.int32(min(number, _MOST_INT)))
     return jax.device_put(np.float64(number))
 
 
@@ -495,29 +553,49 @@ def _measures(rule: Rule) -> dict[str, Any]:
 def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
-    # Adds a message of a round, as much as it counts, to the others: in float32 at
-    # least, and divided once.
-    def weigh(
-        total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    def counted(
+        contribution: PyTree, center: PyTree, about: _About, weight: Any
     ) -> PyTree:
+        """A message of a round, as much as it counts, in float32 at least."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = discounted(rule, message, staleness)
-        message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        message = discounted(rule, message, **told(about.said()))
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+
+    # Added to the others, and divided once.
+    def weigh(
+        total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
+    ) -> PyTree:
+        message = counted(contribution, center, about, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
-    def move(one: PyTree, staleness: Any, center: PyTree, state: PyTree) -> PyTree:
-        return rounds.move_center(rule, one, center, state, staleness=staleness)
+    # All at a time, for rules whose messages are not summed.
+    def combine(
+        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
+    ) -> PyTree:
+        messages = [
+            counted(contribution, center, *each)
+            for contribution, each in zip(contributions, counts, strict=True)
+        ]
+        together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
+        return how.of(together, robust.whole_total)
+
+    def move(one: PyTree, about: _About, center: PyTree, state: PyTree) -> PyTree:
+        return rounds.move_center(rule, one, center, state, extra_args=about.said())
 
     made = dataclasses.replace(
         rule, message=None, discount=None, codec=codecs.identity()
     )
 
-    def move_round(total: PyTree, parts: Any, center: PyTree, state: PyTree) -> PyTree:
+    def move_round(
+        total: PyTree, of_round: tuple[Any, _About], center: PyTree, state: PyTree
+    ) -> PyTree:
+        parts, about = of_round
         message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
-        return rounds.move_center(made, message, center, state)
+        said = about.said()
+        return rounds.move_center(made, message, center, state, extra_args=said)
 
     def compiled(program: Any) -> SimpleNamespace:
         """One program three times: ``(one, about, center, center_state, public)``."""
@@ -531,7 +609,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         def stays_finite(
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
         ) -> Any:
-            moved, moved_state, _, told = whole(one, about, center, state, public)
+            moved, moved_state, _, made = whole(one, about, center, state, public)
             # As workers adopt it: a narrow answer has no room for a large center.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
@@ -540,8 +618,8 @@ def _programs(rule: Rule) -> SimpleNamespace:
                 for n, o in zip(new, old, strict=True)
                 if jnp.issubdtype(n.dtype, jnp.floating)
             ]
-            if _is_narrower(told, center):
-                stay += [jnp.isfinite(x).all() for x in _floats(told)]
+            if _is_narrower(made, center):
+                stay += [jnp.isfinite(x).all() for x in _floats(made)]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
         # The center optimizer's state has no readers, so it is always updated in place.
@@ -555,6 +633,10 @@ def _programs(rule: Rule) -> SimpleNamespace:
     return SimpleNamespace(
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
+        # One program for each number of them; None where messages are summed.
+        combine=jax.jit(functools.partial(combine, rule.combine))
+        if isinstance(rule.combine, robust.Combine)
+        else None,
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),

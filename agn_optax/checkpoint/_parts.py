@@ -60,6 +60,20 @@ class Part(abc.ABC):
         """
 
 
+def check_whole(worker: Worker) -> None:
+    """It exchanges all of its parameters at once.
+
+    Raises:
+      InvalidTypeError: it does not; says how it is saved.
+    """
+    if worker.fragments is not None:
+        raise errors.InvalidTypeError(
+            f"worker {worker.name!r} exchanges by fragments, and has as many lives: "
+            "save what worker.save(params, state) returns, a pytree of arrays and "
+            "numbers, and worker.life beside it"
+        )
+
+
 class WorkerPart(Part):
     """A worker, with parameters and state to save."""
 
@@ -78,6 +92,8 @@ class WorkerPart(Part):
             "anchor_version": saved.anchor_version,
             "local_steps": saved.local_steps,
             "exchanges": saved.exchanges,
+            "weight": saved.weight,
+            "pace": saved.pace,
             "containers": trees.describe(saved.params).structure,
         }
         tree = {"params": saved.params, "state": saved.state, "anchor": saved.anchor}
@@ -105,6 +121,8 @@ class WorkerPart(Part):
             anchor_version=tuple(version) if isinstance(version, list) else version,
             local_steps=about["local_steps"],
             exchanges=about["exchanges"],
+            weight=about.get("weight"),  # earlier releases have none of these
+            pace=about.get("pace"),
         )
         # A center that was saved with it knows of none that it had.
         life = about["life"] if self._keeps_life and not has_center else None

@@ -225,11 +225,7 @@ def plan(
         )
         for each in planned
     ]
-    costs.append(
-        planning.all_reduce(
-            params, cluster, inner=optimizer, wire_dtype=codec.answer_dtype
-        )
-    )
+    costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(
             {

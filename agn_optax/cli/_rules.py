@@ -14,7 +14,8 @@ from agn_optax.rules import Rule, codecs
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
     answers=", ".join(rules.ANSWERS),
-    optimizers=", ".join(rules.OPTIMIZERS),
+    combinations=", ".join(rules.COMBINATIONS),
+    optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
     """Which rule a center runs.
@@ -30,17 +31,24 @@ class RuleOptions:
         other loses goes into the next contribution.
       answers NAME: How the center travels back: {answers}. A float rounds it; by any
         other, workers hear of differences.
+      combine NAME: How the messages of a round become one, if not as the rule says:
+        {combinations}. The last three stand bad messages, of a quarter of the workers
+        (krum: of one), and need --mode synchronous.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
       learning_rate: Its learning rate.
-      momentum: Of sgd and rmsprop.
+      momentum: Of sgd, rmsprop and those that wait for nobody.
       nesterov: Nesterov's momentum, of sgd, rmsprop and adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to denominators.
       decay: Of rmsprop.
       weight_decay: Of adamw, lamb, lion and nadamw.
+      delay: Of delayed_nesterov: messages between two changes of its momentum, as many
+        as there are workers.
+      messages: Of heloco and ordered_momentum: messages of a round, as many as there
+        are workers.
     """
 
     rule: str | None = None
@@ -50,6 +58,7 @@ class RuleOptions:
     record_dtype: str | None = None
     codec: str | None = None
     answers: str | None = None
+    combine: str | None = None
     center_optimizer: str | None = None
     learning_rate: float | None = None
     momentum: float | None = None
@@ -59,6 +68,8 @@ class RuleOptions:
     eps: float | None = None
     decay: float | None = None
     weight_decay: float | None = None
+    delay: int | None = None
+    messages: int | None = None
 
 
 def make(options: RuleOptions) -> Rule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -197,12 +198,13 @@ def all_reduce(
     cluster: Cluster,
     *,
     inner: optax.GradientTransformation,
+    codec: codecs.Codec | None = None,
     wire_dtype: Any = None,
 ) -> Cost:
     r"""Plain data parallelism to compare with: all gradients are reduced at every step.
 
     .. math::
-        m = b = 2 \frac{n - 1}{n} \text{ of the gradients}; \qquad
+        m = b = 2 \frac{n - 1}{n} \text{ of the encoded gradients}; \qquad
         e = (n - 1) \text{ latency} + m / B
 
     That is the bound of a ring, whose 2 (n - 1) hops take half a round trip each and
@@ -212,7 +214,9 @@ def all_reduce(
       params: as for `plan`.
       cluster: the workers and their links; there is no center.
       inner: the optimizer.
-      wire_dtype: floating dtype of the gradients on their way; None for their own.
+      codec: how gradients travel, as `agn_optax.all_reduce` takes it; None as they are.
+        What sends vectors whole (`low_rank`) sends all of them.
+      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
@@ -220,7 +224,7 @@ def all_reduce(
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
-      InvalidArgumentError: ``wire_dtype`` is not floating.
+      InvalidTypeError: ``codec`` is not a codec.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays.
 
     Example:
@@ -235,9 +239,21 @@ def all_reduce(
     """
     params = _shapes(params)
     inner = check.optimizer(inner, "inner")
-    wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
-    gradients = trees.nbytes(params, wire_dtype)
-    others = cluster.workers - 1
+    if wire_dtype is not None:
+        warnings.warn(
+            "planning.all_reduce(wire_dtype=...) is deprecated and goes in agn_optax "
+            "0.2: say codec=agn_optax.codecs.cast(dtype), which is the same",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        codec = codecs.cast(wire_dtype)
+    codec = codecs.identity() if codec is None else codec
+    codecs.check_codec(codec, "codec")
+    others, kept = cluster.workers - 1, 0
+    if codec.is_identity or codec.is_cast:
+        gradients = trees.nbytes(params, codec.answers)
+    else:
+        gradients, kept = _encoded(codec, params, cluster.workers)
     sent = 2 * others * gradients // cluster.workers
     exchange = others * cluster.latency + sent / cluster.bandwidth
     step = cluster.step_time
@@ -255,6 +271,7 @@ def all_reduce(
         worker=WorkerMemory(
             params=trees.nbytes(params),
             inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
+            codec_state=kept,
         ),
         center=CenterMemory(),
         bottleneck="nothing"
@@ -263,6 +280,17 @@ def all_reduce(
         if others * cluster.latency > sent / cluster.bandwidth
         else "worker link",
     )
+
+
+def _encoded(codec: codecs.Codec, params: PyTree, pieces: int) -> tuple[int, int]:
+    """Bytes of encoded gradients, and of what one of so many towers keeps of them."""
+    own = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((-(-x.size // pieces),), x.dtype), params
+    )
+    state = jax.eval_shape(codec.init, own)
+    sent, _ = jax.eval_shape(codec.encode, own, state)
+    # Of every piece, for what it sends, and of its own, for the answer.
+    return pieces * trees.nbytes(sent), (pieces + 1) * trees.nbytes(state)
 
 
 def abstract(parameters: float, dtype: Any = "float32") -> PyTree:

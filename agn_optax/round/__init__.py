@@ -3,16 +3,19 @@
 `_exchange` is the one place where a round is written; `_forms` the three ways to run it
 with the center in an optimizer state, and to find it there, and `_optimizers` the
 drop-in optimizers. Periods that are schedules are in `_period`, the center of a mesh in
-`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_elementwise`
-says which rules may work on parts, and `_leafwise` works on a few leaves at a time.
-`_slots` names what a state keeps for each parameter.
+`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_fragments` says
+which part is exchanged when, `_elementwise` which rules may work on parts, and
+`_leafwise` works on a few leaves at a time. `_slots` names what a state keeps for each
+parameter.
 
 Users find what is for them in `agn_optax`. The names here are for the layers above.
 """
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
+from agn_optax.round import _messages as messages
 from agn_optax.round import _parts as parts
+from agn_optax.round._exchange import Departed as Departed
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
 from agn_optax.round._exchange import Public as Public
@@ -42,6 +45,11 @@ from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
 from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
+from agn_optax.round._fragments import Fragments as Fragments
+from agn_optax.round._fragments import FragmentsState as FragmentsState
+from agn_optax.round._fragments import (
+    local_step_of_fragments as local_step_of_fragments,
+)
 from agn_optax.round._measure import codec_error as codec_error
 from agn_optax.round._measure import distance as distance
 from agn_optax.round._optimizers import agn as agn
@@ -51,7 +59,9 @@ from agn_optax.round._optimizers import diloco as diloco
 from agn_optax.round._optimizers import downpour as downpour
 from agn_optax.round._optimizers import dynsgd as dynsgd
 from agn_optax.round._optimizers import easgd as easgd
+from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
+from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._period import local_warmup as local_warmup
 from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._placement import OnHost as OnHost
@@ -60,4 +70,4 @@ from agn_optax.round._placement import ShardedCenter as ShardedCenter
 from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._slots import slots as slots
 
-__all__ = ["collectives", "elementwise", "parts"]
+__all__ = ["collectives", "elementwise", "messages", "parts"]

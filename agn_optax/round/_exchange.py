@@ -12,14 +12,15 @@
         x  = adopt(x, c)                           at the worker        adopt
         r  = an empty record,   a = c              at the worker        begin_round
 
-`exchange` is these in a row. An optimizer state that holds its center calls `exchange`;
-a worker and a center outside the program call the same pieces, with a wire (or nothing)
-between them. No other code knows the order.
+`exchange` is these in a row. An optimizer state that holds its center calls `exchange`,
+or its two halves with local steps between: `depart`, until the message is made, and
+`land`, which moves the center. A worker and a center outside the program call the same
+pieces, with a wire (or nothing) between them. No other code knows the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ import optax
 from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.round._placement import WHOLE, Layout
-from agn_optax.rules import Rule, discounted
+from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
 
@@ -44,14 +45,27 @@ class LocalState(NamedTuple):
     codec_state: PyTree  # of the rule's codec; EmptyState for codecs that keep none
 
 
+class Departed(NamedTuple):
+    """A message that has left, and moves the center some local steps later."""
+
+    in_flight: jax.Array  # bool scalar: whether there is one
+    steps: jax.Array  # int32 scalar: local steps that it was made of
+    weight: jax.Array  # float32 scalar: the mean weight of the workers' rounds
+    message: PyTree  # of all workers together, as the center
+    adopted: (
+        PyTree  # the parameters as they were set then; None unless updates are eager
+    )
+
+
 class ExchangeState(NamedTuple):
     """State of a worker with a center at hand: the local phase, and the center."""
 
     local: LocalState
     center: PyTree  # as the parameters, in the center's dtype
     center_state: PyTree  # the center optimizer's
-    exchanges: jax.Array  # int32 scalar: exchanges made so far
+    exchanges: jax.Array  # int32 scalar: exchanges made so far; those that have begun
     public: Public | None = None  # what workers adopt, where that is not the center
+    departed: Departed | None = None  # where messages take their time
 
 
 class Public(NamedTuple):
@@ -59,6 +73,11 @@ class Public(NamedTuple):
 
     params: PyTree  # as the center
     codec_state: PyTree  # of that codec
+
+
+def with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
+    """The same with another state of the inner optimizer, which exchanges leave out."""
+    return state._replace(local=state.local._replace(inner_state=inner_state))
 
 
 def init_local(
@@ -97,18 +116,30 @@ def local_step(
 
     ``center`` is the anchor where the state keeps none.
     """
-    _, record = rule.record.update(
+    grads, state = record(rule, grads, state, params, center, layout)
+    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+    updates = optax.tree.cast_like(updates, params)
+    return updates, state._replace(inner_state=inner_state)
+
+
+def record(
+    rule: Rule,
+    grads: PyTree,
+    state: LocalState,
+    params: PyTree,
+    center: PyTree,
+    layout: Layout = WHOLE,
+) -> tuple[PyTree, LocalState]:
+    """What a local step is but for its inner optimizer: the gradients for that."""
+    _, recorded = rule.record.update(
         layout.part(grads), state.record, layout.part(params)
     )
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
         anchor = _anchor(state, center)
         grads, _ = rule.penalty.update(grads, stateless, params, center=anchor)
-    updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
-    return optax.tree.cast_like(updates, params), state._replace(
-        local_steps=optax.safe_increment(state.local_steps),
-        inner_state=inner_state,
-        record=record,
+    return grads, state._replace(
+        local_steps=optax.safe_increment(state.local_steps), record=recorded
     )
 
 
@@ -185,29 +216,32 @@ def move_center(
     center: PyTree,
     center_state: PyTree,
     *,
-    staleness: Any = 0,
-    combine: Callable[[PyTree], PyTree] | None = None,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """The center and its optimizer's state after one exchange.
+    """The center and its optimizer's state after the exchange of one worker.
 
     Args:
       rule: whose center this is.
       contribution: of a worker, encoded.
-      center: to be moved; on a mesh, perhaps this tower's piece of it.
+      center: to be moved.
       center_state: the center optimizer's.
-      staleness: of the contribution; 0 where it is the message of a round.
-      combine: makes one message, cut as ``center``, of the contributions of all workers
-        of a mesh; None where there is one.
-      extra_args: for the center optimizer.
+      extra_args: for the center optimizer: what there is to say of the contribution, or
+        of the message of the round (see `Rule`), and more.
     """
-    staleness = jnp.asarray(staleness, jnp.int32)
-    if combine is None:
-        message = message_of(rule, contribution, center)
-    else:
-        message = combine(contribution)
-    message = discounted(rule, optax.tree.cast_like(message, center), staleness)
-    extra_args = {**(extra_args or {}), "staleness": staleness}
+    message = message_of(rule, contribution, center)
+    return _descend(rule, message, center, center_state, extra_args or {})
+
+
+def _descend(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """The center after one message; on a mesh, perhaps this tower's piece of both."""
+    extra_args = told(extra_args)
+    message = discounted(rule, optax.tree.cast_like(message, center), **extra_args)
     updates, center_state = rule.center.update(
         message, center_state, center, **extra_args
     )
@@ -352,10 +386,18 @@ def exchange(
     params: PyTree,
     state: ExchangeState,
     extra_args: dict[str, Any],
+    *,
+    mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
     """An exchange with a center at hand, of which ``state`` holds what is kept here.
 
-    ``extra_args`` are for the center optimizer.
+    Args:
+      rule: says what is exchanged.
+      layout: of the center.
+      params: the parameters after the last local step of a round.
+      state: the state then.
+      extra_args: for the center optimizer; ``weight`` is this worker's own.
+      mixing: how much of ``params`` stays; see `mixed`.
     """
     layout.check_met(rule.name)
     kept, center_state = layout.load(state.center, state.center_state)
@@ -371,25 +413,10 @@ def exchange(
         layout.part(params),
         live if state.public is None else state.public.params,
     )
-
-    def message(contribution: PyTree, center: PyTree) -> PyTree:
-        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
-
-    def combine(contribution: PyTree) -> PyTree:
-        if rule.codec.is_identity:  # messages may be summed on their way
-            own = message(contribution, kept if live is None else live)
-            return layout.combine(own, rule.combine, params)
-        return layout.combine_encoded(
-            contribution, lambda each: message(each, kept), rule.combine, params
-        )
-
-    moved, center_state = move_center(
-        rule,
-        contribution,
-        kept,
-        center_state,
-        combine=combine,
-        extra_args={**extra_args, "steps": local.local_steps},
+    share, said = _said(rule, layout, state, extra_args)
+    message = _combined(rule, layout, params, contribution, kept, live, share)
+    moved, center_state = _descend(
+        rule, message, kept, center_state, {**extra_args, **said}
     )
     public, _ = publish(rule, moved, state.public)
     if rule.adopts == "before":
@@ -397,16 +424,181 @@ def exchange(
     else:
         adopted, known = layout.unite(moved, params), public
     adopted = answer_of(rule, layout.whole(adopted, params), known)
-    adopting = adopt(rule, params, adopted)
+    adopting = mixed(adopt(rule, params, adopted), params, mixing)
     local = begin_round(rule, local, params, adopted, layout)
     center, center_state = layout.store(moved, center_state, state.center)
-    return adopting, ExchangeState(
+    return adopting, state._replace(
         local=local._replace(codec_state=codec_state),
         center=center,
         center_state=center_state,
         exchanges=optax.safe_increment(state.exchanges),
         public=public,
     )
+
+
+def _said(
+    rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
+) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Of the workers of a mesh: how much this one counts, and what all say together.
+
+    They count alike if none says how much it does.
+    """
+    said: dict[str, Any] = {
+        "steps": state.local.local_steps,
+        "since": state.exchanges,
+        "workers": layout.count,
+    }
+    weight = extra_args.get("weight")
+    if weight is None:
+        return None, said
+    check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
+    own = jnp.asarray(weight, jnp.float32)
+    mean = layout.mean(own)
+    return own / mean if rule.combine == "mean" else None, {**said, "weight": mean}
+
+
+def _combined(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    contribution: PyTree,
+    kept: PyTree,
+    live: PyTree,
+    share: jax.Array | None,
+) -> PyTree:
+    """One message, cut as ``kept``, of the contributions of all workers of a mesh."""
+
+    def message(contribution: PyTree, center: PyTree) -> PyTree:
+        return optax.tree.cast_like(message_of(rule, contribution, center), kept)
+
+    if rule.codec.is_identity:  # messages may be summed on their way
+        own = message(contribution, kept if live is None else live)
+        if share is not None:
+            own = jax.tree.map(lambda m: (m * share).astype(m.dtype), own)
+        return layout.combine(own, rule.combine, params)
+    return layout.combine_encoded(
+        contribution, lambda each: message(each, kept), rule.combine, params, share
+    )
+
+
+def nothing_departed(params: PyTree, center: PyTree, *, eager: bool) -> Departed:
+    """For an `ExchangeState` whose exchanges are made in two halves."""
+    return Departed(
+        in_flight=jnp.zeros((), bool),
+        steps=jnp.zeros((), jnp.int32),
+        weight=jnp.ones((), jnp.float32),
+        message=optax.tree.zeros_like(center),
+        adopted=optax.tree.zeros_like(params) if eager else None,
+    )
+
+
+def depart(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, ExchangeState]:
+    """The first half of an exchange: the message of all workers, and the next round.
+
+    Nothing that follows needs the message until it lands. Who adopts the center as it
+    was before the message does so now, and with eager updates (the state says so)
+    everybody adopts the center as this worker's own share of the message will move it.
+
+    Args, of a center that is whole, and returns as `exchange`.
+    """
+    layout.check_met(rule.name)
+    local, center = state.local, state.center
+    contribution, codec_state = contribute(rule, local, params, adopted_last(state))
+    local = local._replace(codec_state=codec_state)
+    share, said = _said(rule, layout, state, extra_args)
+    message = _combined(rule, layout, params, contribution, center, center, share)
+    message = optax.tree.cast_like(message, center)
+    assert state.departed is not None
+    is_eager, adopted = state.departed.adopted is not None, None
+    if is_eager:
+        own = message_of(rule, contribution, center)
+        if rule.combine == "mean":
+            part = (1.0 if share is None else share) / layout.count
+            own = jax.tree.map(lambda m: (m * part).astype(m.dtype), own)
+        more = {**extra_args, **said}
+        moved, _ = _descend(rule, own, center, state.center_state, more)
+        params = adopted = overwrite(params, answer_of(rule, moved))
+    elif rule.adopts == "before":
+        before = answer_of(rule, center, state.public)
+        params = adopt(rule, params, before)
+        local = move_anchor(local, before)
+    weight = jnp.asarray(said.get("weight", 1.0), jnp.float32)
+    departed = Departed(jnp.ones((), bool), local.local_steps, weight, message, adopted)
+    return params, state._replace(
+        local=empty_record(rule, local, params, message, layout),
+        exchanges=optax.safe_increment(state.exchanges),
+        departed=departed,
+    )
+
+
+def land(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+    *,
+    mixing: float = 0.0,
+) -> tuple[PyTree, ExchangeState]:
+    """The second half of an exchange: the message moves the center, which is adopted.
+
+    Args and returns as `exchange`, of a state with a message in flight.
+    """
+    departed = state.departed
+    assert departed is not None
+    said = {
+        "steps": departed.steps,
+        "since": state.exchanges - 1,
+        "workers": layout.count,
+        "weight": departed.weight,
+    }
+    center, center_state = _descend(
+        rule,
+        departed.message,
+        state.center,
+        state.center_state,
+        {**extra_args, **said},
+    )
+    public, _ = publish(rule, center, state.public)
+    local = state.local
+    if rule.adopts == "after":
+        answer = answer_of(rule, center, public)
+        adopted = adopt(rule, params, answer)
+        if departed.adopted is None:
+            params = mixed(adopted, params, mixing)
+        else:
+            params = with_progress(adopted, params, departed.adopted)
+        local = move_anchor(local, answer)
+    # Zeros, that depend in name on the center. Of a message that stays what it is, XLA
+    # would compute all that it can before the loop that this is in, at every step.
+    never = departed.steps < 0
+    landed = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), center)
+    return params, state._replace(
+        local=local,
+        center=center,
+        center_state=center_state,
+        public=public,
+        departed=departed._replace(in_flight=jnp.zeros((), bool), message=landed),
+    )
+
+
+def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
+    r""":math:`\alpha x + (1 - \alpha) c`, for ``mixing`` :math:`\alpha`."""
+    if not mixing:
+        return adopted
+
+    def mix(adopted: jax.Array, own: jax.Array) -> jax.Array:
+        wide = trees.wider(own.dtype, jnp.float32)
+        mean = mixing * own.astype(wide) + (1.0 - mixing) * adopted.astype(wide)
+        return mean.astype(own.dtype)
+
+    return jax.tree.map(mix, adopted, params)
 
 
 def overwrite(old: PyTree, new: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ All have the same state and give the same numbers:
 - *round* (`scan_round`): the local steps of a period are scanned and the exchange ends
   them, all in one program.
 
+All three exchange the whole tree, or fragments of it by turns (`_fragments`).
 `center_params` finds the center in that state, wherever wrappers have put it.
 """
 
@@ -30,17 +31,20 @@ from agn_optax.round import (
     _collectives,
     _elementwise,
     _exchange,
+    _fragments,
     _leafwise,
     _parts,
     _period,
     _placement,
 )
-from agn_optax.round._exchange import ExchangeState
+from agn_optax.round._exchange import ExchangeState, with_inner
+from agn_optax.round._fragments import Fragments, FragmentsState
 from agn_optax.round._measure import measure
 from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
 PyTree = Any
+State = ExchangeState | FragmentsState
 _log = logging.getLogger("agn_optax")
 
 
@@ -50,9 +54,13 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     Attributes:
       init: ``params -> state``.
       update: ``(grads, state, params, **extra) -> (updates, state)``: a local step.
-      exchange: ``(params, state, **extra) -> (params, state)``: the end of a round.
+      exchange: ``(params, state, **extra) -> (params, state)``: the end of a round. Of
+        fragments, the end of the rounds of all; with ``fragment=p`` of one of them. If
+        messages have a delay this is their departure, and ``landing=p`` is the other
+        half, which does nothing where none is in flight. Both numbers are static.
       measure: ``(params, state) -> {name: scalar}``: of the exchange that would be made
-        now, float32 scalars, pure: jit it, with ``exchange`` if you like.
+        now, float32 scalars, pure: jit it, with ``exchange`` if you like. Of fragments
+        it takes ``fragment=p``.
         ``message_norm`` is the norm of this worker's message, ``distance`` that of
         worker and center, ``codec_error`` what the codec changes of the contribution as
         a share of its norm, and ``momentum_cosine`` the cosine of message and center
@@ -60,7 +68,7 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]
-    measure: Callable[[PyTree, PyTree], dict[str, jax.Array]]
+    measure: Callable[..., dict[str, jax.Array]]
 
     def __new__(cls, init: Any, update: Any, exchange: Any, measure: Any) -> Phases:
         """A pair of functions, as every optimizer, and one that is not in the tuple."""
@@ -76,6 +84,7 @@ def phases(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    fragments: Fragments | None = None,
 ) -> Phases:
     """A rule as two programs, for loops that count their steps: the split form.
 
@@ -93,12 +102,14 @@ def phases(
         parameters'. float32 under bfloat16 parameters is a master copy.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`, which
+        says when each is due; None exchanges all at once.
 
     Returns:
       An optax optimizer, the local phase, which goes where others do (a chain, a
       ``TrainState``); with a function ``exchange`` more, which finds its part in the
       state of the whole. The state is that of `exchange_every`, so that the two forms
-      can take turns.
+      can take turns: an `ExchangeState`, or a `FragmentsState`.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
@@ -108,7 +119,8 @@ def phases(
       UnboundAxisError: ``axis_name`` is not bound around ``exchange``, or the axis of a
         sharded center around any of the three.
       InvalidArgumentError: ``jax.vmap(tx.init)`` got workers that begin with different
-        parameters.
+        parameters; or the rule, its center optimizer, the placement or the parameters
+        do not go with ``fragments``.
       CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without an
         `ExchangeState`, or with several.
 
@@ -131,6 +143,9 @@ def phases(
     check_rule(rule)
     center_dtype = check.float_dtype(center_dtype, "center_dtype")
     layout = Layout(axis_name, _placement_of(placement))
+    _fragments.check_fragments(fragments)
+    if fragments is not None:
+        fragments.check(rule, layout.placement)
     # On a mesh the center itself is the anchor, unless workers adopt it as it was
     # before, or rounded, or need all of it at every step and hold a piece.
     keep_anchor = rule.needs_anchor and (
@@ -146,25 +161,19 @@ def phases(
             "the placement out, or give the codec other answers"
         )
 
-    def init_fn(params: PyTree) -> ExchangeState:
-        check.float_leaves(params, "params")
-        if axis_name is not None:
-            _collectives.check_alike(params, axis_name)
-        layout.check_memory()
+    def begin(
+        params: PyTree, inner: optax.GradientTransformationExtraArgs
+    ) -> ExchangeState:
+        """The state of a whole tree, or of a fragment."""
         if layout.sharded:
-            layout.check_bound()
             piece = jax.eval_shape(layout.piece, params)
             _elementwise.check(rule, params, [piece])
         whole = trees.copy(params, center_dtype)
         piece = layout.piece(whole)
         center_state = rule.center.init(trees.copy(piece))
-        if counts_exchanges(rule.center, center_state):
-            _log.warning(
-                "the center optimizer of rule %r has a schedule, which is asked once "
-                "an exchange: after N local steps with period P it is at N / P. "
-                "agn_optax.by_local_steps(optimizer) has it count local steps",
-                rule.name,
-            )
+        departed = None
+        if fragments is not None and fragments.delay:
+            departed = _exchange.nothing_departed(params, piece, eager=fragments.eager)
         center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
@@ -173,47 +182,131 @@ def phases(
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
             public=_exchange.init_public(rule, whole),
+            departed=departed,
         )
 
-    def update_fn(
-        updates: PyTree, state: ExchangeState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, ExchangeState]:
-        _exchange.check_step(updates, params, rule.name)
-        layout.check_center(params, state.center)
+    def init_fn(params: PyTree) -> State:
+        check.float_leaves(params, "params")
+        if axis_name is not None:
+            _collectives.check_alike(params, axis_name)
+        layout.check_memory()
         if layout.sharded:
             layout.check_bound()
+        state: State
+        if fragments is None:
+            first = state = begin(params, inner)
+        else:
+            state = _fragments.begin(fragments, rule, inner, params, begin)
+            first = state.fragments[0]
+        if counts_exchanges(rule.center, unwrapped(first.center_state)[1]):
+            _log.warning(
+                "the center optimizer of rule %r has a schedule, which is asked once "
+                "an exchange: after N local steps with period P it is at N / P. "
+                "agn_optax.by_local_steps(optimizer) has it count local steps",
+                rule.name,
+            )
+        return state
+
+    def check_state(params: PyTree, state: State) -> None:
+        """Parameters and state belong together."""
+        if fragments is None and isinstance(state, ExchangeState):
+            layout.check_center(params, state.center)
+        elif fragments is None or isinstance(state, ExchangeState):
+            raise errors.TreeMismatchError(
+                f"the state is a {type(state).__name__}, and {rule.name} was made with "
+                f"fragments={fragments}"
+            )
+        else:
+            _fragments.check_state(fragments, state, params, layout)
+
+    def update_fn(
+        updates: PyTree, state: State, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, State]:
+        _exchange.check_step(updates, params, rule.name)
+        check_state(params, state)
+        if layout.sharded:
+            layout.check_bound()
+        if isinstance(state, FragmentsState):
+            assert fragments is not None
+            updates, inner_state, locals_ = _fragments.local_step_of_fragments(
+                fragments.divide(params),
+                rule,
+                inner,
+                updates,
+                state.inner_state,
+                [own.local for own in state.fragments],
+                params,
+                [_exchange.adopted_last(own) for own in state.fragments],
+                extra_args,
+                layout,
+            )
+            both = zip(state.fragments, locals_, strict=True)
+            moved = tuple(own._replace(local=local) for own, local in both)
+            return updates, FragmentsState(inner_state, moved)
         center = _exchange.adopted_last(state)
         updates, local = _exchange.local_step(
             rule, inner, updates, state.local, params, center, extra_args, layout
         )
         return updates, state._replace(local=local)
 
-    def exchange_fn(
-        params: PyTree, state: PyTree, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        check.params_given(params, rule.name)
-        own = find_state(state)
-        layout.check_center(params, own.center)
-        check.float_leaves(params, "params")
-        layout.check_bound()
-        inner_state, own = own.local.inner_state, _with_inner(own, None)
+    def exchange_one(
+        params: PyTree, own: ExchangeState, extra_args: dict[str, Any], *, lands: bool
+    ) -> tuple[PyTree, ExchangeState]:
+        """Of a whole tree, or of a fragment."""
+
+        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
+            params, own = carry
+            return _exchange.land(rule, layout, params, own, extra_args, mixing=mixing)
 
         def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
             params, own = carry
-            return _exchange.exchange(rule, layout, params, own, extra_args)
+            return _exchange.exchange(
+                rule, layout, params, own, extra_args, mixing=mixing
+            )
 
-        carry = (params, own)
+        mixing = 0.0 if fragments is None else fragments.mixing
+        if own.departed is not None:
+            in_flight = own.departed.in_flight
+            params, own = _collectives.when(in_flight, landed, (params, own))
+            if lands:
+                return params, own
+            return _exchange.depart(rule, layout, params, own, extra_args)
         if rule.adopts == "before":  # then both sides move, each by what both were
             owners = functools.partial(_owners, rule, own)
-            params, own = _leafwise.when(
-                None, exchanged, carry, params, owners, own.exchanges
+            return _leafwise.when(
+                None, exchanged, (params, own), params, owners, own.exchanges
             )
-        else:
-            params, own = exchanged(carry, params)
-        own = _with_inner(own, inner_state)
-        return params, trees.map_nodes(lambda _: own, state, ExchangeState)
+        return exchanged((params, own), params)
 
-    def measure_fn(params: PyTree, state: PyTree) -> dict[str, jax.Array]:
+    def exchange_fn(
+        params: PyTree,
+        state: PyTree,
+        *,
+        fragment: int | None = None,
+        landing: int | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PyTree]:
+        check.params_given(params, rule.name)
+        own = find_state(state)
+        check_state(params, own)
+        check.float_leaves(params, "params")
+        layout.check_bound()
+        chosen = _fragments.chosen(fragments, fragment, landing)
+        exchange = functools.partial(
+            exchange_one, extra_args=extra_args, lands=landing is not None
+        )
+        if isinstance(own, FragmentsState):
+            assert fragments is not None
+            params, own = _fragments.each(fragments, exchange, params, own, chosen)
+        else:
+            inner_state, own = own.local.inner_state, with_inner(own, None)
+            params, own = exchange(params, own)
+            own = with_inner(own, inner_state)
+        return params, trees.map_nodes(lambda _: own, state, State)
+
+    def measure_fn(
+        params: PyTree, state: PyTree, *, fragment: int | None = None
+    ) -> dict[str, jax.Array]:
         check.params_given(params, rule.name)
         if layout.placement != Placement():
             raise errors.InvalidArgumentError(
@@ -221,7 +314,17 @@ def phases(
                 f"{layout.placement}"
             )
         own = find_state(state)
-        layout.check_center(params, own.center)
+        check_state(params, own)
+        _fragments.chosen(fragments, fragment, None)
+        if isinstance(own, FragmentsState):
+            assert fragments is not None
+            if fragment is None:
+                raise errors.MissingArgumentError(
+                    "measure(params, state, fragment=p) needs the number of the "
+                    "fragment that would exchange now, got fragment=None"
+                )
+            params = fragments.divide(params).take(fragment, params)
+            own = own.fragments[fragment]
         anchor = _exchange.adopted_last(own)
         return measure(rule, own.local, params, own.center, own.center_state, anchor)
 
@@ -236,6 +339,7 @@ def exchange_every(
     axis_name: Any = None,
     center_dtype: Any = None,
     placement: Placement | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Any rule as a drop-in optax optimizer that exchanges every ``period`` steps.
 
@@ -268,14 +372,18 @@ def exchange_every(
         callables for schedules.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`; updates have the dtypes of the
-      parameters.
+      An optax optimizer with `ExchangeState`, or with `FragmentsState`; updates have
+      the dtypes of the parameters.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or
-        ``jax.vmap(tx.init)`` got workers that begin with different parameters.
+        ``jax.vmap(tx.init)`` got workers that begin with different parameters; or the
+        rule, its center optimizer, the placement, the period or the parameters do not
+        go with ``fragments``.
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
       MissingArgumentError: ``update`` came without ``params``.
       TreeMismatchError: gradients, parameters and state do not belong together, or have
@@ -296,8 +404,17 @@ def exchange_every(
     """
     period_of = _period.as_schedule(period)
     split = phases(
-        inner, rule, axis_name=axis_name, center_dtype=center_dtype, placement=placement
+        inner,
+        rule,
+        axis_name=axis_name,
+        center_dtype=center_dtype,
+        placement=placement,
+        fragments=fragments,
     )
+    if fragments is not None and not check.is_traced(first := period_of(0)):
+        fragments.check_period(int(first))
+    mixing = 0.0 if fragments is None else fragments.mixing
+    is_eager = fragments is not None and fragments.eager
 
     layout = Layout(axis_name, _placement_of(placement))
     # Where the exchange needs nothing but the state, and the state holds all that is
@@ -307,69 +424,158 @@ def exchange_every(
         and rule.adopt is None
         and rule.adopts == "after"
         and layout.placement == Placement()
+        and not mixing
+        and not is_eager
     )
+    # The same of a departure. (Of updates that are no part of the loop, XLA would make
+    # the message before it, at every step.)
+    departs_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
 
-    def update_fn(
-        updates: PyTree, state: ExchangeState, params: PyTree = None, **extra_args: Any
+    def center_alone(
+        due: jax.Array,
+        act: Callable[[Any], tuple[PyTree, ExchangeState]],
+        updates: PyTree,
+        state: ExchangeState,
+        params: PyTree,
     ) -> tuple[PyTree, ExchangeState]:
-        check.axis_bound(axis_name)
-        updates, state = split.update(updates, state, params, **extra_args)
-        center, center_state = layout.settle(state.center, state.center_state)
-        state = state._replace(center=center, center_state=center_state)
-        due = state.local.local_steps >= _period.steps_of(period_of(state.exchanges))
-        inner_state, state = state.local.inner_state, _with_inner(state, None)
-
-        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
-            updates, state = carry
-            stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchange.exchange(
-                rule, layout, stepped, state, extra_args
-            )
-            return optax.tree.sub(adopted, params), state
-
-        if not reads_center_only:
-            carry, owners = (updates, state), functools.partial(_owners, rule, state)
-            updates, state = _leafwise.when(
-                due, exchanged, carry, params, owners, state.exchanges
-            )
-            return updates, _with_inner(state, inner_state)
+        """``act((updates, state))`` where it is due; what is adopted is the center."""
         # The message takes nothing from the parameters, so the loop need not wait for
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
-        moved = _collectives.when(
-            due, lambda state: exchanged((updates, state), params)[1], state
-        )
-        moved = _with_inner(moved, inner_state)
+        moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
         answer = _exchange.answer_of(rule, moved.center, moved.public)
         adopted = _exchange.adopt(rule, params, answer)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
 
+    def exchange_one(
+        due: jax.Array,
+        updates: PyTree,
+        state: ExchangeState,
+        params: PyTree,
+        extra_args: dict[str, Any],
+    ) -> tuple[PyTree, ExchangeState]:
+        """Where it is due, of a whole tree or of a fragment."""
+
+        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
+            updates, state = carry
+            stepped = optax.apply_updates(params, updates)
+            adopted, state = _exchange.exchange(
+                rule, layout, stepped, state, extra_args, mixing=mixing
+            )
+            return optax.tree.sub(adopted, params), state
+
+        if not reads_center_only:
+            carry, owners = (updates, state), functools.partial(_owners, rule, state)
+            return _leafwise.when(
+                due, exchanged, carry, params, owners, state.exchanges
+            )
+        return center_alone(
+            due, lambda carry: exchanged(carry, params), updates, state, params
+        )
+
+    def exchange_late(
+        due: jax.Array,
+        lands: jax.Array,
+        updates: PyTree,
+        state: ExchangeState,
+        params: PyTree,
+        extra_args: dict[str, Any],
+    ) -> tuple[PyTree, ExchangeState]:
+        """The same in two halves, with local steps between them."""
+
+        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
+            updates, state = carry
+            stepped = optax.apply_updates(params, updates)
+            adopted, state = _exchange.land(
+                rule, layout, stepped, state, extra_args, mixing=mixing
+            )
+            return optax.tree.sub(adopted, params), state
+
+        def departed(carry: Any) -> tuple[PyTree, ExchangeState]:
+            updates, state = carry
+            stepped = optax.apply_updates(params, updates)
+            adopted, state = _exchange.depart(rule, layout, stepped, state, extra_args)
+            return optax.tree.sub(adopted, params), state
+
+        if reads_center_only:
+            updates, state = center_alone(lands, landed, updates, state, params)
+        else:
+            updates, state = _collectives.when(lands, landed, (updates, state))
+        if not departs_alone:
+            return _collectives.when(due, departed, (updates, state))
+        return updates, _collectives.when(
+            due, lambda state: departed((updates, state))[1], state
+        )
+
+    def update_fn(
+        updates: PyTree, state: State, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, State]:
+        check.axis_bound(axis_name)
+        updates, state = split.update(updates, state, params, **extra_args)
+
+        def settled(state: ExchangeState) -> ExchangeState:
+            center, center_state = layout.settle(state.center, state.center_state)
+            return state._replace(center=center, center_state=center_state)
+
+        if isinstance(state, ExchangeState):
+            state = settled(state)
+            steps = _period.steps_of(period_of(state.exchanges))
+            due = state.local.local_steps >= steps
+            inner_state, state = state.local.inner_state, with_inner(state, None)
+            updates, state = exchange_one(due, updates, state, params, extra_args)
+            return updates, with_inner(state, inner_state)
+
+        assert fragments is not None
+        parts, moved = fragments.divide(params), []
+        for p, each in enumerate(state.fragments):
+            own = settled(each)
+            due = fragments.is_due(p, own, period_of)
+            here = parts.take(p, updates), own, parts.take(p, params), extra_args
+            if own.departed is None:
+                moved.append(exchange_one(due, *here))
+            else:
+                moved.append(exchange_late(due, fragments.lands(own, due), *here))
+        updates = _parts.join([updates for updates, _ in moved])
+        return updates, state._replace(fragments=tuple(own for _, own in moved))
+
     return optax.GradientTransformationExtraArgs(split.init, update_fn)
 
 
 # (params, state, data) -> (params, state, metrics)
-Step = Callable[[PyTree, ExchangeState, PyTree], tuple[PyTree, ExchangeState, PyTree]]
+Step = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 
 
 def scan_round(
     local_step: Step,
-    exchange: Callable[[PyTree, ExchangeState], tuple[PyTree, ExchangeState]],
+    exchange: Callable[..., tuple[PyTree, PyTree]],
     *,
     unroll: int | bool = 1,
+    fragments: Fragments | None = None,
 ) -> Step:
     """A whole round as one function to compile: local steps scanned, then the exchange.
+
+    With fragments, local steps are scanned from one exchange to the next, so the
+    program has a scan for each time in the round when something is due. What is in
+    flight is no part of these scans: local steps need nothing of a message between its
+    departure and its landing, and whatever can may overlap the two.
 
     Args:
       local_step: ``(params, state, batch) -> (params, state, metrics)``, which calls
         ``phases(...).update`` and applies the updates.
-      exchange: ``phases(...).exchange``.
+      exchange: ``phases(...).exchange``; of fragments, it is called with ``fragment=p``
+        and ``landing=p``.
       unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
+      fragments: those that `phases` has; None exchanges all at once.
 
     Returns:
       ``(params, state, batches) -> (params, state, metrics)``. Every leaf of
       ``batches`` has the period as its first dimension; ``metrics`` come back stacked
       the same way.
+
+    Raises:
+      InvalidArgumentError: (when called) fragments do not fit into the period, or
+        leaves of ``batches`` disagree about it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -386,10 +592,11 @@ def scan_round(
       >>> print(losses.shape, state.exchanges)
       (3,) 1
     """
+    _fragments.check_fragments(fragments)
 
     def round_fn(
-        params: PyTree, state: ExchangeState, batches: PyTree
-    ) -> tuple[PyTree, ExchangeState, PyTree]:
+        params: PyTree, state: PyTree, batches: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
         def body(carry: Any, batch: PyTree) -> Any:
             params, state, metrics = local_step(carry[0], carry[1], batch)
             return (params, state), metrics
@@ -397,7 +604,44 @@ def scan_round(
         carry, metrics = jax.lax.scan(body, (params, state), batches, unroll=unroll)
         return *exchange(*carry), metrics
 
-    return round_fn
+    def round_of_fragments(
+        params: PyTree, state: PyTree, batches: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        assert fragments is not None
+        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batches)}
+        if len(lengths) != 1:
+            raise errors.InvalidArgumentError(
+                "batches must have the period as the first dimension of every leaf, "
+                f"got {sorted(lengths)}"
+            )
+        (period,) = lengths
+
+        def body(carry: Any, i: jax.Array) -> Any:
+            batch = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches
+            )
+            params, state, metrics = local_step(carry[0], carry[1], batch)
+            return (params, state), metrics
+
+        begin, metrics = 0, []
+        for end in range(1, period + 1):
+            # Every round but the first begins with what the one before has left.
+            calls = fragments.due(period + end, period)
+            if not calls and end < period:
+                continue
+            flying, state = _fragments.taken_out(state)
+            steps = jnp.arange(begin, end)
+            (params, state), made = jax.lax.scan(
+                body, (params, state), steps, unroll=unroll
+            )
+            state, begin = _fragments.put_back(flying, state), end
+            metrics.append(made)
+            for call in calls:
+                params, state = exchange(params, state, **call)
+        metrics = jax.tree.map(lambda *each: jnp.concatenate(each), *metrics)
+        return params, state, metrics
+
+    return round_fn if fragments is None else round_of_fragments
 
 
 def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
@@ -436,7 +680,7 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
             "not become it: put the rule last. (After the local phase of phases() all "
             "is in order)"
         )
-    center = _placement.whole_center(find_state(opt_state).center)
+    center = _whole_center(find_state(opt_state))
     if params is None:
         return center
 
@@ -453,9 +697,15 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
         ) from error
 
 
-def find_state(opt_state: PyTree) -> ExchangeState:
-    """The one `ExchangeState` in an optimizer state, wherever wrappers have put it."""
-    found = trees.nodes(opt_state, ExchangeState)
+def _whole_center(state: State) -> PyTree:
+    if isinstance(state, ExchangeState):
+        return _placement.whole_center(state.center)
+    return _parts.join([_whole_center(each) for each in state.fragments])
+
+
+def find_state(opt_state: PyTree) -> State:
+    """The one state of a rule in an optimizer state, wherever wrappers have put it."""
+    found = trees.nodes(opt_state, State)
     if not found:
         raise errors.CenterNotFoundError(
             f"no center in this {type(opt_state).__name__}: expected the state of one "
@@ -472,17 +722,13 @@ def find_state(opt_state: PyTree) -> ExchangeState:
 
 def _goes_on(node: PyTree) -> bool:
     """Whether a chain has something after a rule: only its state tells of that."""
-    if isinstance(node, ExchangeState):
+    if isinstance(node, State):
         return False
     is_chain = type(node) is tuple and all(isinstance(each, tuple) for each in node)
-    if is_chain and trees.nodes(node[:-1], ExchangeState):
+    if is_chain and trees.nodes(node[:-1], State):
         return True
     level = jax.tree_util.default_registry.flatten_one_level(node)
     return level is not None and any(map(_goes_on, level[0]))
-
-
-def _with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
-    return state._replace(local=state.local._replace(inner_state=inner_state))
 
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:

@@ -8,11 +8,15 @@ leaf may be cut along its first dimension.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from agn_optax import errors
 
 PyTree = Any
 
@@ -98,3 +102,46 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
             parts[part].append(Piece(leaf, cut))
             load[part] += sizes[leaf] * (bounds[i + 1] - bounds[i]) // max(length, 1)
     return Parts(tuple(sorted(part, key=lambda piece: piece.leaf)) for part in parts)
+
+
+def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
+    """``given`` if these are regular expressions, at least one.
+
+    Raises:
+      InvalidArgumentError: they are not.
+    """
+    if not given:
+        raise errors.InvalidArgumentError(f"{argument} must be at least one, got none")
+    for pattern in given:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise errors.InvalidArgumentError(
+                f"{argument} must be regular expressions, got {pattern!r}: {error}"
+            ) from error
+    return tuple(given)
+
+
+def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
+    """Parts by the paths of leaves: a leaf is in that of the first pattern found there.
+
+    Raises:
+      InvalidArgumentError: no pattern is found in a path, or one in none.
+    """
+    parts: list[list[Piece]] = [[] for _ in patterns]
+    text = ""
+    for leaf, (path, _) in enumerate(tree_leaves_with_path(tree)):
+        text = keystr(path, simple=True, separator="/")
+        found = [i for i, each in enumerate(patterns) if re.search(each, text)]
+        if not found:
+            raise errors.InvalidArgumentError(
+                f"no pattern of {list(patterns)} is found in the path {text!r}: which "
+                "part is it in? '.' at the end takes what is left"
+            )
+        parts[found[0]].append(Piece(leaf))
+    if not all(parts):
+        empty = [each for each, part in zip(patterns, parts, strict=True) if not part]
+        raise errors.InvalidArgumentError(
+            f"no leaf is left for {empty}; the paths are such as {text!r}"
+        )
+    return Parts(map(tuple, parts))

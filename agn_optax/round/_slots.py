@@ -14,6 +14,7 @@ from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round._exchange import ExchangeState, LocalState
+from agn_optax.round._fragments import FragmentsState
 from agn_optax.round._placement import ShardedCenter, unwrapped
 from agn_optax.rules import AccumulateState
 
@@ -35,12 +36,14 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     ``center``                the center
     ``public``                the center as workers adopt it, if it is another
     ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
+    ``departed/...``          of messages with a delay: ``departed/message``
     ========================  ===================================================
 
     Labels of ``multi_transform`` and names of ``named_chain`` stand before that
     (``"decoder/inner/mu"``); wrappers that only have a state inside leave no trace.
     Where two slots would have one name, both get their positions as well (``"0/trace"``
-    and ``"2/trace"``), so no slot hides another.
+    and ``"2/trace"``), so no slot hides another. What fragments keep, each of its part,
+    is put together.
 
     Args:
       opt_state: state of any optax optimizer, of one of this package's, or of a
@@ -77,6 +80,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
       >>> print(*agn_optax.slots(optax.adam(0.1).init(params), params))
       mu nu
     """
+    opt_state = trees.map_nodes(_put_together, opt_state, FragmentsState)
     known = list(_known(opt_state))
     if params is None:
         like = _structure_of(known)
@@ -90,6 +94,23 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
                     f"{jax.tree.structure(tree)}"
                 )
     return _named(list(_found(opt_state, (), _Test(like))))
+
+
+def _put_together(state: FragmentsState) -> ExchangeState:
+    """The states of all fragments as that of a whole tree."""
+    apart = [
+        each._replace(
+            center=_pieces(each.center), center_state=unwrapped(each.center_state)[1]
+        )
+        for each in state.fragments
+    ]
+    # Counts, which all of them have, are no slots.
+    whole: ExchangeState = jax.tree.map(
+        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
+        *apart,
+        is_leaf=lambda node: node is None,
+    )
+    return whole._replace(local=whole.local._replace(inner_state=state.inner_state))
 
 
 def _known(opt_state: PyTree) -> Iterator[PyTree]:
@@ -210,6 +231,7 @@ def _of_round(
             yield from whole("public", state.public.params)
         center_state = unwrapped(state.center_state)[1]
         yield from within("center_optimizer", "center_state", center_state)
+        yield from within("departed", "departed", state.departed)
     else:
         yield from within("inner", "inner_state", state.inner_state)
         yield from within("record", "record", state.record)

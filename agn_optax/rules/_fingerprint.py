@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from agn_optax._internal import tracing
-from agn_optax.rules._rule import Rule, discounted
+from agn_optax.rules._rule import Rule, discounted, told
 from agn_optax.rules.codecs import Codec
 
 PyTree = Any
@@ -132,7 +132,8 @@ def _center(rule: Rule) -> PyTree:
     center = _probe(2.0)
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        extra_args = {"staleness": jnp.asarray(staleness, jnp.int32)}
+        said = {"staleness": staleness, "since": 1, "workers": 3}
+        extra_args = told(said | {"steps": 2 + staleness, "weight": 0.5 + staleness})
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)

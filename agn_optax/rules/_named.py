@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import math
@@ -15,16 +16,28 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.rules import _rule, codecs
+from agn_optax.rules import _rule, center_optimizers, codecs, robust
 from agn_optax.rules._rule import Rule
 
-# Of optax. Their signatures say which settings they have.
+# Of optax. Their signatures say which settings they have, ours too.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: getattr(optax, name)
     for name in (
         *("adabelief", "adagrad", "adam", "adamw", "lamb", "lion"),
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
+}
+CENTER_OPTIMIZERS = {
+    **OPTIMIZERS,
+    **{
+        make.__name__: make
+        for make in (
+            center_optimizers.delayed_nesterov,
+            center_optimizers.heloco,
+            center_optimizers.momentum_lookahead,
+            center_optimizers.ordered_momentum,
+        )
+    },
 }
 # Whatever that module has which returns one: a new method is there by its name.
 RULES: dict[str, Callable[..., Rule]] = {
@@ -49,12 +62,19 @@ CODECS = {
     "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
 }
 ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
+COMBINATIONS: dict[str, Any] = {
+    "sum": "sum",
+    "mean": "mean",
+    "median": robust.median(),
+    "trimmed_mean": robust.trimmed_mean(),
+    "krum": robust.krum(),
+}
 # What a setting of an optimizer may be at most; 0 is the least.
 _HIGHEST = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
+_OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
 def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
@@ -62,10 +82,10 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
 
     Args:
       given: ``rule``, the name of one; its own settings; ``codec`` and ``answers`` by
-        their names, see `named_codec`; and ``center_optimizer``, the name of an
-        optimizer, with the settings of that. Or ``rule_from``, "module:object", alone:
-        a rule, or a function without arguments that returns one; modules in the current
-        directory are found.
+        their names, see `named_codec`; ``combine`` by its name; and
+        ``center_optimizer``, the name of an optimizer, with the settings of that. Or
+        ``rule_from``, "module:object", alone: a rule, or a function without arguments
+        that returns one; modules in the current directory are found.
       spelt: how a setting is called where its user finds it.
 
     Raises:
@@ -97,18 +117,22 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     settings = _settings(given, factory, f"rule {name}", spelt)
     center = inspect.signature(factory).parameters.get("center")
     of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    its_own = {"rule", "codec", "answers", *settings, *of_center}
+    its_own = {"rule", "codec", "answers", "combine", *settings, *of_center}
     refuse(f"does not apply to rule {name}", set(given) - its_own)
     if "center_optimizer" in given:
         settings["center"] = _optimizer(given, spelt, refuse)
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {name} needs {spelt('center_optimizer')}, one of "
-            f"{', '.join(OPTIMIZERS)}"
+            f"{', '.join(CENTER_OPTIMIZERS)}"
         )
     else:
         refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
-    return factory(**settings, codec=named_codec(given, spelt))
+    made = factory(**settings, codec=named_codec(given, spelt))
+    if "combine" in given:
+        how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
+        made = dataclasses.replace(made, combine=how)
+    return made
 
 
 def named_codec(
@@ -134,7 +158,7 @@ def _optimizer(
     refuse: Callable[[str, Collection[str]], None],
 ) -> optax.GradientTransformation:
     name = given["center_optimizer"]
-    factory = check.choose(name, OPTIMIZERS, spelt("center_optimizer"))
+    factory = check.choose(name, CENTER_OPTIMIZERS, spelt("center_optimizer"))
     settings = _settings(given, factory, f"center optimizer {name}", spelt)
     refuse(
         f"does not apply to center optimizer {name}, which has "

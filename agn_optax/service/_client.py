@@ -19,6 +19,7 @@ import jax
 from agn_optax import errors
 from agn_optax._internal import check, in_background
 from agn_optax.center import ShardedCenter, Snapshot
+from agn_optax.round import Fragments
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _published, _tls, _token
 from agn_optax.service import center_pb2 as pb
@@ -46,6 +47,7 @@ def connect(
     insecure: bool = False,
     token: _token.Token = None,
     transports: Sequence[str] | None = None,
+    fragments: Fragments | None = None,
 ) -> RemoteCenter | ShardedCenter:
     """The center at an address, to be used as a `LocalCenter` is.
 
@@ -78,6 +80,8 @@ def connect(
         commas between them, or all. ``"memory"`` is shared with a center of the same
         user on this machine, ``"socket"`` a connection of their own beside gRPC's,
         ``"grpc"`` works wherever anything does, and a list without it insists.
+      fragments: what each of several servers keeps, for a center whose workers, or some
+        of them, exchange by these fragments; all say the same. None divides by size.
 
     Returns:
       The center.
@@ -88,7 +92,8 @@ def connect(
       NotAllowedError: the center wants a token or a certificate, or another one.
       RuleMismatchError: the center runs another rule; names what differs.
       ProtocolError: what answers is no center, or one of another release.
-      InvalidArgumentError: the address is none, or a setting is out of range.
+      InvalidArgumentError: the address is none, or a setting is out of range, or there
+        are not as many fragments as servers.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax, agn_optax.service
@@ -130,8 +135,15 @@ def connect(
             made.callback(connection.close)
             remote = Remote(connection, rule, ways)
             centers.append(RemoteCenter(remote, like if is_whole else None))
+        center: RemoteCenter | ShardedCenter = centers[0]
+        if not is_whole:
+            center = ShardedCenter(centers, like=like, fragments=fragments)
+        elif fragments is not None and len(fragments) != 1:
+            raise errors.InvalidArgumentError(
+                f"{len(fragments)} fragments need as many servers, got one address"
+            )
         made.pop_all()
-    return centers[0] if is_whole else ShardedCenter(centers, like=like)
+    return center
 
 
 class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):

@@ -272,6 +272,7 @@ class Servicer:
             versions=installed(),
             grace=self.core.ledger.round_grace,
             stop_grace=self.stop_grace,
+            takes_weights=True,
         )
 
     def initialize(
@@ -693,6 +694,7 @@ class Servicer:
                     "applied": answer.applied,
                     "refused": answer.refused,
                     "sequence": answer.sequence,
+                    "pace": answer.pace,
                 }
                 parcel = self._followed(version, message, said) or self._parcel(
                     version, self._travels.answer, public=True, **said
@@ -726,6 +728,8 @@ class Servicer:
             message.sequence,
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
+            steps=message.steps,
+            weight=message.weight if message.HasField("weight") else None,
         )
         if schema.hash not in self._compiled:  # its programs may take minutes
             submitted = in_background(submit, "agn-optax first exchange")

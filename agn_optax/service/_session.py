@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
@@ -89,10 +90,23 @@ class RemoteSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """As `Session.submit`."""
+        """As `Session.submit`.
+
+        Raises:
+          ProtocolError: the center is of a release that takes no weights.
+        """
+        check.whole_number(steps, "steps", least=0)
+        check.weight(weight)
+        if weight is not None and not self._remote.description.takes_weights:
+            raise errors.ProtocolError(
+                f"the center at {self._remote.address} runs release "
+                f"{self._remote.description.release}, which takes no weights: leave "
+                "weight= out, or update the center"
+            )
         if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
             raise errors.InvalidArgumentError(
                 "anchor_version must be a version that the center has had, "
@@ -111,6 +125,7 @@ class RemoteSession(Session):
                 sequence=sequence,
                 anchor_version=int(anchor_version),
                 steps=steps,
+                weight=weight,
                 reported={k: float(v) for k, v in (reported or {}).items()},
                 has_anchor=anchor is not None,
             )
@@ -146,6 +161,7 @@ class RemoteSession(Session):
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
+                said.pace if said.HasField("pace") else None,
                 received=sum(array.nbytes for array in arrays),
             )
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round import OnHost, collectives, scan_round
+from agn_optax.round import Fragments, OnHost, collectives, scan_round
 from agn_optax.round import center_params as _center_params
 from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas, _rows
 
@@ -231,7 +231,8 @@ class Towers:
         """Whether the towers of each worker have the same state, bit for bit.
 
         Leaves that differ on purpose are not looked at: typed random keys, pieces of a
-        center in shards, gradients in flight (``all_reduce(delay=1)``).
+        center in shards, gradients in flight (``all_reduce(delay=1)``), and what a
+        codec keeps of them.
 
         Args:
           state: as `replicate` or a step returned it.
@@ -479,8 +480,9 @@ class Towers:
         train_step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
         period: int,
         *,
-        exchange: Callable[[PyTree], PyTree] | None = None,
+        exchange: Callable[..., PyTree] | None = None,
         unroll: int | bool = 1,
+        fragments: Fragments | None = None,
         donate: bool = True,
     ) -> _programs.Program:
         """Compiles a whole round for all towers: local steps, then the exchange.
@@ -492,7 +494,10 @@ class Towers:
           exchange: ``state -> state``, which ends the round: ``tx.exchange`` of
             `phases` on the parameters and optimizer state that ``state`` holds. None
             for drop-in optimizers, which exchange in the step that fills their period.
+            Of fragments, ``(state, **which) -> state``, where ``which`` is what
+            ``tx.exchange`` is told: `Fragments.due`.
           unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
+          fragments: those of `phases`; None exchanges all at once.
           donate: as for `step`.
 
         Returns:
@@ -500,8 +505,9 @@ class Towers:
           `shard_round`; each metric is ``[towers, period, ...]``.
 
         Raises:
-          InvalidArgumentError: ``period`` is no positive int; (when called) the batches
-            are not as many, or there are several workers and nothing is exchanged
+          InvalidArgumentError: ``period`` is no positive int, or fragments do not fit
+            into it, or come without ``exchange``; (when called) the batches are not as
+            many, or there are several workers and nothing is exchanged
             between them, or as `step`.
 
         Example:
@@ -523,11 +529,23 @@ class Towers:
           7.5
         """
         check.positive_int(period, "period")
+        if fragments is not None:
+            if exchange is None:
+                raise errors.InvalidArgumentError(
+                    "fragments need exchange, the one of phases(..., fragments=...): a "
+                    "drop-in optimizer exchanges its own in its step"
+                )
+            fragments.check_period(period)
+
+        def ends(_: None, state: PyTree, **which: int) -> tuple[None, PyTree]:
+            return None, state if exchange is None else exchange(state, **which)
+
         # The scan of the split form, with everything in one state.
         scanned = scan_round(
             lambda _, state, batch: (None, *train_step(state, _rows.own_all(batch))),
-            lambda _, state: (None, state if exchange is None else exchange(state)),
+            ends,
             unroll=unroll,
+            fragments=fragments,
         )
 
         def one_round(state: PyTree, batches: PyTree) -> Any:

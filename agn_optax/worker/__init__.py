@@ -4,7 +4,14 @@ What is imported `as` itself is for the layers above.
 """
 
 from agn_optax.worker._processes import from_first_process
+from agn_optax.worker._streaming import StreamingState, StreamingWorkerState
 from agn_optax.worker._tree import Uplink as Uplink
 from agn_optax.worker._worker import Worker, WorkerState
 
-__all__ = ["Worker", "WorkerState", "from_first_process"]
+__all__ = [
+    "StreamingState",
+    "StreamingWorkerState",
+    "Worker",
+    "WorkerState",
+    "from_first_process",
+]

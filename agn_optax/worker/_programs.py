@@ -71,12 +71,7 @@ def programs(
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
         state = rounds.init_local(rule, inner, params, anchor)
-        if trees.nodes(state.inner_state, rounds.ExchangeState):
-            raise errors.InvalidArgumentError(
-                "inner must be an optimizer that makes local steps alone, got one that "
-                "exchanges with a center of its own: give the optimizer inside it, as "
-                "in Worker(center, optax.adam(1e-3), period=10)"
-            )
+        check_local(state.inner_state)
         if before is not None:
             both = InnerState(before.init(trees.copy(params)), state.inner_state)
             state = state._replace(inner_state=both)
@@ -123,7 +118,7 @@ def programs(
         state = rounds.begin_round(rule, state, params, center)
         fresh = init(params)
         # What is not finite any more would spoil the next round too.
-        codec_state = _sound(state.codec_state, fresh.codec_state)
+        codec_state = sound(state.codec_state, fresh.codec_state)
         if rule.codec.returned is not None and becomes == "owed":
             codec_state = rule.codec.returned(contribution, codec_state)
         elif becomes == "forgotten":
@@ -133,7 +128,7 @@ def programs(
             codec_state = jax.lax.cond(
                 is_finite, lambda: fresh.codec_state, lambda: codec_state
             )
-        inner_state = _sound(state.inner_state, fresh.inner_state)
+        inner_state = sound(state.inner_state, fresh.inner_state)
         return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
@@ -192,7 +187,21 @@ def programs(
     )
 
 
-def _sound(state: PyTree, fresh: PyTree) -> PyTree:
+def check_local(inner_state: PyTree) -> None:
+    """An inner optimizer, of which this is the state, makes local steps alone.
+
+    Raises:
+      InvalidArgumentError: it does not.
+    """
+    if trees.nodes(inner_state, rounds.ExchangeState):
+        raise errors.InvalidArgumentError(
+            "inner must be an optimizer that makes local steps alone, got one that "
+            "exchanges with a center of its own: give the optimizer inside it, as "
+            "in Worker(center, optax.adam(1e-3), period=10)"
+        )
+
+
+def sound(state: PyTree, fresh: PyTree) -> PyTree:
     """A state; the fresh one if more of it is not finite than of that."""
     fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)

@@ -21,7 +21,7 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
-from agn_optax.round import LocalState
+from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message
 from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import Left, programs
@@ -41,6 +41,8 @@ class WorkerState(NamedTuple):
     anchor_version: Any  # int; a tuple of them for a center in shards
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
+    weight: Any = None  # float: said of the round so far; None if nothing was
+    pace: Any = None  # float: as `Worker.pace`
 
 
 class Worker:
@@ -56,7 +58,7 @@ class Worker:
       inner: the inner optimizer.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the round that
-        begins.
+        begins; or `dynamic_period`, by which it follows the worker's speed.
       gradients: what is done to a gradient before anything else, such as
         ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
         which the center gets, see what comes out. In ``inner``, it would change the
@@ -73,6 +75,12 @@ class Worker:
         exchanges overlap or the center is lost. Then it waits. None is one round of
         steps. With 0, `exchange` raises as soon as the center counts as lost.
       give_up: seconds that it waits for a lost center before it raises.
+      fragments: parts of the parameters that exchange by turns, a `Fragments` without
+        delay, for a center in as many shards, each of which keeps one. None exchanges
+        all at once. Then one fragment is sent at a time; its offset in the period is
+        its own, and so are its version, its staleness and its answer. State is a
+        `StreamingState`, and `save` gives a `StreamingWorkerState`. All workers of that
+        center need the same fragments.
       callbacks: what is told of each exchange once it is over, as
         ``callback(step, values)``: the number of the exchange, and float values by
         their names. ``steps`` were made in the round; the message had this
@@ -89,6 +97,7 @@ class Worker:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
+      fragments: as given.
       exchanges: exchanges made.
       staleness: of the last message sent; None before the first. If the rule adopts the
         center as it was before a message, the worker's own previous message counts too.
@@ -100,10 +109,13 @@ class Worker:
         optimizer's state is not finite, that begins anew.
       refusal: why the last message was refused; "" if it was not.
       version: of the center that it adopted last; None before the start.
+      pace: this worker's speed as a share of the fastest worker's, as the center has
+        measured it last; None before it has.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
-        or ``give_up`` is negative.
+        or ``give_up`` is negative; or the center is not in as many shards as there are
+        ``fragments``.
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center``
         not a center.
 
@@ -120,12 +132,24 @@ class Worker:
       (2, 2)
     """
 
+    fragments: Fragments | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> Worker:
+        """One for each fragment, where there are any."""
+        if cls is Worker and settings.get("fragments") is not None:
+            # Which is made of workers.
+            from agn_optax.worker._streaming import StreamingWorker  # noqa: PLC0415
+
+            return super().__new__(StreamingWorker)
+        return super().__new__(cls)
+
     def __init__(
         self,
         center: Center,
         inner: optax.GradientTransformation,
         *,
         period: Any,
+        fragments: Fragments | None = None,
         gradients: optax.GradientTransformation | None = None,
         name: str | None = None,
         overlap: bool = False,
@@ -133,6 +157,10 @@ class Worker:
         give_up: float = 600.0,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        if fragments is not None:
+            raise errors.InvalidArgumentError(
+                f"fragments are for Worker itself, got a {type(self).__name__}"
+            )
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")
         if name is not None and (not isinstance(name, str) or not name):
@@ -154,7 +182,9 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._length = _lengths(period)
+        self.pace: float | None = None
+        self._length = self._lengths(period)
+        self._follows = isinstance(period, rounds.DynamicPeriod)  # its own speed
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
@@ -168,6 +198,7 @@ class Worker:
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
+        self._weight: float | None = None  # said of the round
 
     def __repr__(self) -> str:
         """Its name and rule, and how far it is."""
@@ -273,7 +304,12 @@ class Worker:
         return self._in_flight or self.fills_round(1)
 
     def exchange(
-        self, params: PyTree, state: LocalState, *, steps: int = 1
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
 
@@ -290,13 +326,20 @@ class Worker:
           state: the state after the local step.
           steps: local steps since the last call, if a compiled function makes several
             (`jax.lax.scan`). The round ends at the first call with which it is full.
+          weight: what these local steps count, such as their tokens or samples, a
+            positive number of Python's or NumPy's. The message says the sum of its
+            round, for center optimizers that ask for it, and where messages of a round
+            become their mean. None says nothing; a round of which nothing is said
+            counts 1.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
-          InvalidArgumentError: ``steps`` is not a positive whole number.
+          InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
+            not positive and finite.
+          ProtocolError: the center is of a release that takes no weights.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated to something else; or the center has been started anew, or has given
             this worker's name to another one.
@@ -309,13 +352,32 @@ class Worker:
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
-        length = self._length(self.exchanges + self._in_flight)
-        message = self._message
+        weight = check.weight(weight)
+        self._count(steps, weight)
+        return self._act(params, state) if self._acts else (params, state)
+
+    def _count(self, steps: int, weight: float | None = None) -> None:
+        """So many local steps more have been made, which count so much."""
+        self._require_start()
+        self._length(self.exchanges + self._in_flight)  # or it raises before
         self._local_steps += steps
-        if message is not None and message.flight is not None:
-            patience = length if self._patience is None else max(self._patience, 1)
-            if self._local_steps < patience and not message.is_answered:
-                return params, state
+        if weight is not None:
+            self._weight = (self._weight or 0.0) + weight
+
+    @property
+    def _acts(self) -> bool:
+        """Whether there is something to do, after the local steps made so far."""
+        message = self._message
+        length = self._length(self.exchanges + self._in_flight)
+        if message is None or message.flight is None:
+            return self._local_steps >= length
+        patience = length if self._patience is None else max(self._patience, 1)
+        return self._local_steps >= patience or message.is_answered
+
+    def _act(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """Does it: as `exchange` after the local steps that were counted."""
+        length = self._length(self.exchanges + self._in_flight)
+        if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps < length:
             return params, state
@@ -356,7 +418,12 @@ class Worker:
         self._reported = reported
 
     def flush(
-        self, params: PyTree, state: LocalState, *, steps: int | None = None
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """Exchanges now, however few local steps the round has had; not if it had none.
 
@@ -365,12 +432,15 @@ class Worker:
         that is in flight.
 
         Args, returns and raises as `exchange`; but ``steps`` are all local steps that
-        the round has had, if not those that `exchange` was told of.
+        the round has had, if not those that `exchange` was told of, and ``weight`` is
+        what all of them count.
         """
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=0)
+        weight = check.weight(weight)
         self._local_steps = self._local_steps if steps is None else steps
+        self._weight = self._weight if weight is None else weight
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
@@ -438,6 +508,8 @@ class Worker:
             anchor.version,
             self._local_steps,
             self.exchanges,
+            self._weight,
+            self.pace,
         )
 
     def restore(
@@ -486,6 +558,8 @@ class Worker:
         self._knows_anchor = life is not None  # as the center has had it
         self._sent = sent
         self._local_steps = int(saved.local_steps)
+        self._weight = None if saved.weight is None else float(saved.weight)
+        self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -523,7 +597,7 @@ class Worker:
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _give_in(
@@ -546,7 +620,7 @@ class Worker:
             params, state, message.contribution, answer.params, becomes=becomes
         )
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _taken_back(
@@ -572,6 +646,7 @@ class Worker:
         more = {
             "anchor_version": anchor.version,
             "steps": self._local_steps,
+            "weight": self._weight,
             "reported": dict(self._reported),
         }
         if self._programs.follows and self._knows_anchor:
@@ -606,7 +681,7 @@ class Worker:
     def _take_off(self, message: Message, left: Left) -> None:
         """A round begins while a message is in flight."""
         message.left, self._message = left, message
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         message.take_off(self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -715,14 +790,34 @@ class Worker:
         self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
+        self._set_pace(answer.pace)
         self._message = None
         self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
 
+    def _set_pace(self, pace: float | None) -> None:
+        if pace is not None:
+            self.pace = pace
+        elif self._follows and self._sent == 2:  # by then a center knows
+            _log.warning(
+                "%r says nothing of how fast worker %r is, as a center of an earlier "
+                "release: its rounds stay at %d local steps",
+                self.center,
+                self.name,
+                self._length(self.exchanges),
+            )
+
+    def _lengths(self, period: Any) -> Callable[[int], int]:
+        """Local steps of the round after so many exchanges."""
+        if isinstance(period, rounds.DynamicPeriod):
+            return lambda exchanges: period(self.pace)
+        return _scheduled(period)
+
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
-        self._session, self._sent, self._local_steps = session, 0, 0
+        self._session, self._sent = session, 0
+        self._local_steps, self._weight = 0, None
         self._knows_anchor = True
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
@@ -789,7 +884,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-def _lengths(period: Any) -> Callable[[int], int]:
+def _scheduled(period: Any) -> Callable[[int], int]:
     """Local steps of the round after so many exchanges; each is asked for once."""
     schedule = rounds.as_schedule(period)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import inspect
 import json
 import os
 import signal
@@ -83,17 +84,17 @@ def test_rules_by_name(options, rule):
     _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
 
 
-@pytest.mark.parametrize("name", rules.OPTIMIZERS)
+@pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
 def test_every_center_optimizer_takes_its_options(name):
     options = RuleOptions(rule="agn", center_optimizer=name)
-    factory = getattr(optax, name)
-    every = {
-        option: True if option == "nesterov" else 0.5
-        for option in _named.known(factory)
-    }
+    known = _named.known(rules.CENTER_OPTIMIZERS[name])
+    others = {"nesterov": True, "delay": 2, "messages": 2}
+    every = {option: others.get(option, 0.5) for option in known}
     assert _rules.make(dataclasses.replace(options, **every)).name == "agn"
-    with pytest.raises(errors.InvalidArgumentError, match="needs --learning-rate"):
-        _rules.make(options)
+    needed = [option for option in known if known[option].default is inspect._empty]
+    for option in needed:
+        with pytest.raises(errors.InvalidArgumentError, match=f"needs --{option[:5]}"):
+            _rules.make(dataclasses.replace(options, **{**every, option: None}))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_every_center_optimizer_takes_its_options(name):
         ({"rule": "diloco", "learning_rate": 0.1}, "-rate needs --center-optimizer"),
         (
             {"rule": "agn", "center_optimizer": "adma", "learning_rate": 0.1},
-            "--center-optimizer must be one of .*, yogi, got 'adma'",
+            "--center-optimizer must be one of .*, yogi, .*, got 'adma'",
         ),
         (
             {"rule": "agn", "center_optimizer": "sgd", "learning_rate": 1.0, "b2": 0.1},
@@ -187,7 +188,7 @@ def test_modes(options, mode):
 
 def test_refusals():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
-    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7}
+    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
     assert _center_options.settings(options)["refuse"] == Refuse(**own)

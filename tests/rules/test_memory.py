@@ -1,5 +1,7 @@
 """What the compiled programs do with memory: nothing of the model's size too much."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,3 +74,49 @@ def test_a_drop_in_step_has_no_branch_and_writes_in_place(rule, params):
     models = 0 if rule == "agn" else 2 if "easgd" in rule else 1
     leaf = 0.5 if models else 0.0
     assert memory.temp_size_in_bytes <= (models + leaf + 0.01) * MODEL
+
+
+LEAVES = 4
+FRAGMENTS = agn_optax.Fragments(LEAVES)
+
+
+@pytest.fixture
+def leaves():
+    return {f"leaf {i}": jnp.ones(SIZE // LEAVES) for i in range(LEAVES)}
+
+
+@pytest.mark.parametrize("rule", ["agn", "diloco"])
+def test_the_exchange_of_a_fragment_touches_nothing_else(rule, leaves):
+    whole, split = (
+        agn_optax.phases(optax.adam(1e-3), RULES[rule](), fragments=fragments)
+        for fragments in (None, FRAGMENTS)
+    )
+    exchange = functools.partial(split.exchange, fragment=1)
+    one = compiled(exchange, leaves, split.init(leaves))
+    memory = one.memory_analysis()
+    assert memory.temp_size_in_bytes <= 0.01 * MODEL
+    assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
+    every = compiled(whole.exchange, leaves, whole.init(leaves))
+    share = accessed(one) / accessed(every)
+    assert 0.9 / LEAVES < share < 1.1 / LEAVES
+
+
+def accessed(program):
+    return program.cost_analysis()["bytes accessed"]
+
+
+@pytest.mark.parametrize("rule", ["agn", "diloco", "easgd"])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_drop_in_step_of_fragments_is_as_that_of_the_whole(rule, delay, leaves):
+    tx = agn_optax.exchange_every(
+        optax.adam(1e-3),
+        RULES[rule](),
+        10,
+        fragments=agn_optax.Fragments(LEAVES, delay=delay),
+    )
+    program = compiled_step(tx, leaves, tx.init(leaves))
+    assert "conditional" not in program.as_text()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= memory.output_size_in_bytes - 1024
+    models = 0 if rule == "agn" else 1
+    assert memory.temp_size_in_bytes <= (models + 2 / LEAVES + 0.01) * MODEL

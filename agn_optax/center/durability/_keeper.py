@@ -26,6 +26,7 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
+from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
@@ -278,6 +279,8 @@ class Keeper:
         contributions: Sequence[PyTree] = (),
         staleness: Sequence[int] = (),
         weights: Sequence[float] | None = None,
+        claims: Sequence[Claim] = (),
+        workers: int = 1,
     ) -> int:
         """Something has happened to the center.
 
@@ -286,6 +289,8 @@ class Keeper:
           contributions: that were applied together; none if only the ledger changed.
           staleness: of them.
           weights: of their messages, if they are those of a round.
+          claims: of their workers.
+          workers: that were there.
 
         Returns:
           What to wait for, see `is_kept`.
@@ -295,7 +300,10 @@ class Keeper:
         self._number += 1
         self._exchanges += bool(contributions)
         if self._writer is not None and not self._lost_journal:
-            about = {"ledger": ledger, "staleness": staleness, "weights": weights}
+            about: dict[str, Any] = {"ledger": ledger, "staleness": staleness}
+            about["weights"] = weights
+            if contributions:
+                about |= {"claims": claims, "workers": workers}
             self._writer.append(about, contributions)
         return self.recorded
 
@@ -534,7 +542,11 @@ def _repeat(record: Record, store: Store) -> None:
         like = [store.contribution_like] * len(staleness)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
         placed = [store.place(contribution) for contribution in contributions]
-        store.apply(placed, staleness, record.about["weights"])
+        # A release before these were told of has had no rule that would ask.
+        claims = [Claim(*claim) for claim in record.about.get("claims", [])]
+        workers = record.about.get("workers", 1)
+        weights = record.about["weights"]
+        store.apply(placed, staleness, weights, claims=claims, workers=workers)
 
 
 def _state(

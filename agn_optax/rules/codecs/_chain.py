@@ -66,6 +66,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
         made.decode,
         name=name,
         answers=answers,
+        of_differences=any(codec.of_differences for codec in codecs),
         is_exact=all(codec.is_exact for codec in codecs),
     )
 

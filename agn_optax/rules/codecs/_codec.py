@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,6 +44,9 @@ class Codec:
         leaves it exact.
       returned: ``(encoded, state) -> state``, of a message that the center has dropped
         or refused: what it had goes into a later one. None where it is lost.
+      of_differences: whether it may leave out most of what it is given, which is right
+        for gradients and displacements alone: of parameters a worker would seem to have
+        zeros. Rules that send parameters refuse it.
       is_exact: whether all programs that decode a message get the same bits.
 
     Raises:
@@ -78,6 +82,7 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    of_differences: bool = False
     is_exact: bool = True
 
     def __post_init__(self) -> None:
@@ -95,6 +100,14 @@ class Codec:
     def is_identity(self) -> bool:
         """Whether contributions travel as they are."""
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether contributions travel in another dtype, and else as they are.
+
+        Only what is sent by such a codec, or as it is, may be added up on its way.
+        """
+        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
 
     @property
     def answer_dtype(self) -> Any:
@@ -189,7 +202,12 @@ def cast(dtype: Any) -> Codec:
     """
     if dtype is None:
         raise errors.InvalidTypeError("dtype must be a floating dtype, got None")
-    dtype = check.float_dtype(dtype, "dtype")
+    return _cast(check.float_dtype(dtype, "dtype"))
+
+
+@functools.cache
+def _cast(dtype: Any) -> Codec:
+    """Always the same one for a dtype."""
 
     def encode(leaf: Any) -> jax.Array:
         # Rounded first: XLA may leave out a cast there and back.
@@ -268,7 +286,7 @@ def of_leaves(
     name: str,
     encode: Callable[[Any], PyTree],
     decode: Callable[[PyTree, Any], jax.Array],
-    answers: Any = None,
+    **fields: Any,
 ) -> Codec:
     """A codec without state that treats every leaf alike, and for itself."""
     return Codec(
@@ -276,7 +294,7 @@ def of_leaves(
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
         _leafwise(decode),
         name=name,
-        answers=answers,
+        **fields,
     )
 
 
@@ -286,7 +304,7 @@ class StochasticState(NamedTuple):
     encoded: jax.Array  # int32 scalar: how many contributions
 
 
-def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
+def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
     """A codec that treats every leaf for itself, each with a random key of its own."""
 
     def encode_all(
@@ -307,6 +325,7 @@ def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
         encode_all,
         _leafwise(decode),
         name=name,
+        **fields,
     )
 
 

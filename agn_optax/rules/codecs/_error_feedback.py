@@ -100,6 +100,7 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         name=f"error_feedback({codec}{'' if decay == 1.0 else f', decay={decay:g}'})",
         answers=codec.answers,
         returned=returned,
+        of_differences=codec.of_differences,
         is_exact=codec.is_exact,
     )
 

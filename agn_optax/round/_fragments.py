@@ -1,0 +1,431 @@
+"""Fragments: parts of the tree that are exchanged by turns, each with its own offset.
+
+A fragment is a part of the parameters with its own run of the rule: an `ExchangeState`
+of that part, without an inner optimizer, which is one for the whole tree. So what an
+exchange is stands in `_exchange`, and the three forms in `_forms`; here is only which
+fragment has which leaves, and when it is due.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax._internal import check, tracing, trees
+from agn_optax.round import _exchange, _parts, _period
+from agn_optax.round._exchange import ExchangeState, LocalState
+from agn_optax.round._parts import Parts
+from agn_optax.round._placement import WHOLE, Layout, Placement
+from agn_optax.rules import Rule
+
+PyTree = Any
+
+
+class FragmentsState(NamedTuple):
+    """State of a worker that exchanges its parameters by fragments."""
+
+    inner_state: PyTree  # the inner optimizer's, of the whole tree
+    # One for each; trees with None in place of the others' leaves, and no inner state.
+    fragments: tuple[ExchangeState, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    r"""Which parts of the parameters are exchanged when: Streaming DiLoCo.
+
+    .. math::
+        \text{after local step } t \equiv t_p \pmod \lambda: \quad
+            & m_p = \text{the message of all workers for fragment } p \\
+        \text{and } \tau \text{ local steps later:} \quad
+            & c_p \leftarrow c_p + \text{center}(m_p), \quad
+            x_p \leftarrow \alpha x_p + (1 - \alpha) \, \text{adopt}(x_p, c_p)
+
+    Every fragment is exchanged once a period, as the rule says, and never all at once:
+    the most that travels at a time is one fragment. It has a record, an anchor, a
+    codec's state and a center optimizer's state of its own, so rules, codecs and center
+    optimizers that look at more than one leaf (a global norm, a schedule's count) look
+    at one fragment. The inner optimizer sees the whole tree.
+
+    With a ``delay``, local steps go on between a message and the center that comes of
+    it. What a worker has done in them is lost to the share :math:`1 - \alpha`. With
+    ``eager`` updates nothing is lost: the worker adopts the center as its own share of
+    the message moves it at once, and the center that all have moved when that is there,
+    plus the local steps between,
+
+    .. math::
+        x_p \leftarrow \tilde c_p = c_p + \text{center}(m_{p, \text{own}}); \qquad
+        \tau \text{ steps later: } x_p \leftarrow c_p' + (x_p - \tilde c_p)
+
+    Rules that adopt the center as it was before their message (``easgd``) need not wait
+    for it: with a delay, only the center moves later.
+
+    Args:
+      parts: how many fragments, a positive int: then leaves go, by size, to the
+        fragment that has least, and none is cut; or a sequence of regular expressions,
+        one for each fragment: a leaf is in that of the first which `re.search` finds in
+        its path, such as ``layers/0/w``.
+      offsets: :math:`t_p` of each fragment, in local steps from 1 to the period; None
+        spreads them evenly over the period, so that the last fragment ends it.
+      delay: :math:`\tau`, in local steps, less than the period.
+      mixing: :math:`\alpha` in [0, 1): how much of its own parameters a worker keeps.
+      eager: whether workers adopt their own share of a message at once; needs a delay,
+        and takes the place of ``mixing``.
+
+    Raises:
+      InvalidArgumentError: one of them is out of range, or they do not go together.
+      InvalidTypeError: ``parts`` is neither a number nor a sequence of strings.
+
+    Example:
+      Two fragments of a period of 4, each on its way for one step:
+
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> fragments = agn_optax.Fragments(["^embed", "."], delay=1, mixing=0.5)
+      >>> for step in range(1, 5):
+      ...     print(step, fragments.due(step, period=4))
+      1 ()
+      2 ({'fragment': 0},)
+      3 ({'landing': 0},)
+      4 ({'fragment': 1},)
+      >>> rule = agn_optax.rules.diloco()
+      >>> tx = agn_optax.exchange_every(optax.adam(0.1), rule, 4, fragments=fragments)
+      >>> state = tx.init({"embed": jnp.ones(3), "head": jnp.ones(2)})
+      >>> print(state.fragments[0].center)
+      {'embed': Array([1., 1., 1.], dtype=float32), 'head': None}
+
+    References:
+      Arthur Douillard et al., *Streaming DiLoCo with Overlapping Communication: Towards
+      a Distributed Free Lunch*, 2025.
+      Satyen Kale, Arthur Douillard, Yanislav Donchev, *Eager Updates for Overlapped
+      Communication and Computation in DiLoCo*, 2025.
+    """
+
+    parts: int | Sequence[str]
+    offsets: Sequence[int] | None = None
+    _: dataclasses.KW_ONLY
+    delay: int = 0
+    mixing: float = 0.0
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, str | bytes) or not isinstance(
+            self.parts, int | Sequence
+        ):
+            raise errors.InvalidTypeError(
+                "parts must be a number of fragments, or a sequence of regular "
+                f"expressions, got {check.show(self.parts)}"
+            )
+        if isinstance(self.parts, int):
+            check.positive_int(self.parts, "parts")
+        else:
+            object.__setattr__(self, "parts", _parts.patterns(self.parts, "parts"))
+        if self.offsets is not None:
+            offsets = tuple(self.offsets)
+            for offset in offsets:
+                check.positive_int(offset, "each of offsets")
+            if len(offsets) != len(self):
+                raise errors.InvalidArgumentError(
+                    f"offsets must be {len(self)}, one for each fragment, got "
+                    f"{len(offsets)}"
+                )
+            object.__setattr__(self, "offsets", offsets)
+        check.whole_number(self.delay, "delay", least=0, optional=False)
+        mixing = check.rate(self.mixing, "mixing", low=0.0, high=1.0)
+        if mixing == 1.0:
+            raise errors.InvalidArgumentError(
+                "mixing must be below 1, or workers would never adopt anything, got "
+                f"{mixing!r}"
+            )
+        if self.eager and (mixing or not self.delay):
+            raise errors.InvalidArgumentError(
+                "eager updates need a delay, and keep all local steps, so they leave "
+                f"nothing to mix: got delay={self.delay}, mixing={mixing!r}"
+            )
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self.parts if isinstance(self.parts, int) else len(self.parts)
+
+    def divide(self, params: PyTree) -> Parts:
+        """The leaves of each fragment.
+
+        Raises:
+          InvalidArgumentError: a fragment would have no leaf, or a leaf no fragment.
+        """
+        if not isinstance(self.parts, int):
+            return _parts.by_path(params, self.parts)
+        divided = Parts(sorted(_parts.balanced(params, self.parts, rows=False)))
+        if not all(divided):
+            raise errors.InvalidArgumentError(
+                f"the parameters have {sum(map(len, divided))} leaves, which cannot be "
+                f"{self.parts} fragments: a leaf is not cut"
+            )
+        return divided
+
+    def due(self, step: int, period: int) -> tuple[dict[str, int], ...]:
+        """What is exchanged after a local step, for loops that count their steps.
+
+        Args:
+          step: local steps made, this one included: 1 at the first.
+          period: local steps of a round, the same for all rounds.
+
+        Returns:
+          The arguments of `Phases.exchange`, for each call that is due, in their order:
+          ``{"fragment": p}`` begins the exchange of a fragment (and ends it, if there
+          is no delay), ``{"landing": p}`` ends it.
+
+        Raises:
+          InvalidArgumentError: ``step`` or ``period`` is not positive, or offsets or
+            delay do not fit into the period.
+        """
+        check.positive_int(step, "step")
+        self.check_period(check.positive_int(period, "period"))
+        ends = [self._offset(fragment, period) for fragment in range(len(self))]
+        landing = [
+            {"landing": p}
+            for p, end in enumerate(ends)
+            if self.delay and step > end and (step - end - self.delay) % period == 0
+        ]
+        begun = [
+            {"fragment": p}
+            for p, end in enumerate(ends)
+            if step >= end and (step - end) % period == 0
+        ]
+        return (*landing, *begun)
+
+    def check_period(self, period: int) -> None:
+        """Everything fits into a period."""
+        if self.delay >= period or any(t > period for t in self.offsets or ()):
+            raise errors.InvalidArgumentError(
+                "a fragment's message must land before its next one, and its offset "
+                f"must be in the period: got delay={self.delay}, "
+                f"offsets={self.offsets} and a period of {period}"
+            )
+
+    def check(self, rule: Rule, placement: Placement) -> None:
+        """A rule, and a center that lives so, may be exchanged in fragments like these.
+
+        Raises:
+          InvalidArgumentError: they may not.
+        """
+        of_rule = f"rule {rule.name!r}"
+        if self.delay and placement != Placement():
+            raise errors.InvalidArgumentError(
+                "fragments with a delay need the center whole on every device, got "
+                f"placement={placement}"
+            )
+        if self.mixing and rule.adopts == "before":
+            raise errors.InvalidArgumentError(
+                f"{of_rule} moves worker and center by the same force, of which mixing "
+                f"would take a part from one of them: got mixing={self.mixing}"
+            )
+        if self.eager and (rule.adopts == "before" or rule.adopt is not None):
+            raise errors.InvalidArgumentError(
+                f"eager updates adopt the whole center, and {of_rule} adopts it in its "
+                "own way"
+            )
+
+    def is_due(
+        self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule
+    ) -> jax.Array:
+        """Whether an exchange of a fragment begins now, in a program."""
+        made = state.exchanges
+        here = _period.steps_of(period(made))
+        before = _period.steps_of(period(jnp.maximum(made - 1, 0)))
+        later = self._length(fragment, here, before)
+        length = jnp.where(made > 0, later, self._length(fragment, here))
+        return state.local.local_steps >= length
+
+    def periods(
+        self, fragment: int, period: _period.PeriodSchedule
+    ) -> Callable[[int], int]:
+        """Of one fragment: its exchanges made so far -> local steps until the next."""
+
+        def length(made: int) -> int:
+            before = int(period(made - 1)) if made else None
+            return int(self._length(fragment, int(period(made)), before))
+
+        return length
+
+    def _length(self, fragment: int, period: Any, before: Any = None) -> Any:
+        """Local steps until a fragment's exchange in a period, from that in the last.
+
+        From the beginning if there is none ``before``.
+        """
+        rest = 0 if before is None else before - self._offset(fragment, before)
+        return rest + self._offset(fragment, period)
+
+    def lands(self, state: ExchangeState, departs: jax.Array) -> jax.Array:
+        """Whether a message in flight lands now, in a program."""
+        assert state.departed is not None
+        is_time = state.local.local_steps >= self.delay
+        return state.departed.in_flight & (is_time | departs)
+
+    def _offset(self, fragment: int, period: Any) -> Any:
+        """After how many steps of a period a fragment is exchanged."""
+        if self.offsets is None:
+            return -(-(fragment + 1) * period // len(self))
+        offset = self.offsets[fragment]
+        if isinstance(period, int):
+            return min(offset, period)
+        return jnp.minimum(jnp.int32(offset), period)
+
+
+def check_fragments(value: Any) -> None:
+    """``value`` is a record of fragments, or None."""
+    if value is not None:
+        such_as = "an agn_optax.Fragments or None, such as Fragments(4)"
+        check.instance(value, Fragments, f"fragments must be {such_as}")
+
+
+def chosen(
+    fragments: Fragments | None, fragment: int | None, landing: int | None
+) -> Sequence[int]:
+    """The fragments that a call is about.
+
+    Raises:
+      InvalidArgumentError: there are none, or none of that number.
+      InvalidTypeError: the number is traced.
+    """
+    given = [number for number in (fragment, landing) if number is not None]
+    if any(map(check.is_traced, given)):
+        raise errors.InvalidTypeError(
+            "fragment and landing are numbers that a program is compiled for: jax.jit("
+            'tx.exchange, static_argnames=("fragment", "landing"))'
+        )
+    there = range(0 if fragments is None else len(fragments))
+    if len(given) > 1 or any(
+        isinstance(number, bool) or number not in there for number in given
+    ):
+        has = f"there are {len(there)}" if there else "there are no fragments"
+        raise errors.InvalidArgumentError(
+            f"fragment or landing must be the number of one fragment, and {has}: got "
+            f"fragment={fragment!r}, landing={landing!r}"
+        )
+    return given or there
+
+
+def begin(
+    fragments: Fragments,
+    rule: Rule,
+    inner: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    of_part: Callable[[PyTree, Any], ExchangeState],
+) -> FragmentsState:
+    """Before the first step; ``of_part(params, inner)`` is the state of one.
+
+    Raises:
+      InvalidArgumentError: the parameters cannot be divided so, or the rule does not
+        take a part of them.
+    """
+    parts = fragments.divide(params).cut(params)
+    alone = optax.with_extra_args_support(optax.identity())
+
+    def of(part: PyTree) -> ExchangeState:
+        return _exchange.with_inner(of_part(part, alone), None)
+
+    begun = tracing.unless_unfit(
+        f"rule {rule.name!r} by fragments", lambda: tuple(map(of, parts))
+    )
+    if begun is None:
+        jax.eval_shape(lambda: of_part(params, alone))  # or it does not take the whole
+        raise errors.InvalidArgumentError(
+            f"rule {rule.name!r} cannot begin with a fragment of the parameters, where "
+            "None is in place of the other leaves. A mask or labels of its center "
+            "optimizer must be functions of the parameters, and not trees"
+        )
+    # Of a copy: some optimizers keep the parameters that they are shown.
+    return FragmentsState(inner.init(trees.copy(params)), begun)
+
+
+def check_state(
+    fragments: Fragments, state: FragmentsState, params: PyTree, layout: Layout
+) -> None:
+    """State and parameters belong together, and to these fragments.
+
+    Raises:
+      TreeMismatchError: they do not.
+    """
+    if len(state.fragments) != len(fragments):
+        raise errors.TreeMismatchError(
+            f"the state has {len(state.fragments)} fragments, and there are "
+            f"{len(fragments)} here"
+        )
+    parts = fragments.divide(params).cut(params)
+    for part, own in zip(parts, state.fragments, strict=True):
+        layout.check_center(part, own.center)
+
+
+def each(
+    fragments: Fragments,
+    exchange: Callable[[PyTree, ExchangeState], tuple[PyTree, ExchangeState]],
+    params: PyTree,
+    state: FragmentsState,
+    numbers: Sequence[int],
+) -> tuple[PyTree, FragmentsState]:
+    """``exchange`` of some fragments, each with its part of the parameters.
+
+    Raises:
+      TreeMismatchError: the state is of fragments with a delay, and these have none, or
+        the other way round.
+    """
+    parts = fragments.divide(params)
+    cut, own = parts.cut(params), list(state.fragments)
+    for number in numbers:
+        if (own[number].departed is None) != (not fragments.delay):
+            raise errors.TreeMismatchError(
+                f"the state is of fragments {'without' if fragments.delay else 'with'} "
+                f"a delay, and here delay={fragments.delay}"
+            )
+        cut[number], own[number] = exchange(cut[number], own[number])
+    return _parts.join(cut), state._replace(fragments=tuple(own))
+
+
+def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
+    """What is in flight, and the states without it, wherever wrappers have put them."""
+    flying = [node.departed for _, node in trees.nodes(state, ExchangeState)]
+    return flying, trees.map_nodes(
+        lambda node: node._replace(departed=None), state, ExchangeState
+    )
+
+
+def put_back(flying: list[Any], state: PyTree) -> PyTree:
+    """The reverse of `taken_out`, of states that have made local steps since."""
+    order = iter(flying)
+    return trees.map_nodes(
+        lambda node: node._replace(departed=next(order)), state, ExchangeState
+    )
+
+
+def local_step_of_fragments(
+    parts: Parts,
+    rule: Rule,
+    inner: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    inner_state: PyTree,
+    fragments: Sequence[LocalState],
+    params: PyTree,
+    centers: Sequence[PyTree],
+    extra_args: dict[str, Any],
+    layout: Layout = WHOLE,
+) -> tuple[PyTree, PyTree, list[LocalState]]:
+    """As `_exchange.local_step`: each fragment records, and the inner one sees all.
+
+    Returns:
+      Updates, and the new states of the inner optimizer and of the fragments.
+    """
+    seen, moved = [], []
+    pieces = zip(parts.cut(grads), fragments, parts.cut(params), centers, strict=True)
+    for raw, own, part, center in pieces:
+        penalized, local = _exchange.record(rule, raw, own, part, center, layout)
+        seen.append(penalized)
+        moved.append(local)
+    updates, inner_state = inner.update(
+        _parts.join(seen), inner_state, params, **extra_args
+    )
+    return optax.tree.cast_like(updates, params), inner_state, moved

@@ -1,0 +1,403 @@
+"""A worker that exchanges by fragments: of a center in shards, one shard at a time.
+
+A shard is a center of its own, with versions, a journal and a ledger of its own. So a
+fragment has a `Worker` of its own, for the shard that keeps it: what makes an exchange
+be applied once, repeated, overlapped, saved and restored is all there. Here is only
+what they share: the local phase, and whose turn it is.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from agn_optax import errors
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
+from agn_optax.center import Center, ShardedCenter
+from agn_optax.round import Fragments, LocalState, parts
+from agn_optax.worker._programs import InnerState, check_local, sound
+from agn_optax.worker._worker import Callback, Worker, WorkerState
+
+PyTree = Any
+
+
+class StreamingState(NamedTuple):
+    """State of the local phase of a worker that exchanges by fragments."""
+
+    inner_state: PyTree  # the inner optimizer's, of the whole tree
+    fragments: tuple[LocalState, ...]  # one for each, without inner state
+
+
+class StreamingWorkerState(NamedTuple):
+    """All that such a worker is, as a pytree to save and to restore from."""
+
+    inner_state: PyTree
+    fragments: tuple[WorkerState, ...]  # each with its part of the parameters
+
+
+class StreamingWorker(Worker):
+    """What `Worker` makes of ``fragments``: a worker for each of them.
+
+    Its methods are those of `Worker`, of the whole tree. `version` and `life` have one
+    entry for each fragment, `exchanges` counts those of the fragment that has made
+    least, and what is said of the last message is of the fragment that sent it.
+    Callbacks are told of each fragment's exchanges, with its number as ``fragment``.
+    """
+
+    def __init__(
+        self,
+        center: Center,
+        inner: optax.GradientTransformation,
+        *,
+        period: Any,
+        fragments: Fragments | None = None,
+        gradients: optax.GradientTransformation | None = None,
+        name: str | None = None,
+        overlap: bool = False,
+        patience: int | None = None,
+        give_up: float = 600.0,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        such_as = "an agn_optax.Fragments, such as Fragments(2)"
+        check.instance(fragments, Fragments, f"fragments must be {such_as}")
+        assert fragments is not None
+        such_as = "a center, such as agn_optax.service.connect(addresses, rule)"
+        check.instance(center, Center, f"center must be {such_as}")
+        if not isinstance(center, ShardedCenter):
+            center = ShardedCenter([center])
+        if len(center.centers) != len(fragments):
+            raise errors.InvalidArgumentError(
+                "a worker with fragments needs a center in as many shards, each of "
+                f"which keeps one: got {len(fragments)} fragments, and shards: "
+                f"{len(center.centers)}"
+            )
+        if fragments.delay or fragments.mixing:
+            raise errors.InvalidArgumentError(
+                "a center outside the program answers when it does: overlap=True goes "
+                "on meanwhile, and keeps all local steps. Got fragments with delay="
+                f"{fragments.delay}, mixing={fragments.mixing}"
+            )
+        lengths = rounds.as_schedule(period)
+        fragments.check_period(int(lengths(0)))
+        self.fragments = fragments
+        self.center = center.divided_by(fragments)
+        self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
+        self.overlap = overlap
+        self._workers = [
+            Worker(
+                shard,
+                _ALONE,
+                period=fragments.periods(p, lengths),
+                name=self.name,
+                overlap=overlap,
+                patience=patience,
+                give_up=give_up,
+                callbacks=[_of_fragment(p, each) for each in callbacks],
+            )
+            for p, shard in enumerate(center.centers)
+        ]
+        self._inner = check.optimizer(inner, "inner")
+        self._before = None
+        if gradients is not None:
+            self._before = check.optimizer(gradients, "gradients")
+        self.tx = optax.GradientTransformationExtraArgs(self._init, self._update)
+        self._begin_inner = jax.jit(self._init_inner)
+        self._mend_inner = jax.jit(
+            lambda state, params: sound(state, self._init_inner(params)),
+            donate_argnums=0,
+        )
+        self._next = 0  # whose turn it is first
+        # Of a flush that was broken off: what some fragments have been given back.
+        self._kept: tuple[PyTree, StreamingState] | None = None
+        self._sum_up(self._workers[0])
+
+    def __repr__(self) -> str:
+        """Its name and rule, and how far its fragments are."""
+        return (
+            f"Worker({self.name!r}, {self.center.rule.name}, "
+            f"{[worker.exchanges for worker in self._workers]} exchanges of "
+            f"{len(self._workers)} fragments, at {self.center!r})"
+        )
+
+    # The local phase: the inner optimizer sees the whole tree.
+
+    def _init_inner(self, params: PyTree) -> PyTree:
+        # Of a copy: some optimizers keep the parameters that they are shown.
+        state = self._inner.init(trees.copy(params))
+        check_local(state)
+        if self._before is None:
+            return state
+        return InnerState(self._before.init(trees.copy(params)), state)
+
+    def _init(self, params: PyTree) -> StreamingState:
+        assert self.fragments is not None
+        cut = self.fragments.divide(params).cut(params)
+        pairs = zip(self._workers, cut, strict=True)
+        own = tuple(worker.tx.init(part) for worker, part in pairs)
+        return StreamingState(self._init_inner(params), own)
+
+    def _update(
+        self,
+        updates: PyTree,
+        state: StreamingState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, StreamingState]:
+        assert self.fragments is not None
+        rounds.check_step(updates, params, "worker.tx")
+        inner_state, first = state.inner_state, None
+        if self._before is not None:
+            first, inner_state = inner_state
+            updates, first = self._before.update(updates, first, params, **extra_args)
+        updates, inner_state, own = rounds.local_step_of_fragments(
+            self.fragments.divide(params),
+            self.center.rule,
+            self._inner,
+            updates,
+            inner_state,
+            state.fragments,
+            params,
+            [None] * len(state.fragments),
+            extra_args,
+        )
+        if self._before is not None:
+            inner_state = InnerState(first, inner_state)
+        return updates, StreamingState(inner_state, tuple(own))
+
+    # The life of all of them together.
+
+    def start(
+        self,
+        params: PyTree = None,
+        *,
+        chief: bool | None = None,
+        timeout: float | None = None,
+    ) -> tuple[PyTree, Any]:
+        """Adopts the center and begins the first rounds: see `Worker.start`."""
+        if params is None and not chief:
+            whole = self.center.pull() if chief is None else self.center.wait(timeout)
+            params = whole.params
+        if params is None:
+            return self._workers[0].start(None, chief=True)  # which says what is wrong
+        check.float_leaves(params, "params")
+        jax.eval_shape(self._init_inner, params)  # or it raises before others know
+        cut = self._cut(params)
+        self.leave()
+        own = self._all(
+            lambda worker, part: worker.start(part, chief=chief, timeout=timeout), cut
+        )
+        params = parts.join([part for part, _ in own])
+        inner_state = self._begin_inner(params)
+        self._sum_up(self._workers[0])
+        return params, StreamingState(inner_state, tuple(local for _, local in own))
+
+    def _cut(self, params: PyTree) -> list[PyTree]:
+        assert self.fragments is not None
+        return self.fragments.divide(params).cut(params)
+
+    def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
+        """``begin(worker, ...)`` for every fragment, or none of them has begun."""
+        try:
+            return [begin(*of_one) for of_one in zip(self._workers, *each, strict=True)]
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Leaves all shards: see `Worker.leave`."""
+        self._kept = None
+        for worker in self._workers:
+            worker.leave()
+
+    @property
+    def version(self) -> Any:
+        """Of the shards, as this worker adopted them last; None before the start."""
+        versions = tuple(worker.version for worker in self._workers)
+        return None if None in versions else versions
+
+    @property
+    def life(self) -> Any:
+        """As `Worker.life`, of every fragment."""
+        lives = [worker.life for worker in self._workers]
+        return None if None in lives else lives
+
+    def report(self, **numbers: Any) -> None:
+        """Numbers of this worker's own, for whoever watches: see `Worker.report`."""
+        for worker in self._workers:
+            worker.report(**numbers)
+
+    def save(self, params: PyTree, state: Any) -> Any:
+        """Everything that this worker is: see `Worker.save`."""
+        self._check_state(state)
+        saved = tuple(
+            worker.save(part, local)
+            for worker, part, local in zip(
+                self._workers, self._cut(params), state.fragments, strict=True
+            )
+        )
+        return StreamingWorkerState(state.inner_state, saved)
+
+    def restore(self, saved: Any, *, life: Any = None) -> tuple[PyTree, Any]:
+        """Goes on where `save` was called: see `Worker.restore`."""
+        if len(saved.fragments) != len(self._workers):
+            raise errors.WorkerStateError(
+                f"saved is of a worker with {len(saved.fragments)} fragments, and "
+                f"worker {self.name!r} has {len(self._workers)}"
+            )
+        whole = parts.join([each.params for each in saved.fragments])
+        expected = jax.eval_shape(self._init_inner, whole)
+        check.same_tree(
+            saved.inner_state, expected, "saved.inner_state", "this worker's"
+        )
+        lives = [None] * len(self._workers) if life is None else life
+        inner_state = trees.copy(saved.inner_state)
+        own = self._all(
+            lambda worker, each, life: worker.restore(each, life=life),
+            saved.fragments,
+            lives,
+        )
+        self._kept = None
+        self._sum_up(self._workers[0])
+        params = parts.join([part for part, _ in own])
+        return params, StreamingState(inner_state, tuple(local for _, local in own))
+
+    # Exchanges.
+
+    def fills_round(self, steps: int) -> bool:
+        """Whether the round of a fragment is full with so many local steps more."""
+        return any(worker.fills_round(steps) for worker in self._workers)
+
+    @property
+    def due(self) -> bool:
+        """As `Worker.due`, of any fragment."""
+        return any(worker.due for worker in self._workers)
+
+    def exchange(
+        self,
+        params: PyTree,
+        state: Any,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
+    ) -> tuple[PyTree, Any]:
+        """To be called after every local step: see `Worker.exchange`.
+
+        One fragment is exchanged at most, so nothing has changed if it raises. If
+        several are due at once, the others' turns are at the next calls.
+        """
+        self._check_called_from_python(_local(state))
+        check.whole_number(steps, "steps", least=1, optional=False)
+        weight = check.weight(weight)
+        for worker in self._workers:
+            worker._count(steps, weight)
+        order = [*range(self._next, len(self._workers)), *range(self._next)]
+        now = [p for p in order if self._workers[p]._acts]
+        if not now:
+            return params, state
+        params, state = self._given(params, state)
+        self._check_state(state)
+        params, state = self._one(now[0], Worker._act, params, state)
+        self._next = (now[0] + 1) % len(self._workers)
+        return params, state
+
+    def flush(
+        self,
+        params: PyTree,
+        state: Any,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
+    ) -> tuple[PyTree, Any]:
+        """Exchanges all fragments now, one after the other: see `Worker.flush`.
+
+        If it raises, call it again with the same: what some of them have adopted is
+        kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
+        different times.
+        """
+        if steps is not None or weight is not None:
+            raise errors.InvalidArgumentError(
+                "the rounds of fragments began at different times, so steps and weight "
+                f"must be None, got steps={steps!r}, weight={weight!r}"
+            )
+        return self._each(Worker.flush, params, state)
+
+    def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
+        return self._each(Worker.land, params, state)
+
+    def _each(
+        self, act: Callable[..., tuple[PyTree, LocalState]], params: PyTree, state: Any
+    ) -> tuple[PyTree, Any]:
+        params, state = self._given(params, state)
+        self._check_state(state)
+        for p in range(len(self._workers)):
+            try:
+                params, state = self._one(p, act, params, state)
+            except BaseException:
+                self._kept = params, state
+                raise
+        return params, state
+
+    def _given(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """The loop's arrays, or those that were kept: the loop's have been donated."""
+        kept, self._kept = self._kept, None
+        return (params, state) if kept is None else kept
+
+    def _one(
+        self,
+        p: int,
+        act: Callable[..., tuple[PyTree, LocalState]],
+        params: PyTree,
+        state: StreamingState,
+    ) -> tuple[PyTree, StreamingState]:
+        """``act(worker, params, state)`` of one fragment."""
+        worker, cut, own = self._workers[p], self._cut(params), list(state.fragments)
+        refused = worker.refused
+        cut[p], own[p] = act(worker, cut[p], own[p])
+        params, inner_state = parts.join(cut), state.inner_state
+        if worker.refused > refused:  # it may be that which made it so
+            inner_state = self._mend_inner(inner_state, params)
+        self._sum_up(worker)
+        return params, StreamingState(inner_state, tuple(own))
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, StreamingState):
+            raise errors.TreeMismatchError(
+                f"state is not of worker {self.name!r}, which wants what worker.start "
+                f"and worker.tx.update return, got {check.show(state)}"
+            )
+        self._check_called_from_python(_local(state))
+
+    def _sum_up(self, last: Worker) -> None:
+        workers = self._workers
+        self.exchanges = min(worker.exchanges for worker in workers)
+        self.dropped = sum(worker.dropped for worker in workers)
+        self.refused = sum(worker.refused for worker in workers)
+        self.refusal = last.refusal
+        self.staleness = last.staleness
+        self.norm = last.norm
+        self.pace = last.pace
+
+
+# The inner optimizer of a fragment: there is one for the whole tree.
+_ALONE = optax.identity()
+
+
+def _local(state: Any) -> Any:
+    """What tells whether it is traced, as each local step makes it anew."""
+    return state.fragments[0] if isinstance(state, StreamingState) else state
+
+
+def _of_fragment(p: int, callback: Callback) -> Callback:
+    if not callable(callback):
+        return callback  # `Worker` says what is wrong
+
+    def told(step: int, values: Mapping[str, float]) -> object:
+        return callback(step, {**values, "fragment": float(p)})
+
+    return told

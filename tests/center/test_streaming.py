@@ -1,0 +1,299 @@
+"""A worker that exchanges by fragments, each with the shard that keeps it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import shared
+from support import assert_close, assert_identical, at, feeds, run_worker, step, tree
+
+import agn_optax
+from agn_optax import codecs, errors
+from agn_optax.center import Journal, ShardedCenter
+
+PERIOD = 4
+FRAGMENTS = agn_optax.Fragments(2)
+PARAMS = {"a": jnp.arange(6.0).reshape(3, 2), "b": jnp.ones(5), "s": jnp.ones(())}
+INNER = shared.adam(0.05)
+
+
+def shards(rule=None, params=PARAMS, **settings):
+    """Each keeps a fragment of the parameters."""
+    rule = rule or shared.diloco()
+    parts = FRAGMENTS.divide(params).cut(params)
+    return ShardedCenter(
+        [agn_optax.LocalCenter(rule, part, **settings) for part in parts],
+        fragments=FRAGMENTS,
+    )
+
+
+def worker_of(center, *, inner=INNER, **settings):
+    settings = {"period": PERIOD, "fragments": FRAGMENTS, **settings}
+    return agn_optax.Worker(center, inner, **settings)
+
+
+def versions(center):
+    return tuple(shard.version for shard in center.centers)
+
+
+RULES = {
+    "diloco": shared.diloco,
+    "agn": lambda: shared.agn(shared.adam(0.05)),
+    "easgd_rho": lambda: shared.easgd(0.3, rho=0.5),
+    "codec": lambda: shared.downpour(codec=QUANTIZED),
+}
+QUANTIZED = codecs.error_feedback(codecs.quantize(4))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
+    rule, params = RULES[name](), tree()
+    targets = feeds(params, 3 * PERIOD)
+    tx = agn_optax.phases(INNER, rule, fragments=FRAGMENTS)
+    local, exchange = jax.jit(functools.partial(step, tx)), tx.exchange
+    exchange = jax.jit(exchange, static_argnames="fragment")
+    loop = params, tx.init(params)
+    for i in range(3 * PERIOD):
+        loop = local(*loop, at(targets, i))
+        for which in FRAGMENTS.due(i + 1, PERIOD):
+            loop = exchange(*loop, **which)
+    center = shards(rule, params)
+    worker = worker_of(center)
+    assert isinstance(worker, agn_optax.Worker)
+    actual, state = run_worker(worker, *worker.start(), targets)
+    assert versions(center) == (3, 3)
+    before = name.startswith("easgd")  # which adopts what was there before it
+    assert worker.version == ((2, 2) if before else (3, 3))
+    assert worker.exchanges == 3
+    assert_close(actual, loop[0], tolerance=2e-6)
+    assert_close(center.pull().params, agn_optax.center_params(loop[1]), tolerance=2e-6)
+    assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
+
+
+def test_a_fragment_at_a_time_is_in_flight():
+    """So what is sent at a time, and what a center holds for it, is one fragment."""
+    sent = []
+    params = {f"layer {i}": jnp.ones((16, 16)) for i in range(8)}
+    model = sum(leaf.nbytes for leaf in params.values())
+
+    def told(number, values):
+        sent.append((values["fragment"], number, values["bytes_sent"]))
+
+    center = shards(params=params)
+    worker = worker_of(center, callbacks=[told])
+    run_worker(worker, *worker.start(), feeds(params, 2 * PERIOD))
+    assert sent == [(p, n, model / 2) for n in (1, 2) for p in (0, 1)]
+    whole = agn_optax.LocalCenter(shared.diloco(), params)
+    sent.clear()
+    worker = agn_optax.Worker(
+        whole, INNER, period=PERIOD, callbacks=[lambda n, v: sent.append(v)]
+    )
+    run_worker(worker, *worker.start(), feeds(params, PERIOD))
+    assert [values["bytes_sent"] for values in sent] == [model]
+
+
+@pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])
+def test_an_exchange_that_fails_is_applied_once(where, monkeypatch):
+    center = shards(shared.downpour())
+    worker = worker_of(center, patience=0)
+    local = jax.jit(functools.partial(step, worker.tx))
+    loop = worker.start()
+    targets = feeds(PARAMS, PERIOD)
+    for i in range(PERIOD // 2 - 1):
+        loop = worker.exchange(*local(*loop, at(targets, i)))
+    loop = local(*loop, at(targets, PERIOD // 2))
+    before = jax.tree.map(np.asarray, loop)
+
+    def lost(*args, **kwargs):
+        raise errors.CenterUnreachableError("nobody answers")
+
+    session = worker._workers[0]._session
+    with monkeypatch.context() as patch:
+        patch.setattr(session, where, lost)
+        with pytest.raises(errors.CenterUnreachableError):
+            worker.exchange(*loop)
+    assert_identical(loop, before)  # nothing has changed
+    assert versions(center) == (int(where != "submit"), 0)
+    params, _ = worker.exchange(*loop, steps=1)
+    assert versions(center) == (*worker.version[:1], 0) == (1, 0)
+    fragment = FRAGMENTS.divide(PARAMS)
+    moved = center.pull().params
+    assert_identical(fragment.take(0, params), fragment.take(0, moved))
+    assert_identical(fragment.take(1, moved), fragment.take(1, PARAMS))
+
+
+def test_a_flush_that_was_broken_off_goes_on(monkeypatch):
+    center = shards(shared.downpour())
+    worker = worker_of(center, patience=0)
+    loop = step(worker.tx, *worker.start(), at(feeds(PARAMS, 1), 0))
+    loop = worker.exchange(*loop)
+
+    def lost(*args, **kwargs):
+        raise errors.CenterUnreachableError("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._workers[1]._session, "submit", lost)
+        with pytest.raises(errors.CenterUnreachableError):
+            worker.flush(*loop)
+    assert versions(center) == (1, 0)
+    params, _ = worker.flush(*loop)
+    assert versions(center) == (1, 1)
+    assert_identical(params, center.pull().params)
+
+
+def test_fragments_that_are_due_at_once_take_turns():
+    together = agn_optax.Fragments(2, offsets=(2, 2))
+    center = shards()
+    worker = worker_of(center, fragments=together)
+    local = jax.jit(functools.partial(step, worker.tx))
+    loop, seen = worker.start(), []
+    for i in range(2 * PERIOD):
+        assert worker.due == (i % PERIOD in (1, 2))
+        loop = worker.exchange(*local(*loop, at(feeds(PARAMS, 2 * PERIOD), i)))
+        seen.append(worker.version)
+    assert seen == [(0, 0), (1, 0), *[(1, 1)] * 3, (2, 1), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(overlap):
+    targets = feeds(PARAMS, 3 * PERIOD)
+    stop = PERIOD + 1
+    part = lambda begin, end: jax.tree.map(lambda x: x[begin:end], targets)  # noqa: E731
+    # Waits after a local step at most, so that it does not depend on the time.
+    settings = {"overlap": overlap, "patience": 1}
+
+    center = shards()
+    worker = worker_of(center, **settings)
+    loop = run_worker(worker, *worker.start(), part(0, stop))
+    loop = worker.land(*loop)
+    saved = worker.save(*loop)
+    saved = jax.tree.map(np.asarray, saved)
+    again = ShardedCenter(
+        [
+            agn_optax.LocalCenter.restore(shard.rule, shard.save())
+            for shard in center.centers
+        ],
+        fragments=FRAGMENTS,
+    )
+    end = jax.tree.map(
+        np.asarray, worker.flush(*run_worker(worker, *loop, part(stop, 3 * PERIOD)))
+    )
+    other = worker_of(again, **settings)
+    loop = other.restore(saved)
+    assert other.exchanges == 1
+    loop = other.flush(*run_worker(other, *loop, part(stop, 3 * PERIOD)))
+    assert_identical(loop, end)
+    assert_identical(again.pull().params, center.pull().params)
+
+
+def test_a_shard_that_is_started_again_has_what_its_fragment_has_sent(tmp_path):
+    rule, targets = shared.downpour(), feeds(PARAMS, 2 * PERIOD)
+    parts = FRAGMENTS.divide(PARAMS).cut(PARAMS)
+
+    def begun(parts):
+        return ShardedCenter(
+            [
+                agn_optax.LocalCenter(rule, part, durability=Journal(tmp_path / str(p)))
+                for p, part in enumerate(parts)
+            ],
+            fragments=FRAGMENTS,
+        )
+
+    center = begun(parts)
+    worker = worker_of(center)
+    loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD + 2))
+    assert versions(center) == (2, 1)
+    saved, life, before = worker.save(*loop), worker.life, center.pull().params
+    for shard in center.centers:
+        shard.close()
+    center = begun([None, None])
+    assert versions(center) == (2, 1)
+    assert_identical(center.pull().params, before)
+    other = worker_of(center, name=worker.name)
+    loop = other.restore(saved, life=life)
+    rest = jax.tree.map(lambda x: x[PERIOD + 2 :], targets)
+    run_worker(other, *loop, rest)
+    assert versions(center) == (2, 2)
+    for shard in center.centers:
+        shard.close()
+
+
+def at_first(targets, count):
+    return jax.tree.map(lambda x: x[:count], targets)
+
+
+def test_a_refused_message_mends_the_inner_optimizer():
+    center = shards(shared.downpour())
+    worker = worker_of(center)
+    params, state = worker.start()
+    bad = jax.tree.map(jnp.zeros_like, PARAMS) | {"b": jnp.full(5, jnp.nan)}
+    for _ in range(PERIOD):
+        updates, state = worker.tx.update(bad, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+    assert worker.refused == 1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+
+
+def test_gradients_are_changed_before_all_of_them():
+    """The norm is of the whole tree, and the record of a fragment has what is left."""
+    center = shards(shared.agn(shared.sgd(0.1)))
+    worker = worker_of(center, inner=shared.sgd(0.1), gradients=NORM)
+    params, state = worker.start()
+    _, state = worker.tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, params)
+    share = 1 / np.sqrt(12)
+    for own in state.fragments:
+        for leaf in jax.tree.leaves(own.record.sum):
+            np.testing.assert_allclose(leaf, share, rtol=1e-6)
+
+
+NORM = optax.clip_by_global_norm(1.0)
+
+
+def test_what_cannot_be_is_refused():
+    whole = agn_optax.LocalCenter(shared.downpour(), PARAMS)
+    for center, says in [
+        (whole, "2 fragments, and shards: 1"),
+        (shards(), "3 fragments"),
+    ]:
+        with pytest.raises(errors.InvalidArgumentError, match=says):
+            worker_of(
+                center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
+            )
+    with pytest.raises(errors.InvalidArgumentError, match="overlap=True goes on"):
+        worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
+    with pytest.raises(errors.InvalidTypeError, match="fragments must be an agn_optax"):
+        worker_of(shards(), fragments=2)
+    with pytest.raises(errors.InvalidArgumentError, match="offsets=\\(1, 9\\)"):
+        worker_of(shards(), fragments=agn_optax.Fragments(2, offsets=(1, 9)))
+    with pytest.raises(errors.InvalidArgumentError, match="exchanges with a center of"):
+        worker_of(shards(), inner=agn_optax.downpour(optax.sgd(0.1), 2)).start()
+    with pytest.raises(errors.WorkerStateError, match="has not started"):
+        worker_of(shards()).exchange(PARAMS, None, steps=PERIOD)
+    worker = worker_of(shards())
+    params, state = worker.start()
+    with pytest.raises(
+        errors.TreeMismatchError, match=r"which wants what worker\.start"
+    ):
+        worker.flush(params, None)
+    with pytest.raises(errors.InvalidArgumentError, match="steps must be None"):
+        worker.flush(params, state, steps=1)
+    with pytest.raises(errors.InvalidArgumentError, match="in 2 shards keeps as many"):
+        ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
+
+
+def test_a_worker_that_exchanges_the_whole_at_once_beside_it():
+    center = shards(shared.downpour())
+    streaming, plain = worker_of(center, name="a"), None
+    plain = agn_optax.Worker(center, INNER, period=PERIOD, name="b")
+    loops = [streaming.start(), plain.start()]
+    targets = feeds(PARAMS, PERIOD)
+    loops = [
+        run_worker(worker, *loop, targets)
+        for worker, loop in zip((streaming, plain), loops, strict=True)
+    ]
+    assert versions(center) == (2, 2)
+    assert_identical(loops[1][0], center.pull().params)

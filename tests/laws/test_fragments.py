@@ -1,0 +1,688 @@
+"""Law 14: all fragments at once = no fragments; and what fragments by turns keep."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import problem
+import pytest
+import shared
+from support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    at,
+    feeds,
+    step,
+    tree,
+)
+
+import agn_optax
+from agn_optax import codecs, errors
+
+PERIOD = 4
+STEPS = 2 * PERIOD + 3
+WORKERS = 2
+TURNS = agn_optax.Fragments(2)  # of a period of 4: after 2 steps, and after 4
+AT_ONCE = agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
+ONE = agn_optax.Fragments(1)
+LATE = agn_optax.Fragments(2, delay=1, mixing=0.5)
+INNER = shared.adam(0.05)
+
+
+@functools.cache
+def drop_in(rule, fragments, **options):
+    return agn_optax.exchange_every(
+        INNER, RULES[rule](), PERIOD, fragments=fragments, **options
+    )
+
+
+@functools.cache
+def split(rule, fragments):
+    return agn_optax.phases(INNER, RULES[rule](), fragments=fragments)
+
+
+@functools.cache
+def train(tx):
+    """A drop-in's loop: the last parameters, the center, and all parameters."""
+
+    def one(params, targets):
+        def body(carry, target):
+            carry = step(tx, *carry, target)
+            return carry, carry[0]
+
+        carry, trajectory = jax.lax.scan(body, (params, tx.init(params)), targets)
+        return carry[0], agn_optax.center_params(carry[1]), trajectory
+
+    return jax.jit(one)
+
+
+def steps_of(params, count=STEPS, **options):
+    return feeds(params, count, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "fragments"),
+    [
+        *((rule, "float32", AT_ONCE) for rule in RULES),
+        *((rule, "bfloat16", AT_ONCE) for rule in ("agn", "easgd_rho")),
+        ("diloco", "float32", ONE),
+    ],
+)
+def test_14_all_at_once_is_no_fragments(rule, dtype, fragments):
+    """To rounding, as these are other programs."""
+    params = tree(dtype)
+    targets = steps_of(params)
+    expected = train(drop_in(rule, None))(params, targets)
+    actual = train(drop_in(rule, fragments))(params, targets)
+    assert_close(actual, expected, tolerance=1e-6 if dtype == "float32" else None)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert a.dtype == b.dtype
+
+
+def run_turns(tx, fragments, params, targets):
+    """The split form's loop."""
+    local, exchange = programs(tx)
+    state = tx.init(params)
+    for i in range(jax.tree.leaves(targets)[0].shape[0]):
+        params, state = local(params, state, at(targets, i))
+        for which in fragments.due(i + 1, PERIOD):
+            params, state = exchange(params, state, **which)
+    return params, state
+
+
+@functools.cache
+def programs(tx):
+    return jax.jit(functools.partial(step, tx)), jax.jit(
+        tx.exchange, static_argnames=("fragment", "landing"), donate_argnums=(0, 1)
+    )
+
+
+EVERY = {
+    **dict.fromkeys(RULES, TURNS),
+    "agn late": LATE,
+    "diloco late": LATE,
+    "easgd_rho late": dataclasses.replace(LATE, mixing=0.0),
+    "diloco eager": agn_optax.Fragments(2, delay=3, eager=True),
+    "agn eager": agn_optax.Fragments(2, delay=1, eager=True),
+    "average mixed": agn_optax.Fragments(2, mixing=0.25),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_8_drop_in_split_and_round_give_the_same_numbers(name):
+    rule, fragments = name.split()[0], EVERY[name]
+    params = tree()
+    targets = steps_of(params, 3 * PERIOD)
+    expected, center, _ = train(drop_in(rule, fragments))(params, targets)
+    tx = split(rule, fragments)
+    by_hand, state = run_turns(tx, fragments, trees_copy(params), targets)
+    assert_close(
+        (by_hand, agn_optax.center_params(state)), (expected, center), tolerance=1e-6
+    )
+    one_round = jax.jit(
+        agn_optax.scan_round(
+            lambda params, state, target: (*step(tx, params, state, target), params),
+            tx.exchange,
+            fragments=fragments,
+        ),
+        donate_argnums=(0, 1),
+    )
+    loop = trees_copy(params), tx.init(params)
+    for begin in range(0, 3 * PERIOD, PERIOD):
+        batches = jax.tree.map(lambda x, b=begin: x[b : b + PERIOD], targets)
+        *loop, before = one_round(*loop, batches)
+        assert {x.shape[0] for x in jax.tree.leaves(before)} == {PERIOD}
+    assert_close(tuple(loop), (by_hand, state), tolerance=1e-6)
+
+
+def trees_copy(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def test_a_fragment_moves_alone_and_when_it_is_due():
+    params = tree()
+    tx = agn_optax.exchange_every(
+        shared.sgd(0.1), shared.downpour(), PERIOD, fragments=TURNS
+    )
+    state = tx.init(params)
+    fragments = TURNS.divide(params).cut(params)
+    assert [len(jax.tree.leaves(part)) for part in fragments] == [1, 2]
+    local = jax.jit(functools.partial(step, tx))
+    exchanged = []
+    for i in range(2 * PERIOD):
+        before = state
+        params, state = local(params, state, at(steps_of(params), i))
+        moved = [
+            p
+            for p, (old, new) in enumerate(
+                zip(before.fragments, state.fragments, strict=True)
+            )
+            if int(new.exchanges) > int(old.exchanges)
+        ]
+        exchanged.append(moved)
+        for p, (old, new) in enumerate(
+            zip(before.fragments, state.fragments, strict=True)
+        ):
+            if p not in moved:
+                assert_identical(new.center, old.center)
+    assert exchanged == [[], [0], [], [1], [], [0], [], [1]]
+    assert [int(own.exchanges) for own in state.fragments] == [2, 2]
+
+
+def test_a_period_that_is_a_schedule():
+    """Offsets keep their share of each round: 1 and 2 of 2 steps, 3 and 6 of 6."""
+    params = tree()
+    lengths = jnp.array([2, 6, 4, 4])
+    tx = agn_optax.exchange_every(
+        shared.sgd(0.1), shared.average(), lambda k: lengths[k], fragments=TURNS
+    )
+    local, state = jax.jit(functools.partial(step, tx)), tx.init(params)
+    made = []
+    for i in range(12):
+        params, state = local(params, state, at(feeds(params, 12), i))
+        made.append([int(own.exchanges) for own in state.fragments])
+    first = [i + 1 for i in range(12) if made[i][0] > (made[i - 1][0] if i else 0)]
+    last = [i + 1 for i in range(12) if made[i][1] > (made[i - 1][1] if i else 0)]
+    assert first == [1, 5, 10]
+    assert last == [2, 8, 12]
+
+
+def total(params, center):
+    """Σ_i x_i + c, with the workers on the first dimension."""
+    return jax.tree.map(lambda x, c: np.sum(x, 0) + np.asarray(c)[0], params, center)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_5_easgd_conserves_the_sum_of_workers_and_center(delay):
+    fragments = agn_optax.Fragments(2, delay=delay)
+    one = tree()
+    tx = agn_optax.phases(
+        INNER, shared.easgd(0.2, rho=0.5), axis_name="workers", fragments=fragments
+    )
+    many = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), one)
+    state = jax.vmap(tx.init)(many)
+    params = jax.tree.map(
+        lambda x: x + np.arange(WORKERS, dtype="f").reshape(-1, *[1] * (x.ndim - 1)),
+        many,
+    )
+
+    def halves(params, state, fragment):
+        params, state = tx.exchange(params, state, fragment=fragment)
+        return (
+            tx.exchange(params, state, landing=fragment) if delay else (params, state)
+        )
+
+    for fragment in range(2):
+        exchange = functools.partial(halves, fragment=fragment)
+        exchange = jax.jit(jax.vmap(exchange, axis_name="workers"))
+        before = total(params, agn_optax.center_params(state))
+        center = agn_optax.center_params(state)
+        params, state = exchange(params, state)
+        assert_close(total(params, agn_optax.center_params(state)), before)
+        moved = fragments.divide(one).take(fragment, agn_optax.center_params(state))
+        old = fragments.divide(one).take(fragment, center)
+        for new, c in zip(*map(jax.tree.leaves, (moved, old)), strict=True):
+            assert new.size == 0 or np.min(np.abs(new - c)) > 1e-4
+
+
+def one_worker(tx):
+    def run(params, targets):
+        def body(carry, target):
+            return step(tx, *carry, target), ()
+
+        (params, state), _ = jax.lax.scan(body, (params, tx.init(params)), targets)
+        return params, agn_optax.center_params(state)
+
+    return run
+
+
+def over_shard_map(tx):
+    P = jax.P
+    mesh = jax.make_mesh(
+        (WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+
+    def one(params, targets):
+        own = jax.tree.map(lambda x: x[:, 0], targets)
+        params = jax.tree.map(lambda x: x[0], params)
+        return jax.tree.map(lambda x: x[None], one_worker(tx)(params, own))
+
+    run = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P("workers"), P(None, "workers")),
+        out_specs=P("workers"),
+    )
+    return lambda params, targets: jax.jit(run)(
+        jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params), targets
+    )
+
+
+def over_vmap(tx):
+    return jax.jit(
+        jax.vmap(one_worker(tx), in_axes=(None, 1), axis_name="workers"),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["agn", "diloco", "easgd_rho", "diloco late", "diloco eager", "agn eager"]
+)
+def test_6_vmap_and_shard_map_agree(name):
+    rule, fragments = name.split()[0], EVERY[name]
+    tx = drop_in(rule, fragments, axis_name="workers")
+    params = tree()
+    targets = steps_of(params, workers=(WORKERS,))
+    expected = over_vmap(tx)(params, targets)
+    actual = over_shard_map(tx)(params, targets)
+    assert_close(actual, expected)
+    _, center = actual  # one for all of them, also where each is eager
+    for leaf in jax.tree.leaves(center):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+
+
+def test_6_workers_of_one_kind_at_once_are_those_of_no_fragments():
+    params = tree()
+    targets = steps_of(params, workers=(WORKERS,))
+    expected, actual = (
+        over_vmap(drop_in("diloco", fragments, axis_name="workers"))(params, targets)
+        for fragments in (None, AT_ONCE)
+    )
+    assert_close(actual, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", ["agn", "diloco", "diloco late", "diloco eager"])
+def test_9_a_state_that_is_restored_goes_on_bit_for_bit(name):
+    rule, fragments = name.split()[0], EVERY[name]
+    tx, params = drop_in(rule, fragments), tree()
+    targets = steps_of(params)
+    local = jax.jit(functools.partial(step, tx))
+    loop = params, tx.init(params)
+    for i in range(STEPS):
+        if i == PERIOD + 3:  # with a message in flight, where there is a delay
+            saved = jax.tree.map(np.asarray, loop)
+        loop = local(*loop, at(targets, i))
+    again = jax.tree.map(jnp.asarray, saved)
+    for i in range(PERIOD + 3, STEPS):
+        again = local(*again, at(targets, i))
+    assert_identical(again, loop)
+
+
+@pytest.mark.parametrize("fragments", [AT_ONCE, TURNS])
+@pytest.mark.parametrize("codec", [codecs.quantize(4), codecs.low_rank(1)])
+def test_13_each_fragment_owes_what_its_codec_lost(codec, fragments):
+    rule = shared.downpour(codec=codecs.error_feedback(codec))
+    tx = agn_optax.phases(shared.sgd(0.25), rule, fragments=fragments)
+    params = {"a": jnp.zeros((6, 4)), "b": jnp.zeros((4, 6)), "c": jnp.zeros(3)}
+    targets = feeds(params, PERIOD)
+    loop = params, tx.init(params)
+    for i in range(PERIOD):
+        loop = step(tx, *loop, at(targets, i))
+    contributed = jax.tree.map(lambda a, x: a - x, params, loop[0])
+    for p in range(2):
+        _, loop = None, tx.exchange(*loop, fragment=p)
+        sent = jax.tree.map(
+            lambda a, c: a - c, params, agn_optax.center_params(loop[1])
+        )
+        residual = agn_optax.slots(loop[1])["codec/residual"]
+        parts = fragments.divide(params)
+        assert_close(
+            jax.tree.map(jnp.add, parts.take(p, sent), parts.take(p, residual)),
+            parts.take(p, contributed),
+            tolerance=1e-6,
+        )
+        assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(residual))
+
+
+def test_11_a_codec_that_loses_nothing_changes_nothing():
+    params = tree()
+    targets = steps_of(params)
+    plain = train(drop_in("diloco", TURNS))(params, targets)
+    rule = shared.diloco(codec=codecs.cast("float32"))
+    tx = agn_optax.exchange_every(INNER, rule, PERIOD, fragments=TURNS)
+    assert_close(train(tx)(params, targets), plain, tolerance=1e-6)
+
+
+# Delay, mixing and eager updates.
+
+
+def quadratic(fragments, targets, *, rule=None, inner=0.1, workers=1):
+    """Numbers of every step, of a fragment that is all there is."""
+    tx = agn_optax.phases(
+        shared.sgd(inner), rule or shared.diloco(shared.sgd(0.5)), fragments=fragments
+    )
+    params = jnp.float32(1.0)
+    state = tx.init(params)
+    seen = []
+    for i, target in enumerate(targets):
+        params, state = step(tx, params, state, target)
+        for which in fragments.due(i + 1, len(targets) // 2):
+            params, state = tx.exchange(params, state, **which)
+        seen.append((float(params), float(agn_optax.center_params(state))))
+    return seen
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_the_equation_of_streaming_diloco(mixing):
+    """Of one fragment, with a period of 3, an offset of 2 and a delay of 1."""
+    fragments = agn_optax.Fragments(1, offsets=(2,), delay=1, mixing=mixing)
+    targets = [0.0, 0.5, -0.5, 1.0, 0.0, 0.25]
+    x = c = 1.0
+    expected, sent = [], None
+    for t, target in enumerate(targets, start=1):
+        x -= 0.1 * 0.7 * (x - target)
+        if t % 3 == 0:
+            c -= 0.5 * sent
+            x = mixing * x + (1 - mixing) * c
+        if t % 3 == 2:
+            sent = c - x
+        expected.append((x, c))
+    np.testing.assert_allclose(quadratic(fragments, targets), expected, rtol=1e-5)
+
+
+def test_eager_updates_are_own_ones_now_and_the_others_later():
+    """Two workers with a period of 3, an offset of 2 and a delay of 1."""
+    fragments = agn_optax.Fragments(1, offsets=(2,), delay=1, eager=True)
+    tx = agn_optax.phases(
+        shared.sgd(0.1),
+        shared.diloco(shared.sgd(0.5)),
+        axis_name="workers",
+        fragments=fragments,
+    )
+    local = jax.vmap(functools.partial(step, tx))
+    targets = np.random.default_rng(0).normal(size=(6, 2)).astype("f")
+    params = jnp.ones(2)
+    state = jax.vmap(tx.init)(params)
+    x, c, sent, own = np.ones(2), 1.0, np.zeros(2), np.zeros(2)
+    for t, target in enumerate(targets, start=1):
+        params, state = local(params, state, target)
+        for which in fragments.due(t, 3):
+            exchange = functools.partial(tx.exchange, **which)
+            params, state = jax.vmap(exchange, axis_name="workers")(params, state)
+        x -= 0.1 * 0.7 * (x - target)
+        if t % 3 == 0:
+            moved = c - 0.5 * sent.mean()
+            x, c = moved + (x - own), moved
+        if t % 3 == 2:
+            sent = c - x
+            x = c - 0.5 * sent / 2
+            own = x.copy()
+        np.testing.assert_allclose(params, x, rtol=1e-5)
+        np.testing.assert_allclose(agn_optax.center_params(state), [c, c], rtol=1e-5)
+
+
+def test_an_eager_worker_alone_has_no_delay():
+    """What it adopts at once is all that there is to adopt."""
+    params = tree()
+    targets = steps_of(params, 2 * PERIOD + 2)
+    now = train(drop_in("diloco", TURNS))(params, targets)
+    eager = agn_optax.Fragments(2, delay=2, eager=True)
+    later = train(drop_in("diloco", eager))(params, targets)
+    assert_close(later[2], now[2], tolerance=1e-5)
+
+
+def test_a_landing_without_a_message_does_nothing():
+    tx = split("diloco", LATE)
+    params = tree()
+    local, exchange = programs(tx)
+    loop = local(params, tx.init(params), at(steps_of(params), 0))
+    expected = jax.tree.map(np.asarray, loop)
+    assert_identical(exchange(*loop, landing=0), expected)
+
+
+def test_a_message_in_flight_lands_before_the_next_departs():
+    tx = split("diloco", LATE)
+    params = tree()
+    local, exchange = programs(tx)
+    loop = local(params, tx.init(params), at(steps_of(params), 0))
+    loop = exchange(*loop, fragment=0)
+    assert bool(loop[1].fragments[0].departed.in_flight)
+    before = np.asarray(agn_optax.center_params(loop[1])["layers"][0]["w"])
+    loop = exchange(*local(*loop, at(steps_of(params), 1)), fragment=0)
+    assert np.any(before != agn_optax.center_params(loop[1])["layers"][0]["w"])
+    assert bool(loop[1].fragments[0].departed.in_flight)
+
+
+# A mesh: what is in flight is nothing that local steps need.
+
+
+def needs(program, of):
+    """Of each scan of a program, whether it needs a result of an operation."""
+    tainted, found = set(), []
+    for equation in program.eqns:
+        reads = {id(atom) for atom in equation.invars if not hasattr(atom, "val")}
+        is_tainted = bool(reads & tainted)
+        if equation.primitive.name == "scan":
+            found.append(is_tainted)
+        if is_tainted or equation.primitive.name in of:
+            tainted |= {id(variable) for variable in equation.outvars}
+    return found
+
+
+def round_of_a_mesh(fragments):
+    tx = agn_optax.phases(
+        shared.sgd(0.1), shared.diloco(), axis_name="workers", fragments=fragments
+    )
+
+    def local_step(params, state, target):  # whose fragments need each other
+        def loss(params):
+            off = jax.tree.map(lambda x, f: (x - f).sum(), params, target)
+            return (off["a"] * off["b"]) ** 2
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state, ()
+
+    whole = agn_optax.scan_round(local_step, tx.exchange, fragments=fragments)
+    params = {"a": jnp.ones((8, 4)), "b": jnp.ones(32)}
+    mesh = jax.make_mesh(
+        (WORKERS,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    mapped = jax.shard_map(
+        whole, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    targets = feeds(params, 4)
+    return jax.jit(mapped), (params, tx.init(params), targets)
+
+
+def test_local_steps_do_not_need_what_is_in_flight():
+    """So that what a mesh sends may overlap them: from departure until landing."""
+
+    def scans(fragments):
+        function, arguments = round_of_a_mesh(fragments)
+        (call,) = jax.make_jaxpr(function)(*arguments).eqns
+        (mapped,) = call.params["jaxpr"].eqns
+        return needs(mapped.params["jaxpr"], {"psum", "psum_invariant"})
+
+    # Scans of 2, 1 and 1 steps: up to the departure, the landing and the end.
+    assert scans(agn_optax.Fragments(1, offsets=(2,), delay=1)) == [False, False, True]
+    # Without a delay the steps after an exchange wait for it.
+    assert scans(agn_optax.Fragments(1, offsets=(2,))) == [False, True]
+
+
+def test_the_compiled_round_sends_a_fragment_at_a_time():
+    from traffic import traffic  # noqa: PLC0415 as what is compiled is seldom read
+
+    function, arguments = round_of_a_mesh(agn_optax.Fragments(2, delay=1))
+    text = function.lower(*arguments).compile().as_text()
+    sent = traffic(text)
+    assert sent.kinds == {"all-reduce": 2}
+    assert sent.bytes_sent == 2 * 32 * 4  # of two workers: what a message has
+    sizes = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce\(", text)
+    assert sorted(sizes) == ["32", "8,4"]
+
+
+# What cannot be is refused, by name.
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: agn_optax.Fragments(0), "parts must be a positive int, got 0"),
+        (lambda: agn_optax.Fragments("layers"), "a sequence of regular expressions"),
+        (lambda: agn_optax.Fragments(["("]), r"got '\('"),
+        (lambda: agn_optax.Fragments([]), "at least one"),
+        (lambda: agn_optax.Fragments(2, (1,)), "must be 2, one for each"),
+        (lambda: agn_optax.Fragments(2, (0, 1)), "each of offsets must be a positive"),
+        (lambda: agn_optax.Fragments(2, delay=-1), "delay must be a whole number"),
+        (lambda: agn_optax.Fragments(2, mixing=1.0), "mixing must be below 1"),
+        (lambda: agn_optax.Fragments(2, eager=True), "eager updates need a delay"),
+        (lambda: agn_optax.Fragments(2, delay=4).due(1, 4), "delay=4.* period of 4"),
+        (lambda: agn_optax.Fragments(2, (1, 9)).due(1, 4), r"\(1, 9\) and a period"),
+        (lambda: agn_optax.Fragments(9).divide(tree()), "3 leaves, which cannot be 9"),
+        (
+            lambda: agn_optax.Fragments(["layers"]).divide(tree()),
+            "found in the path 'scale'",
+        ),
+        (
+            lambda: agn_optax.Fragments([".", "x"]).divide(tree()),
+            r"no leaf is left for \['x'\]",
+        ),
+    ],
+)
+def test_fragments_that_cannot_be(made, says):
+    with pytest.raises((errors.InvalidArgumentError, errors.InvalidTypeError)) as error:
+        made()
+    assert re.search(says, str(error.value))
+
+
+def test_what_does_not_go_with_fragments():
+    make = functools.partial(agn_optax.phases, shared.sgd(0.1))
+    shards = agn_optax.Placement(shard_axis="workers")
+    refused = pytest.raises
+    with refused(errors.InvalidArgumentError, match="'easgd' moves worker and center"):
+        make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, mixing=0.5))
+    with refused(errors.InvalidArgumentError, match="'easgd' adopts it in its own way"):
+        make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
+    with refused(errors.InvalidArgumentError, match="the center whole on every device"):
+        make(
+            shared.downpour(),
+            axis_name="workers",
+            placement=shards,
+            fragments=agn_optax.Fragments(2, delay=1),
+        )
+    with refused(errors.InvalidTypeError, match="fragments must be an agn_optax.Frag"):
+        make(shared.downpour(), fragments=2)
+    with refused(errors.InvalidArgumentError, match="delay=3, offsets=None and a per"):
+        late = agn_optax.Fragments(2, delay=3)
+        agn_optax.exchange_every(INNER, shared.downpour(), 3, fragments=late)
+
+
+def test_calls_that_cannot_be():
+    tx, whole, params = split("diloco", TURNS), split("diloco", None), tree()
+    state = tx.init(params)
+    for which in ({"fragment": 2}, {"landing": -1}, {"fragment": 0, "landing": 0}):
+        with pytest.raises(errors.InvalidArgumentError, match="there are 2: got"):
+            tx.exchange(params, state, **which)
+    with pytest.raises(errors.InvalidArgumentError, match="there are no fragments"):
+        whole.exchange(params, whole.init(params), fragment=0)
+    with pytest.raises(errors.InvalidTypeError, match="static_argnames"):
+        jax.jit(tx.exchange)(params, state, fragment=0)
+    with pytest.raises(errors.MissingArgumentError, match="fragment=p"):
+        tx.measure(params, state)
+    for other in (whole, split("diloco", agn_optax.Fragments(3))):
+        with pytest.raises(errors.TreeMismatchError, match="fragments"):
+            other.exchange(params, state)
+    with pytest.raises(errors.TreeMismatchError, match="and here delay=1"):
+        split("diloco", LATE).exchange(params, state)
+
+
+def test_a_rule_that_does_not_take_a_part_is_refused_by_name():
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u, w: -u * w, updates, WEIGHTS), state
+
+    odd = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda x, w: w * x, params, WEIGHTS), update
+    )
+    tx = agn_optax.phases(INNER, shared.diloco(odd), fragments=agn_optax.Fragments(2))
+    with pytest.raises(errors.InvalidArgumentError, match="'diloco' cannot begin with"):
+        tx.init({"a": jnp.ones(3), "b": jnp.ones(2)})
+
+
+WEIGHTS = {"a": 1.0, "b": 2.0}
+
+
+# What else a state is asked.
+
+
+def test_slots_and_measures_of_fragments():
+    params = tree()
+    tx = split("diloco", LATE)
+    loop = step(tx, params, tx.init(params), at(steps_of(params), 0))
+    found = agn_optax.slots(loop[1])
+    assert list(found) == [
+        "inner/mu",
+        "inner/nu",
+        "center",
+        "center_optimizer/trace",
+        "departed/message",
+    ]
+    assert_identical(found["center"], agn_optax.center_params(loop[1]))
+    measured = [tx.measure(*loop, fragment=p)["distance"] for p in range(2)]
+    whole = np.sqrt(sum(float(d) ** 2 for d in measured))
+    expected = optax.tree.norm(jax.tree.map(lambda x, c: x - c, loop[0], params))
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+
+
+def test_fragments_by_path():
+    params = {"embed": jnp.ones(3), "layers": [jnp.ones(2), jnp.ones(2)], "s": None}
+    fragments = agn_optax.Fragments([r"layers/0", r"layers", "."])
+    parts = fragments.divide(params)
+    assert [[piece.leaf for piece in part] for part in parts] == [[1], [2], [0]]
+    tx = agn_optax.phases(INNER, shared.average(), fragments=fragments)
+    state = tx.init(params)
+    assert state.fragments[2].center["layers"] == [None, None]
+    assert_identical(agn_optax.center_params(state), params)
+
+
+def test_within_a_mask_and_a_chain():
+    params = {"a": jnp.ones(3), "frozen": jnp.ones(2), "b": jnp.ones(4)}
+    tx = optax.chain(
+        optax.clip(1.0),
+        optax.masked(drop_in("diloco", TURNS), {"a": True, "frozen": False, "b": True}),
+    )
+    state = tx.init(params)
+    for _ in range(PERIOD):
+        grads = {"a": jnp.ones(3), "frozen": jnp.zeros(2), "b": jnp.ones(4)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    center = agn_optax.center_params(state, params)
+    np.testing.assert_array_equal(center["frozen"], 1)
+    assert np.all(np.asarray(center["a"]) < 1)
+    assert np.all(np.asarray(center["b"]) < 1)
+
+
+@pytest.mark.parametrize("shard_axis", ["towers", ("workers", "towers")])
+def test_towers_with_a_center_in_shards(shard_axis):
+    towers = agn_optax.Towers(4, workers=WORKERS)
+    placements = [None, agn_optax.Placement(shard_axis=shard_axis)]
+    found = []
+    for placement in placements:
+        tx = agn_optax.phases(
+            INNER,
+            shared.agn(shared.adam(0.05)),
+            axis_name="workers",
+            placement=placement,
+            fragments=TURNS,
+        )
+        local = optax.chain(agn_optax.all_reduce("towers"), tx)
+        run = towers.round(
+            problem.train_step(local),
+            PERIOD,
+            exchange=lambda s, tx=tx, **which: tx.exchange(*s, **which),
+            fragments=TURNS,
+        )
+        state = towers.create(
+            lambda p, local=local: (p, local.init(p)), problem.params()
+        )
+        for _ in range(2):
+            state, _ = run(state, towers.shard_round(problem.batches(PERIOD)))
+        assert towers.towers_agree(state)
+        found.append(towers.center_params(state[1]))
+    assert_close(found[1], found[0])
+    first = problem.params()["hidden"]["w"]
+    assert np.max(np.abs(found[0]["hidden"]["w"] - first)) > 0.01
