@@ -36,6 +36,7 @@ BENCHMARKS = (
     "memory",
     "journal",
     "encoding",
+    "streaming",
     "scale",
     "startup",
 )

@@ -68,7 +68,7 @@ class Fragments:
     Args:
       parts: how many fragments, a positive int: then leaves go, by size, to the
         fragment that has least, and none is cut; or a sequence of regular expressions,
-        one for each fragment: a leaf is in that of the first which `re.search` finds in
+        one for each fragment: a leaf is in that of the first which is found anywhere in
         its path, such as ``layers/0/w``.
       offsets: :math:`t_p` of each fragment, in local steps from 1 to the period; None
         spreads them evenly over the period, so that the last fragment ends it.

@@ -9,6 +9,7 @@ import optax
 from agn_optax import errors, rules
 from agn_optax._internal import check
 from agn_optax.round._forms import exchange_every
+from agn_optax.round._fragments import Fragments
 from agn_optax.round._placement import Placement
 from agn_optax.rules import codecs
 
@@ -27,6 +28,7 @@ def agn(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization (TensorFlow's AGNOptimizer).
 
@@ -51,9 +53,11 @@ def agn(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -73,7 +77,7 @@ def agn(
     if center is None:
         center = rules.by_local_steps(inner)  # at the rate of the local steps
     rule = rules.agn(center, record_dtype=record_dtype, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def agn_window(
@@ -84,6 +88,7 @@ def agn_window(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Accumulated gradient normalization in the paper's form, without a record.
 
@@ -99,9 +104,11 @@ def agn_window(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -115,7 +122,7 @@ def agn_window(
       Normalization*, 2017.
     """
     rule = rules.agn_window(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def downpour(
@@ -126,6 +133,7 @@ def downpour(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DOWNPOUR: every worker's displacement is added to the center whole.
 
@@ -141,9 +149,11 @@ def downpour(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -156,7 +166,7 @@ def downpour(
       Jeffrey Dean et al., *Large Scale Distributed Deep Networks*, 2012.
     """
     rule = rules.downpour(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def dynsgd(
@@ -167,6 +177,7 @@ def dynsgd(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DynSGD: DOWNPOUR with messages divided by their staleness plus one.
 
@@ -186,9 +197,11 @@ def dynsgd(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -202,7 +215,7 @@ def dynsgd(
       Parameter Servers*, 2017.
     """
     rule = rules.dynsgd(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def average(
@@ -213,6 +226,7 @@ def average(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Model averaging, or local SGD (TensorFlow's ModelAverageOptimizer).
 
@@ -227,9 +241,11 @@ def average(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -245,7 +261,7 @@ def average(
       Sebastian U. Stich, *Local SGD Converges Fast and Communicates Little*, 2018.
     """
     rule = rules.average(codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def diloco(
@@ -257,6 +273,7 @@ def diloco(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DiLoCo: the workers' mean displacement goes through an outer (center) optimizer.
 
@@ -276,9 +293,11 @@ def diloco(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       AgnOptaxError: as `exchange_every` does.
@@ -292,7 +311,7 @@ def diloco(
       Language Models*, 2023.
     """
     rule = rules.diloco(center, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def easgd(
@@ -306,6 +325,7 @@ def easgd(
     center_dtype: Any = None,
     placement: Placement | None = None,
     codec: codecs.Codec | None = None,
+    fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Elastic averaging, the counterpart of TensorFlow's ElasticAverageOptimizer.
 
@@ -330,9 +350,11 @@ def easgd(
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
       codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+        exchanges all at once.
 
     Returns:
-      An optax optimizer with `ExchangeState`.
+      An optax optimizer with `ExchangeState`, or `FragmentsState`.
 
     Raises:
       InvalidArgumentError: ``moving_rate`` or ``rho`` is out of range, or
@@ -367,7 +389,7 @@ def easgd(
         workers = 1 if num_workers is None else num_workers
         moving_rate = _BETA / check.positive_int(period, "period") / workers
     rule = rules.easgd(moving_rate, rho=rho, codec=codec)
-    return _drop_in(inner, rule, period, axis_name, center_dtype, placement)
+    return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
 
 def _drop_in(
@@ -377,6 +399,7 @@ def _drop_in(
     axis_name: Any,
     center_dtype: Any,
     placement: Placement | None,
+    fragments: Fragments | None,
 ) -> optax.GradientTransformationExtraArgs:
     return exchange_every(
         inner,
@@ -385,4 +408,5 @@ def _drop_in(
         axis_name=axis_name,
         center_dtype=center_dtype,
         placement=placement,
+        fragments=fragments,
     )

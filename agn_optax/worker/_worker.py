@@ -159,7 +159,7 @@ class Worker:
     ) -> None:
         if fragments is not None:
             raise errors.InvalidArgumentError(
-                f"fragments are for Worker itself, got a {type(self).__name__}"
+                f"fragments are for Worker itself, got {type(self).__name__}"
             )
         such_as = "a center, such as agn_optax.LocalCenter(rule, params)"
         check.instance(center, Center, f"center must be {such_as}")

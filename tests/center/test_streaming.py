@@ -297,3 +297,11 @@ def test_a_worker_that_exchanges_the_whole_at_once_beside_it():
     ]
     assert versions(center) == (2, 2)
     assert_identical(loops[1][0], center.pull().params)
+
+
+def test_a_class_of_ones_own_is_not_passed_over():
+    class Own(agn_optax.Worker):
+        pass
+
+    with pytest.raises(errors.InvalidArgumentError, match="for Worker itself, got Own"):
+        Own(shards(), INNER, period=PERIOD, fragments=FRAGMENTS)

@@ -260,3 +260,14 @@ def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
         loop.start()
     with pytest.raises(errors.InvalidTypeError, match="worker must be"):
         checkpoint.Resumable(journaled, tmp_path)
+
+
+def test_a_worker_that_exchanges_by_fragments_is_refused_by_name(tmp_path):
+    center = agn_optax.LocalCenter(agn_optax.rules.downpour(), {"w": jnp.zeros(3)})
+    fragments = agn_optax.Fragments(1)
+    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, fragments=fragments)
+    says = r"exchanges by fragments, .* what worker\.save\(params, state\) returns"
+    with pytest.raises(errors.InvalidTypeError, match=says):
+        checkpoint.Resumable(worker, tmp_path)
+    with pytest.raises(errors.InvalidTypeError, match=says):
+        checkpoint.save(tmp_path / "all", worker=(worker, *worker.start()))

@@ -17,6 +17,7 @@ from support import (
     assert_identical,
     at,
     feeds,
+    needs_host,
     step,
     tree,
 )
@@ -656,17 +657,23 @@ def test_within_a_mask_and_a_chain():
     assert np.all(np.asarray(center["b"]) < 1)
 
 
-@pytest.mark.parametrize("shard_axis", ["towers", ("workers", "towers")])
-def test_towers_with_a_center_in_shards(shard_axis):
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"shard_axis": "towers"},
+        {"shard_axis": ("workers", "towers")},
+        pytest.param({"memory": "host"}, marks=needs_host),
+    ],
+)
+def test_towers_with_a_center_elsewhere(placement):
     towers = agn_optax.Towers(4, workers=WORKERS)
-    placements = [None, agn_optax.Placement(shard_axis=shard_axis)]
     found = []
-    for placement in placements:
+    for place in (None, agn_optax.Placement(**placement)):
         tx = agn_optax.phases(
             INNER,
             shared.agn(shared.adam(0.05)),
             axis_name="workers",
-            placement=placement,
+            placement=place,
             fragments=TURNS,
         )
         local = optax.chain(agn_optax.all_reduce("towers"), tx)

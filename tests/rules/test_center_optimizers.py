@@ -45,7 +45,6 @@ ALL = {
     ),
 }
 ACROSS = ("heloco", "buffered radial", "scale_by_drift")  # leaves, or versions
-OUTSIDE = [name for name in ALL if name not in ("scale_by_weight", "scale_by_steps")]
 
 
 @functools.cache
@@ -98,7 +97,7 @@ def test_frozen_leaves_have_no_state(name):
     assert not any(leaf.shape[-1:] == (5,) for leaf in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", ALL)
 def test_a_center_goes_on_as_if_it_had_never_stopped(name):
     messages = [{"w": g, "b": g[:2]} for g in GRADS[:5]]
 
@@ -118,7 +117,7 @@ def test_a_center_goes_on_as_if_it_had_never_stopped(name):
     assert_identical(sent(again, range(3, 5)), whole)
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", ALL)
 def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
     params = {"a": RANDOM.normal(size=(25, 20)), "b": RANDOM.normal(size=70)}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
@@ -133,7 +132,7 @@ def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
     assert_identical(*(jax.tree.map(np.asarray, store.save()) for store in both))
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", ALL)
 def test_in_shards_or_refused_by_name(name):
     whole = {"a": jnp.ones((4, 3)), "b": jnp.ones(6)}
     parts = [
@@ -587,6 +586,20 @@ def test_weights_are_compared_with_the_mean_of_all_so_far():
     for weight, wanted in ((4.0, 1.0), (2.0, 2 / 3), (6.0, 1.5)):
         scaled, state = tx.update(one, state, weight=weight)
         assert float(scaled[0]) == pytest.approx(wanted)
+
+
+def test_a_worker_says_what_its_message_weighs():
+    by = agn_optax.scale_by_weight(lambda tokens, steps: tokens / steps, reference=64.0)
+    rule = rules.diloco(optax.chain(by, shared.sgd(1.0)))
+    center = agn_optax.LocalCenter(rule, jnp.zeros(1))
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=2)
+    params, state = worker.start()
+    for _ in range(2):
+        updates, state = worker.tx.update(jnp.ones(1), state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state, weight=16.0)
+    # It went by 2, and counts (16 + 16) / 2 / 64 of it.
+    assert float(center.pull().params[0]) == -0.5
 
 
 @pytest.mark.parametrize(("exponent", "wanted"), [(1.0, 4.0), (-1.0, 0.25), (0.5, 2.0)])

@@ -45,7 +45,8 @@ def buffered(
         w = \sum_i g_i / |g_i|
 
     for the mean of k messages that are nearly at right angles is :math:`\sqrt k` times
-    shorter than they are. It looks at whole leaves: a center in shards refuses it.
+    shorter than they are. Weights that come before it weigh lengths, and no directions.
+    It looks at whole leaves: a center in shards refuses it.
 
     ``optax.MultiSteps`` has the mean, too, as a running one, and takes as long. Here
     messages are added up and divided once, as those of a round are, so k workers that
