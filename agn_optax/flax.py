@@ -77,7 +77,12 @@ def start(
 
 
 def exchange(
-    worker: Worker, state: Any, optimizer: Any = None, *, steps: int = 1
+    worker: Worker,
+    state: Any,
+    optimizer: Any = None,
+    *,
+    steps: int = 1,
+    weight: float | None = None,
 ) -> Any:
     """`Worker.exchange` with a state, or with a model: after every local step.
 
@@ -87,6 +92,7 @@ def exchange(
         donated.
       optimizer: as of `start`.
       steps: as of `Worker.exchange`.
+      weight: as of `Worker.exchange`.
 
     Returns:
       The state with which to go on; or the same model.
@@ -109,14 +115,22 @@ def exchange(
       2
     """
     if steps == 1 and not worker.due:  # whatever it is given, it returns
-        worker.exchange(None, (state if optimizer is None else optimizer).opt_state)
+        opt_state = (state if optimizer is None else optimizer).opt_state
+        worker.exchange(None, opt_state, weight=weight)
         return state
-    loop = _taken(worker, state, optimizer)
-    return _given(state, optimizer, *worker.exchange(*loop, steps=steps))
+    loop = worker.exchange(
+        *_taken(worker, state, optimizer), steps=steps, weight=weight
+    )
+    return _given(state, optimizer, *loop)
 
 
 def flush(
-    worker: Worker, state: Any, optimizer: Any = None, *, steps: int | None = None
+    worker: Worker,
+    state: Any,
+    optimizer: Any = None,
+    *,
+    steps: int | None = None,
+    weight: float | None = None,
 ) -> Any:
     """`Worker.flush` with a state, or with a model: exchanges what is left of a round.
 
@@ -125,6 +139,7 @@ def flush(
       state: as of `exchange`.
       optimizer: as of `exchange`.
       steps: as of `Worker.flush`.
+      weight: as of `Worker.flush`.
 
     Returns:
       The state with which to go on; or the same model.
@@ -146,8 +161,8 @@ def flush(
       >>> center.version
       1
     """
-    loop = _taken(worker, state, optimizer)
-    return _given(state, optimizer, *worker.flush(*loop, steps=steps))
+    loop = worker.flush(*_taken(worker, state, optimizer), steps=steps, weight=weight)
+    return _given(state, optimizer, *loop)
 
 
 def _taken(worker: Worker, state: Any, optimizer: Any) -> tuple[PyTree, PyTree]:

@@ -56,7 +56,7 @@ def exchange(tables: Tables) -> Any:
     for axis, (network, lines) in zip(axes[0], panels.items(), strict=True):
         for form, points in lines.items():
             style = "o-" if form.startswith("agn_optax") else "o--"
-            kind = "raw" if form.startswith("raw") else form
+            kind = "raw" if form in ("raw TCP", "raw Unix socket") else form
             color = colors.setdefault(kind, f"C{len(colors)}")
             axis.plot(
                 *zip(*sorted(points), strict=True), style, label=form, color=color
@@ -100,7 +100,8 @@ def size(tables: Tables) -> Any:
         if kind == "size":
             sizes, milliseconds = _columns(table, "bytes", "milliseconds")
             numbers = [float(each.replace(",", "")) for each in sizes]
-            axes[0].plot(numbers, milliseconds, "o-", label=rest)
+            label = "1 leaf" if rest == "1 leaves" else rest
+            axes[0].plot(numbers, milliseconds, "o-", label=label)
         elif kind == "leaves":
             numbers, milliseconds = _columns(table, "leaves", "milliseconds")
             axes[1].plot(numbers, milliseconds, "o-", label=rest)

@@ -22,7 +22,7 @@ from report import Report, Row, parse
 from traffic import traffic
 
 import agn_optax
-from agn_optax import rules
+from agn_optax import codecs, rules
 
 PyTree = Any
 GRADIENTS = {
@@ -30,8 +30,15 @@ GRADIENTS = {
     "reduce-scatter": {"algorithm": "reduce_scatter"},
     "buckets of 4 MiB": {"bucket_bytes": 2**22},
     "bfloat16, summed in float32": {
-        "wire_dtype": "bfloat16",
+        "codec": codecs.cast("bfloat16"),
         "sum_dtype": "float32",
+    },
+    "8 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(8))},
+    "4 bits, error feedback": {"codec": codecs.error_feedback(codecs.quantize(4))},
+    "1 bit, error feedback": {"codec": codecs.error_feedback(codecs.sign())},
+    "8 bits in buckets of 4 MiB": {
+        "codec": codecs.quantize(8),
+        "bucket_bytes": 2**22,
     },
 }
 RULES: dict[str, Callable[[], rules.Rule]] = {

@@ -67,7 +67,8 @@ nitpick_ignore_regex = [
     ),
     ("py:.*", r"(jax|jaxlib|numpy|np|optax|grpc|flax)\b.*"),
     # Aliases, and what users are given but never make.
-    ("py:class", r"PyTree|Metrics|Pem|(.*\.)?LocalState|agn_optax\.(\w+\.)*_\w+\..*"),
+    ("py:class", r"PyTree|Metrics|Pem|(.*\.)?(LocalState|Public)"),
+    ("py:class", r"agn_optax\.(\w+\.)*_\w+\..*"),
     ("py:class", r"agn_optax\.service\.center_pb2\..*"),
     ("py:obj", r"agn-optax .*|pull|start|Checkpointer"),
 ]

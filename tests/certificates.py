@@ -33,6 +33,7 @@ class Authority:
         _openssl(
             *("req", "-x509", *_KEY, "-days", "9", "-subj", f"/CN={name}"),
             *("-addext", "basicConstraints=critical,CA:true"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
             *("-keyout", self._key, "-out", self.ca),
         )
 
@@ -42,7 +43,11 @@ class Authority:
         key, request, certificate, extra = (
             made.with_suffix(suffix) for suffix in (".key", ".csr", ".pem", ".ext")
         )
-        extra.write_text(f"subjectAltName={names}\n")
+        # With all that Python 3.13 and newer ask for.
+        extra.write_text(
+            f"subjectAltName={names}\nsubjectKeyIdentifier=hash\n"
+            "authorityKeyIdentifier=keyid\n"
+        )
         _openssl("req", *_KEY, "-subj", subject, "-keyout", key, "-out", request)
         _openssl(
             *("x509", "-req", "-in", request, "-days", days, "-extfile", extra),

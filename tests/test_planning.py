@@ -96,6 +96,19 @@ def test_bytes_on_the_wire(params, center, wire, message, answer):
     assert (cost.message, cost.answer) == (1000 * message, 1000 * answer)
 
 
+@pytest.mark.parametrize(("workers", "answer"), [(1, 516), (4, 2064), (8, 4000)])
+def test_differences_that_were_missed_come_back(workers, answer):
+    """One of every worker's exchange, or the whole where that is less."""
+    codec = codecs.two_way(codecs.identity(), codecs.quantize(4, block=250))
+    cost = plan(
+        rules.agn(SGD, codec=codec),
+        params=planning.abstract(1000),
+        cluster=dataclasses.replace(LINK, workers=workers),
+    )
+    assert (cost.message, cost.answer) == (4000, answer)
+    assert cost.worker.anchor == 4000
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_narrow_message_travels_as_it_is(dtype):
     """As over a real wire, where a gradient sum stays as narrow as it was made."""
@@ -374,8 +387,25 @@ def test_all_reduce_by_hand():
     assert cost.worker.waiting == cost.worker.overlapping == 3 * 4_000_000 + 4
     alone = planning.all_reduce(MODEL, LINK, inner=ADAM)
     assert (alone.exchange, alone.hidden_period, alone.utilization) == (0, 1, 1)
-    half = planning.all_reduce(MODEL, four, inner=ADAM, wire_dtype="bfloat16")
+    half = planning.all_reduce(MODEL, four, inner=ADAM, codec=codecs.cast("bfloat16"))
     assert half.message == 3_000_000
+    assert half.worker.codec_state == 0
+    with pytest.warns(DeprecationWarning, match="say codec="):
+        old = planning.all_reduce(MODEL, four, inner=ADAM, wire_dtype="bfloat16")
+    assert old == half
+
+
+def test_all_reduce_of_what_is_encoded_is_what_it_sends_and_keeps():
+    size = 4 * 2 * 4096
+    four = dataclasses.replace(LINK, workers=4)
+    codec = codecs.error_feedback(codecs.quantize(4))
+    params = [jax.ShapeDtypeStruct((size,), "float32")]
+    cost = planning.all_reduce(params, four, inner=ADAM, codec=codec)
+    assert cost.message == 2 * 3 / 4 * (size / 2 + 4 * size / 4096)
+    assert cost.worker.codec_state == 4 * size + size
+    whole = planning.all_reduce(params, four, inner=ADAM)
+    low_rank = codecs.low_rank(2)
+    assert planning.all_reduce(params, four, inner=ADAM, codec=low_rank) == whole
 
 
 def test_every_rule_of_the_library_is_built_in():

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ PyTree = Any
 T = TypeVar("T")
 
 _MAX_INT = 2**31 - 1  # counters are int32
+# Of float32, normal.
+_LEAST_WEIGHT = float(np.finfo(np.float32).smallest_normal)
+_MOST_WEIGHT = float(np.finfo(np.float32).max)
 
 
 def show(value: Any) -> str:
@@ -136,14 +139,22 @@ def positive_int(value: Any, argument: str) -> Any:
 
 
 def whole_number(
-    value: object, argument: str, *, least: int, optional: bool = True
+    value: object,
+    argument: str,
+    *,
+    least: int,
+    most: int | None = None,
+    optional: bool = True,
 ) -> None:
     """``value`` is an int of at least ``least``, or None if that is an option."""
     if value is None and optional:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    high = math.inf if most is None else most
+    if not is_int or not least <= cast(int, value) <= high:
+        bound = "" if most is None else f" and <= {most}"
         raise errors.InvalidArgumentError(
-            f"{argument} must be a whole number >= {least}, got {value!r}"
+            f"{argument} must be a whole number >= {least}{bound}, got {value!r}"
         )
 
 
@@ -175,6 +186,20 @@ def rate(
     if not (above and number <= high) or math.isinf(number):
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")
     return value
+
+
+def weight(value: Any, argument: str = "weight") -> float | None:
+    """``value`` as a positive number that float32 has, or None; no array."""
+    if value is None:
+        return None
+    wanted = f"{argument} must be a positive number of the host, got "
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise errors.InvalidTypeError(wanted + show(value))
+    if not _LEAST_WEIGHT <= (number := float(value)) <= _MOST_WEIGHT:
+        raise errors.InvalidArgumentError(
+            f"{wanted}{number!r}; float32 has {_LEAST_WEIGHT:.3g} to {_MOST_WEIGHT:.3g}"
+        )
+    return number
 
 
 def float_dtype(value: Any, argument: str) -> Any:

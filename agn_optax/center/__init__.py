@@ -18,6 +18,7 @@ from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
 from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax.center._refusals import Claim as Claim
 from agn_optax.center._refusals import Refuse
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter
 from agn_optax.center._store import CenterState

@@ -27,9 +27,9 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._ledger import Batch, Ledger, Member, State
+from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
-from agn_optax.center._refusals import Refusal, Size
+from agn_optax.center._refusals import Claim, Refusal, Size
 from agn_optax.center._store import CenterState, Store, Version
 from agn_optax.center.durability import Durability, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
@@ -51,6 +51,7 @@ class Answer:
     applied: bool
     refused: str = ""  # why it was
     recorded: int = 0  # what must be on disk before its worker has it
+    pace: float | None = None  # as of `Snapshot`
 
 
 @dataclasses.dataclass
@@ -74,7 +75,8 @@ class Core:
       life: of this center; a center that goes on where an earlier process left it, with
         nothing lost, has the same.
       ledger: what it decides by; read it under `atomically` only.
-      observer: called under the lock with every contribution that is applied.
+      observer: called under the lock with every contribution that is applied, and what
+        its worker claims of it.
     """
 
     def __init__(
@@ -93,6 +95,12 @@ class Core:
         self.rule = rule
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
+        if not rule.is_summed and not isinstance(self.ledger.mode, Synchronous):
+            raise errors.InvalidArgumentError(
+                f"rule {rule.name!r} makes one message of those of a round by "
+                f"{rule.combine}, and a center in mode {self.ledger.mode} takes them "
+                "one by one: give it mode=Synchronous() (--mode synchronous)"
+            )
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device
         self._packs = packs
@@ -103,7 +111,7 @@ class Core:
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
         self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
-        self.observer: Callable[[PyTree], None] | None = None
+        self.observer: Callable[[PyTree, Claim], None] | None = None
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
@@ -209,18 +217,29 @@ class Core:
             with self._changed:
                 version.readers -= 1
 
-    def snapshot(self, version: Version | None = None, **answer: Any) -> Snapshot:
+    def snapshot(
+        self, version: Version | None = None, *, public: bool = False, **answer: Any
+    ) -> Snapshot:
         """A version for somebody who need not say when it has been read.
 
         Args:
           version: the answer to an exchange; None is the center as it is.
+          public: as workers have it, see `Center.pull`.
           **answer: what else an answer says.
         """
         with self._changed:
-            read = self.store.tree if version is None else self.store.answer
-            version = version or self.store.current
+            store = self.store
+            read = store.public if public else store.tree
+            if version is not None:
+                read = store.answer
+            version = version or store.current
             version.escaped = True
             return Snapshot(read(version), version.number, **answer)
+
+    def differences(self, since: int, version: Version) -> list[PyTree] | None:
+        """See `Store.differences`."""
+        with self._changed:
+            return self.store.differences(since, version)
 
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""
@@ -383,7 +402,7 @@ class Core:
                 size = Size(float(norm), None if largest is None else float(largest))
         return _Message(contribution, norm, size, threading.Condition(self._lock))
 
-    def _late_answer(self, member: Member) -> Answer:
+    def _late_answer(self, worker: str, member: Member) -> Answer:
         """To an exchange whose first answer is not kept any more."""
         current, staleness = self.store.current, member.staleness or 0
         current.escaped = True  # nobody says when it has been read
@@ -395,6 +414,7 @@ class Core:
             member.applied,
             member.why,
             self._recorded(),
+            self.ledger.pace(worker),
         )
 
     def _settle(self) -> None:
@@ -415,7 +435,9 @@ class Core:
         batch = self.ledger.judge(batch, [message.size for message in messages])
         try:
             if batch.taken:
-                store.apply(*_parts(batch, messages), self._norms(batch))
+                store.apply(
+                    *_parts(batch, messages), self._norms(batch), *_claims(batch)
+                )
         except errors.MessageRefusedError as error:
             refusal = Refusal("nonfinite", str(error))
             others = {batch.entries[i].worker: refusal for i in batch.taken}
@@ -439,18 +461,18 @@ class Core:
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Messages have been applied, dropped or refused."""
         store = self.store
-        self.ledger.settle(batch)
+        self.ledger.settle(batch, time.monotonic())
         exchange: tuple[Any, ...] = ()
         seen = []
         if batch.taken and (self.observer or self._keeper):
             contributions, staleness, weights = _parts(batch, messages)
             seen = [store.unplace(contribution) for contribution in contributions]
-            exchange = seen, staleness, weights
+            exchange = seen, staleness, weights, *_claims(batch)
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         if self.observer is not None:
-            for contribution in seen:
-                self.observer(contribution)
+            for contribution, claim in zip(seen, _claims(batch)[0], strict=True):
+                self.observer(contribution, claim)
         taken, current = batch.taken, store.current
         for i, entry in enumerate(batch.entries):
             refusal = batch.refused.get(entry.worker)
@@ -483,6 +505,7 @@ class Core:
                 i in taken,
                 why,
                 recorded,
+                self.ledger.pace(entry.worker),
             )
 
     def _prune(self, worker: str) -> None:
@@ -564,6 +587,11 @@ def _parts(
     )
 
 
+def _claims(batch: Batch) -> tuple[list[Claim], int]:
+    """What is said of the messages to be applied, and how many workers there are."""
+    return [batch.entries[i].claim for i in batch.taken], batch.workers
+
+
 @dataclasses.dataclass(eq=False)
 class LocalSession(Session):
     """One life of one worker at a `Core`; made by `Core.join`.
@@ -584,18 +612,21 @@ class LocalSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
-        del steps, reported
-        core = self._core
+        del reported, anchor  # its answers are whole
+        core, claim = self._core, Claim(steps, weight)
         message = core._examine(contribution)
         is_int = isinstance(anchor_version, int | np.integer)
         anchor = int(anchor_version) if is_int else -1
         with core.atomically():
             core._check_open()
             now = time.monotonic()
-            if core.ledger.submit(self.worker, self.incarnation, sequence, anchor, now):
+            life = self.worker, self.incarnation
+            if core.ledger.submit(*life, sequence, anchor, now, claim):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle()
@@ -612,6 +643,7 @@ class LocalSession(Session):
             norm=answer.norm,
             applied=answer.applied,
             refused=answer.refused,
+            pace=answer.pace,
         )
 
     def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
@@ -628,7 +660,8 @@ class LocalSession(Session):
                 if failed is not None and failed[0] == sequence:
                     raise failed[1]
                 if member.sequence == sequence:
-                    return core._answers.get(worker) or core._late_answer(member)
+                    kept = core._answers.get(worker)
+                    return kept or core._late_answer(worker, member)
                 if member.state is not State.WAITING:
                     raise errors.WorkerStateError(
                         f"worker {worker!r} asks for the answer to exchange "

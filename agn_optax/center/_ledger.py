@@ -24,12 +24,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center._refusals import FADES, Refusal, Refusals, Refuse, Size
+from agn_optax.center._refusals import (
+    FADES,
+    UNSAID,
+    Claim,
+    Refusal,
+    Refusals,
+    Refuse,
+    Size,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +121,8 @@ class Synchronous:
 
 Mode = Asynchronous | BoundedStaleness | Synchronous
 
+MOST_STEPS = 2**31 - 1  # local steps of a message: programs count in int32
+
 
 class State(enum.Enum):
     """Of one life of a worker."""
@@ -171,6 +182,9 @@ class Member:
     refused: int = 0
     in_a_row: int = 0  # refused, the last ones
     moved: float = 0.0  # the norms of its messages that were applied, and have faded
+    began: float | None = None  # its round; None if that is not known
+    speeds: Sequence[float] = ()  # local steps a second, in its last rounds
+    speed: float = 0.0  # their median; 0 as long as there are none
 
     @property
     def gone(self) -> bool:
@@ -180,7 +194,9 @@ class Member:
 
 # Fields of a member that say nothing in the next process, which has other connections.
 _LOST = {"joined", "seen", "state", "connection", "connected", "silence", "expires"}
+_LOST |= {"began", "speed"}
 _KEPT = [each.name for each in dataclasses.fields(Member) if each.name not in _LOST]
+_ROUNDS = 3  # by which a worker's speed is known
 # How many lives that are gone are remembered, the last ones. They may come back with
 # the exchange that they were in; any other one must start again.
 _MOST_GONE = 1024
@@ -195,6 +211,7 @@ class Entry:
     anchor_version: int
     arrived: float
     missed: int  # versions that were made since its worker's round began
+    claim: Claim = UNSAID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +225,7 @@ class Batch:
     # Those that are not to be applied with the others, by worker.
     refused: Mapping[str, Refusal] = dataclasses.field(default_factory=dict)
     norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
+    workers: int = 1  # that are there
 
     @property
     def taken(self) -> list[int]:
@@ -279,6 +297,7 @@ class Ledger:
         self._looked = -math.inf  # time of the last call of `expire`
         # Seconds: if `expire` is not called for longer, the center was not running.
         self._nap = math.inf
+        self._fastest: float | None = None  # speed; None where it must be looked for
 
     @property
     def round_grace(self) -> float | None:
@@ -375,12 +394,15 @@ class Ledger:
             self.pending.pop(worker, None)
             clock = min(others, default=0)
             member = Member(incarnation, self.version, clock, joined=now, seen=now)
+            if old is not None:  # by the same name most likely on the same machine
+                self._measured(member, old.speeds)
             moved = [self._moved(m) for n, m in self._present.items() if n != worker]
             member.moved = sum(moved) / max(len(moved), 1)  # it has its share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
         self._departed.pop(worker, None)
         self._present[worker] = member
+        self._fastest = None
         member.connected, member.silence = True, silence
         member.connection += 1
         self._hear(member, now)
@@ -433,7 +455,13 @@ class Ledger:
             self._earliest = min(self._earliest, member.expires)
 
     def submit(
-        self, worker: str, incarnation: str, sequence: int, anchor: int, now: float
+        self,
+        worker: str,
+        incarnation: str,
+        sequence: int,
+        anchor: int,
+        now: float,
+        claim: Claim = UNSAID,
     ) -> bool:
         """A worker's message is there; it was made from version ``anchor``.
 
@@ -443,7 +471,8 @@ class Ledger:
         Raises:
           WorkerStateError: the worker is not there, or another life of it is, or its
             sequence number is neither the last one nor the next.
-          InvalidArgumentError: its anchor is not a version that the center has had.
+          InvalidArgumentError: its anchor is not a version that the center has had, or
+            what it claims is out of range.
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
@@ -452,6 +481,8 @@ class Ledger:
                 f"anchor_version must be in [0, {self.version}], the versions that "
                 f"this center has had, got {anchor!r}"
             )
+        check.whole_number(claim.steps, "steps", least=0, most=MOST_STEPS)
+        check.weight(claim.weight)
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
                 f"worker {worker!r} sent exchange {sequence}, but its last one was "
@@ -465,7 +496,11 @@ class Ledger:
             # Counted from where the worker's round began. The anchor may be older: some
             # rules adopt the center as it was before their own message.
             missed = self.version - max(member.turn, anchor)
-            self.pending[worker] = Entry(worker, sequence, anchor, now, missed)
+            if member.began is not None and claim.steps and now > member.began:
+                speed = float(f"{claim.steps / (now - member.began):.4g}")
+                self._measured(member, (*member.speeds, speed)[-_ROUNDS:])
+            entry = Entry(worker, sequence, anchor, now, missed, claim)
+            self.pending[worker] = entry
         return not is_last
 
     def take(self, now: float) -> Batch | None:
@@ -505,7 +540,9 @@ class Ledger:
         for entry, size in zip(batch.entries, sizes, strict=True):
             moved = own.get(entry.worker, 0.0)
             others = everybody - moved
-            refusal = self.refusals.judge(size, entry.missed, moved, others, exchanges)
+            refusal = self.refusals.judge(
+                size, entry.missed, moved, others, exchanges, entry.claim
+            )
             if refusal is not None:
                 refused[entry.worker] = refusal
         norms = tuple(size.norm for size in sizes if size is not None)
@@ -520,7 +557,19 @@ class Ledger:
         }
         return dataclasses.replace(batch, refused={**batch.refused, **more})
 
-    def settle(self, batch: Batch) -> None:
+    def pace(self, worker: str) -> float | None:
+        """A worker's speed as a share of the fastest one's; None if it is not known.
+
+        Of those that are there, or may still be back.
+        """
+        member = self._present.get(worker)
+        if member is None or not member.speed:
+            return None
+        if self._fastest is None:
+            self._fastest = max(each.speed for each in self._present.values())
+        return member.speed / self._fastest
+
+    def settle(self, batch: Batch, now: float) -> None:
         """The messages of a batch have been applied, dropped or refused."""
         taken = batch.taken
         self.version += bool(taken)
@@ -529,6 +578,7 @@ class Ledger:
                 self._present[entry.worker],
                 batch.refused.get(entry.worker),
             )
+            member.began = now
             if refusal is not None:
                 self.refusals.count(refusal)
                 member.refused += 1
@@ -584,10 +634,12 @@ class Ledger:
     def recall(self, memory: dict[str, Any], now: float) -> None:
         """Knows what it knew in an earlier process; nobody is connected, though."""
         for name, told in memory["members"].items():
-            fields = {field: told[field] for field in _KEPT}
+            # An earlier release has had no speeds.
+            fields = {field: told[field] for field in _KEPT if field in told}
             member = Member(**fields, joined=now, seen=now)
+            self._measured(member, tuple(member.speeds))
             self._gone.pop(name, None)
-            self._present[name] = member
+            self._present[name], self._fastest = member, None
             self.disconnect(name, member.incarnation, member.connection, now)
             if told["gone"]:
                 self._give_up(name, member)
@@ -611,6 +663,14 @@ class Ledger:
         member = self._present.get(worker)
         is_there = member is not None and member.incarnation == incarnation
         return member if is_there else None
+
+    def _measured(self, member: Member, speeds: Sequence[float]) -> None:
+        """How fast a worker was in its last rounds."""
+        before, member.speeds = member.speed, speeds
+        # One of three may have been suspended, or have had its steps made before.
+        member.speed = statistics.median_high(speeds) if speeds else 0.0
+        if self._fastest is not None and max(before, member.speed) >= self._fastest:
+            self._fastest = None
 
     def _moved(self, member: Member) -> float:
         """The norms of what a worker was applied, as much as they still count."""
@@ -636,7 +696,8 @@ class Ledger:
         if isinstance(self.mode, Synchronous):
             weighted = self.mode.late == "weighted"
             weights = tuple(1 / (1 + weighted * entry.missed) for entry in entries)
-        return Batch(tuple(entries), staleness, weights, applies)
+        workers = len(self._present)
+        return Batch(tuple(entries), staleness, weights, applies, workers=workers)
 
     def _round_ends(self) -> float:
         """When a round ends with the messages that are there; inf if they are few."""
@@ -665,7 +726,7 @@ class Ledger:
         member.connected, member.expires = False, math.inf
         self.pending.pop(worker, None)
         self._gone[worker] = self._present.pop(worker)
-        self._departed[worker] = None
+        self._departed[worker] = self._fastest = None
         if len(self._gone) > _MOST_GONE:
             del self._gone[next(iter(self._gone))]
 

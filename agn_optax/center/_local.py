@@ -189,7 +189,7 @@ class LocalCenter:
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
         """Gives the center its first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)
-        return self.pull()
+        return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once it is initialized: see `Center.wait`."""
@@ -198,11 +198,14 @@ class LocalCenter:
                 f"no chief has initialized this center within {timeout} s; start "
                 "one worker with start(params, chief=True)"
             )
-        return self.pull()
+        return self.pull(public=True)
 
-    def pull(self) -> Snapshot:
-        """The center as it is: ``.params`` and ``.version``, at any time."""
-        return self.core.snapshot()
+    def pull(self, *, public: bool = False) -> Snapshot:
+        """The center as it is: ``.params`` and ``.version``, at any time.
+
+        See `Center.pull`.
+        """
+        return self.core.snapshot(public=public)
 
     def join(
         self,

@@ -23,7 +23,7 @@ import optax
 
 from agn_optax._internal import layout, tracing, trees
 from agn_optax.round import contribution_like, elementwise
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, told
 
 PyTree = Any
 
@@ -111,6 +111,8 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
+    if rule.codec.answer_codec is not None:  # differences are encoded leaf by leaf
+        return None
     packing = Packing(tree)
     # What workers send is packed, too: one array for each leaf, which few codecs make.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))
@@ -129,9 +131,7 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         together = packing.pack_state(rule, apart)
         expected = jax.eval_shape(rule.center.init, tree)
         zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
-        moved = rule.center.update(
-            zeros, rule.center.init(zeros), zeros, staleness=np.int32(0)
-        )
+        moved = rule.center.update(zeros, rule.center.init(zeros), zeros, **told({}))
         if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved)):
             raise tracing.UnfitError("zeros, which lie between leaves, become others")
         if [*map(trees.kinds, (apart, together))] != [

@@ -24,6 +24,12 @@ class Snapshot(NamedTuple):
     norm: Any = None  # float scalar: of the message that this answers; None for a pull
     applied: bool = True  # False if the message was dropped: then this is a pull
     refused: str = ""  # why the center did not want the message, if it did not
+    # The worker's speed as a share of the fastest one's, in local steps a second; None
+    # for a pull, and as long as the center does not know.
+    pace: float | None = None
+    # Whether shards have applied some of the message, and not all.
+    in_part: bool = False
+    received: int | None = None  # bytes that it came in; None if it did not travel
 
 
 class Session(abc.ABC):
@@ -52,7 +58,9 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """Hands in an exchange; `collect` has its answer.
 
@@ -61,13 +69,19 @@ class Session(abc.ABC):
           contribution: as the rule's ``contribution`` made it, with the structure and
             shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
-          steps: local steps that the worker made, for whoever watches.
+          steps: local steps that the message was made of; 0 where nobody says so.
+          weight: what the worker says that its round counts, such as its tokens: a
+            positive number; None where it says nothing, which counts 1.
           reported: numbers of the worker's own by their names, for whoever watches.
+          anchor: the public center of that version, as this life of the center has had
+            it. The answer may then travel as differences from it. None has it travel
+            whole.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
           TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future.
+          InvalidArgumentError: ``anchor_version`` is of the future, or ``steps`` or
+            ``weight`` is out of range.
           WorkerStateError: this life is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
@@ -112,7 +126,9 @@ class Session(abc.ABC):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> Snapshot:
         """Submits, collects and acknowledges: a whole exchange. May be repeated."""
         self.submit(
@@ -120,7 +136,9 @@ class Session(abc.ABC):
             contribution,
             anchor_version=anchor_version,
             steps=steps,
+            weight=weight,
             reported=reported,
+            anchor=anchor,
         )
         snapshot = self.collect(sequence)
         assert snapshot is not None  # it waits for good
@@ -177,6 +195,9 @@ class Center(Protocol):
         The worker that did so may ask again (it may have crashed and come back): the
         center stays as it is.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           AlreadyInitializedError: somebody else initialized it.
           TreeMismatchError: leaves that are not real floating arrays.
@@ -188,12 +209,20 @@ class Center(Protocol):
         Args:
           timeout: seconds to wait at most; None waits for good.
 
+        Returns:
+          The center as workers have it: see `pull`.
+
         Raises:
           NotInitializedError: nobody initialized the center in time.
         """
 
-    def pull(self) -> Snapshot:
+    def pull(self, *, public: bool = False) -> Snapshot:
         """The center as it is.
+
+        Args:
+          public: as all workers have it, where the rule's codec answers in differences
+            (`agn_optax.codecs.two_way`); with any other codec nothing changes. Without
+            it the center is exact.
 
         Raises:
           NotInitializedError: it has no parameters yet.

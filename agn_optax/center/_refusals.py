@@ -44,6 +44,8 @@ class Refuse:
         workers each has 1 / n, so a bound has to be well above that; while there are so
         few that none could keep it (n <= 1 / share), it is not asked. None for no
         bound.
+      steps: those that claim to be made of more local steps; None for no bound.
+      weight: those that claim a larger weight; None for no bound.
       in_a_row: so many messages of a worker are refused, one after the other, until its
         exchange raises `MessageRefusedError` instead.
 
@@ -70,14 +72,17 @@ class Refuse:
     staleness: int | None = None
     share: float | None = None
     in_a_row: int = 10
+    steps: int | None = None
+    weight: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.nonfinite, bool):
             raise errors.InvalidTypeError(
                 f"nonfinite must be True or False, got {self.nonfinite!r}"
             )
-        for name, low in (("norm", 0.0), ("times_median", 1.0), ("element", 0.0)):
+        for name in ("norm", "times_median", "element", "weight"):
             if (bound := getattr(self, name)) is not None:
+                low = 1.0 if name == "times_median" else 0.0
                 check.rate(bound, name, low=low, high=math.inf, low_open=True)
         if self.share is not None:
             check.rate(self.share, "share", low=0.0, high=1.0, low_open=True)
@@ -87,12 +92,23 @@ class Refuse:
                 )
         check.whole_number(self.staleness, "staleness", least=0)
         check.whole_number(self.in_a_row, "in_a_row", least=1, optional=False)
+        check.whole_number(self.steps, "steps", least=1)
 
     @property
     def measures(self) -> bool:
         """Whether it must be known how large messages are; else nobody waits for it."""
         bounds = (self.norm, self.times_median, self.element, self.share)
         return self.nonfinite or any(bound is not None for bound in bounds)
+
+
+class Claim(NamedTuple):
+    """What a worker says of its message, which nobody can check but for its range."""
+
+    steps: int = 0  # local steps that it was made of; 0 where nobody says so
+    weight: float | None = None  # what it counts; None where nobody says so
+
+
+UNSAID = Claim()
 
 
 class Size(NamedTuple):
@@ -128,7 +144,13 @@ class Refusals:
         self._new: list[float] = []  # of them, since `memory` was asked
 
     def judge(
-        self, size: Size | None, missed: int, own: float, others: float, exchanges: int
+        self,
+        size: Size | None,
+        missed: int,
+        own: float,
+        others: float,
+        exchanges: int,
+        claim: Claim,
     ) -> Refusal | None:
         """Whether a message is refused.
 
@@ -138,8 +160,17 @@ class Refusals:
           own: recent movement of its worker.
           others: recent movement of all others that are there.
           exchanges: that all of them have made.
+          claim: of it.
         """
         refuse = self.refuse
+        for kind, claimed in claim._asdict().items():
+            most = getattr(refuse, kind)
+            if most is not None and claimed is not None and claimed > most:
+                return Refusal(
+                    kind,
+                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
+                    "at most",
+                )
         if refuse.staleness is not None and missed > refuse.staleness:
             return Refusal(
                 "staleness",

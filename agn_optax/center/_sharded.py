@@ -21,6 +21,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
+from agn_optax.rules import robust
 
 PyTree = Any
 T = TypeVar("T")
@@ -40,8 +41,8 @@ class ShardedCenter:
         For workers beside those that exchange by these fragments.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ, or there are
-        not as many fragments.
+      InvalidArgumentError: there are no centers, or their rules differ or look at whole
+        messages, or there are not as many fragments.
     """
 
     def __init__(
@@ -62,6 +63,14 @@ class ShardedCenter:
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
+        how = self.rule.combine
+        if isinstance(how, robust.Combine) and not how.elementwise:
+            raise errors.InvalidArgumentError(
+                f"rule {self.rule.name!r} cannot move a center in shards: "
+                f"{how} looks at whole messages, and a shard has a part "
+                "of each. Keep the center whole, or take robust.median() or "
+                "robust.trimmed_mean(), which take each element for itself"
+            )
         self.centers = tuple(centers)
         self.fragments = fragments
         self._like = like
@@ -70,6 +79,7 @@ class ShardedCenter:
         self._model: PyTree = None
         self._message_like: PyTree
         self._own: parts.Parts
+        self._likes: list[PyTree]  # what each of them keeps, abstract
 
     def __repr__(self) -> str:
         """Its shards."""
@@ -115,15 +125,19 @@ class ShardedCenter:
         # Who is the chief of the first shard is the chief of all.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
-        return self.pull()
+        return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once all shards are initialized."""
         return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
 
-    def pull(self) -> Snapshot:
-        """The center as it is: every part is one version of its shard."""
-        return self.unite(self.all(lambda center: center.pull(), self.centers))
+    def pull(self, *, public: bool = False) -> Snapshot:
+        """The center as it is: every part is one version of its shard.
+
+        See `Center.pull`.
+        """
+        how = {"public": True} if public else {}
+        return self.unite(self.all(lambda center: center.pull(**how), self.centers))
 
     @property
     def address(self) -> str:
@@ -182,7 +196,16 @@ class ShardedCenter:
         check.same_kinds(contribution, self._message_like, "contribution")
         # It has a tree of arrays for each leaf of the center.
         owners = jax.tree.broadcast(parts.numbers(self._model), contribution)
-        return self._own.cut(contribution, owners)
+        return [
+            jax.tree.map(
+                lambda leaf, sent: None if leaf is None else sent,
+                *(own, part),
+                is_leaf=lambda leaf: leaf is None,
+            )
+            for own, part in zip(
+                self._likes, self._own.cut(contribution, owners), strict=True
+            )
+        ]
 
     def _check_model(self, params: PyTree) -> None:
         """``params`` belong to the center: said of the whole, which its owner knows."""
@@ -199,12 +222,15 @@ class ShardedCenter:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
         rows = bool(sent == jax.tree.structure(whole))
+        rows = rows and self.rule.codec.answer_codec is None
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
         """The answers of all shards as one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
+        paces = [s.pace for s in snapshots if s.pace is not None]
+        received = [s.received for s in snapshots if s.received is not None]
         whole = parts.join([snapshot.params for snapshot in snapshots])
         if self._like is not None:
             treedef = jax.tree.structure(self._like)
@@ -213,6 +239,7 @@ class ShardedCenter:
             model = jax.eval_shape(lambda: whole)
             self._message_like = rounds.contribution_like(self.rule, model)
             self._own = self._divided(model)
+            self._likes = jax.eval_shape(self._own.cut, model)
             self._model = model  # and only now another thread may look
         return Snapshot(
             whole,
@@ -221,6 +248,9 @@ class ShardedCenter:
             np.sqrt(np.sum(np.square(norms))) if norms else None,
             all(snapshot.applied for snapshot in snapshots),
             "; ".join(dict.fromkeys(s.refused for s in snapshots if s.refused)),
+            min(paces, default=None),
+            in_part=len({snapshot.applied for snapshot in snapshots}) > 1,
+            received=sum(received) if received else None,
         )
 
 
@@ -249,7 +279,9 @@ class ShardedSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
@@ -259,19 +291,24 @@ class ShardedSession(Session):
                 f"shard, got {anchor_version!r}"
             )
         own = self._center.cut_message(contribution)
+        anchors = [None] * shards if anchor is None else self._center.cut(anchor)
         if not _is_finite(contribution):  # else one refuses it, and another takes it
             own = jax.tree.map(_not_finite, own)
 
-        def submit(session: Session, part: PyTree, version: int) -> None:
+        def submit(
+            session: Session, part: PyTree, version: int, anchor: PyTree
+        ) -> None:
             session.submit(
                 sequence,
                 part,
                 anchor_version=version,
                 steps=steps,
+                weight=weight,
                 reported=reported,
+                anchor=anchor,
             )
 
-        self._center.all(submit, self._sessions, own, anchor_version)
+        self._center.all(submit, self._sessions, own, anchor_version, anchors)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """The answers of all shards as one: see `Session.collect`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,13 +23,16 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, tracing, trees
 from agn_optax.center._packing import Packed, packing_of
-from agn_optax.rules import Rule, codecs, discounted, downpour
+from agn_optax.center._refusals import UNSAID, Claim
+from agn_optax.round import Public
+from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
 
 PyTree = Any
 
 _SMALL = 64 << 20  # bytes
 _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
+_MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 
 
@@ -38,6 +42,9 @@ class CenterState(NamedTuple):
     params: PyTree  # the current version
     center_state: PyTree  # the center optimizer's
     version: Any  # int: exchanges applied
+    # As workers adopt it, with the codec's state, where the rule's codec answers in
+    # differences; else None.
+    public: Public | None = None
 
 
 @dataclasses.dataclass
@@ -48,6 +55,7 @@ class Version:
     number: int
     readers: int = 0  # who say when they have finished
     escaped: bool = False  # given to somebody who need not say
+    public: Public | None = None  # of the same number; read and moved as this is
 
 
 class Store:
@@ -61,12 +69,15 @@ class Store:
       packs: keeps the parameters packed, where the rule does the same to all elements.
       center_state: of the rule's center optimizer, and of the tree; None for a new one.
       version: of the parameters.
+      public: what workers have of it, where they hear of differences; None for all of
+        it.
 
     Attributes:
       current: the newest version.
       packing: how the parameters are packed; None if they are kept as their tree.
       like: the tree of parameters, abstract.
       contribution_like: what workers send, abstract.
+      difference_like: between two public centers, abstract; None if none travel.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class Store:
         packs: bool = False,
         center_state: PyTree = None,
         version: int = 0,
+        public: Public | None = None,
     ) -> None:
         if device is not None:
             params = jax.device_put(params, device)
@@ -94,7 +106,14 @@ class Store:
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
         self._largest = math.inf  # of the center's numbers, at most
-        self.current = Version(kept, version)
+        if public is None:
+            public = rounds.init_public(rule, kept)
+        self.current = Version(kept, version, public=public)
+        self.difference_like = rounds.difference_like(rule, self.like)
+        # The last differences, by the versions that they make: less than all of it.
+        size, whole = map(trees.nbytes, (self.difference_like, self.like))
+        most = (whole - 1) // size if 0 < size <= whole else 0
+        self._differences: deque[tuple[int, PyTree]] = deque(maxlen=most)
         if center_state is None:
             self._check_answers()
             # Of a copy: some optimizers keep the parameters that they are shown.
@@ -109,30 +128,45 @@ class Store:
     ) -> Store:
         """The store that `save` was asked of; see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
-        params, state = jax.device_put((saved.params, saved.center_state), device)
+        params, state, public = jax.device_put(
+            (saved.params, saved.center_state, saved.public), device
+        )
         expected = jax.eval_shape(rule.center.init, params)
         check.same_tree(
             state, expected, "saved.center_state", "the rule's center_state"
         )
+        if public is not None:
+            expected = jax.eval_shape(
+                functools.partial(rounds.init_public, rule), params
+            )
+            what = "the rule's public center"
+            check.same_tree(public, expected, "saved.public", what)
         version = int(saved.version)
         if version < 0:
             raise errors.InvalidArgumentError(
                 f"saved.version must not be negative, got {version}"
             )
-        state = trees.copy(state)
-        return cls(rule, params, packs=packs, center_state=state, version=version)
+        state, public = trees.copy((state, public))
+        return cls(
+            rule,
+            params,
+            packs=packs,
+            center_state=state,
+            version=version,
+            public=public,
+        )
 
     def _check_answers(self) -> None:
         """Workers can adopt the first version, in the dtype that it travels in."""
         codec = self._rule.codec
-        if codec.answers is None:
+        if codec.answer_dtype is None:
             return
         largest = float(_largest(self.current.params))
-        most = float(jnp.finfo(codec.answers).max)
+        most = float(jnp.finfo(codec.answer_dtype).max)
         if largest > most:
             raise errors.InvalidArgumentError(
                 f"by codec {codec.name!r} workers adopt the center as "
-                f"{jnp.dtype(codec.answers)}, which holds numbers up to "
+                f"{jnp.dtype(codec.answer_dtype)}, which holds numbers up to "
                 f"{most:g}; the first parameters have {largest:g}"
             )
 
@@ -147,8 +181,10 @@ class Store:
         if self.packing is not None:
             center_state = self.packing.unpack_state(self._rule, center_state)
         params = self.unplace(self.current.params)
-        params, center_state = trees.copy((params, center_state))
-        return CenterState(params, center_state, self.current.number)
+        params, center_state, public = trees.copy(
+            (params, center_state, self.current.public)
+        )
+        return CenterState(params, center_state, self.current.number, public)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""
@@ -158,10 +194,24 @@ class Store:
 
     def answer(self, version: Version) -> PyTree:
         """The parameters of a version as a worker adopts them at an exchange."""
-        params = self.tree(version)
-        if self._rule.codec.answers is None:
+        params = self.public(version)
+        if self._rule.codec.answer_dtype is None:
             return params
         return self._programs.answer(params)
+
+    def public(self, version: Version) -> PyTree:
+        """The parameters of a version as all workers have it; the exact ones if so."""
+        return self.tree(version) if version.public is None else version.public.params
+
+    def differences(self, since: int, version: Version) -> list[PyTree] | None:
+        """By which the public center of a number becomes that of a version.
+
+        None where they are not kept any more, or would be more than all of it.
+        """
+        if version.public is None:
+            return None
+        made = [each for n, each in self._differences if since < n <= version.number]
+        return made if len(made) == version.number - since else None
 
     def take(self, contribution: PyTree) -> PyTree:
         """A contribution, encoded, if it belongs to this center, where the center is.
@@ -222,6 +272,8 @@ class Store:
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
         norms: Sequence[Any] | None = None,
+        claims: Sequence[Claim] | None = None,
+        workers: int = 1,
     ) -> None:
         """Makes the next version.
 
@@ -232,48 +284,75 @@ class Store:
           weights: of each message of a round; None if this is none. A rule that
             discounts messages by their staleness needs no others.
           norms: of their messages, if the next version is to be finite.
+          claims: of their workers; None where nothing is said.
+          workers: that are there.
 
         Raises:
           MessageRefusedError: it would not be; nothing has changed.
         """
         before, programs = self.current, self._programs
+        steps, own = _claimed(claims or [UNSAID] * len(contributions))
+        abouts = [
+            _about(before.number, *each, workers)
+            for each in zip(staleness, steps, own, strict=True)
+        ]
         if weights is None:
-            (one,), (stale,), move = contributions, staleness, programs.move
-            about = _on_device(stale)
+            (one,), move = contributions, programs.move
+            about: Any = abouts[0]
         else:
-            one, move = None, programs.move_round
-            for each, stale, weight in zip(
-                contributions, staleness, weights, strict=True
-            ):
-                counts = _on_device(1.0 if self._rule.discount else weight)
-                one = programs.weigh(
-                    one, each, before.params, _on_device(stale), counts
-                )
-            parts = len(contributions) if self._rule.combine == "mean" else 1
-            about = _on_device(float(parts))
+            one, move, count = None, programs.move_round, len(contributions)
+            is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
+            counted = []
+            for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+                counts = 1.0 if self._rule.discount else weight
+                counts *= weighs / mean if is_mean else 1.0
+                counted.append((told_of, _on_device(counts)))
+            if programs.combine is None:
+                for contribution, each in zip(contributions, counted, strict=True):
+                    one = programs.weigh(one, contribution, before.params, *each)
+            else:
+                one = programs.combine(list(contributions), before.params, counted)
+            mean_steps = max(1, round(sum(steps) / count))
+            about = (
+                _on_device(float(count if is_mean else 1)),
+                _about(before.number, 0, mean_steps, mean, workers),
+            )
         if norms is not None and not self._is_bounded(sum(map(float, norms))):
-            finite = move.stays_finite(one, about, before.params, self._center_state)
+            finite = move.stays_finite(
+                one, about, before.params, self._center_state, before.public
+            )
             if not finite:
                 raise errors.MessageRefusedError(
                     "with this message, or with another one of its round, the center "
                     "would not be finite any more, as it is or as workers adopt it "
-                    f"({self._rule.codec.answers or 'unrounded'})"
+                    f"({self._rule.codec.answer_dtype or 'unrounded'})"
                 )
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = move.in_place if in_place else move.anew
-        params, self._center_state = run(one, about, before.params, self._center_state)
-        self.current = Version(params, before.number + 1)
+        params, self._center_state, *told = run(
+            one, about, before.params, self._center_state, before.public
+        )
+        self._becomes(params, *told)
+
+    def _becomes(self, params: PyTree, public: Public | None, told: PyTree) -> None:
+        """The next version is there, and by which difference workers hear of it."""
+        number = self.current.number + 1
+        self.current = Version(params, number, public=public)
+        if public is not None:
+            self._differences.append((number, told))
 
     @functools.cached_property
     def _reach(self) -> tuple[float | None, float]:
         """By how much messages are multiplied, if they are; and how far they may go."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
-        if self._rule.codec.answers is not None:
-            dtypes.append(self._rule.codec.answers)
+        if self._rule.codec.answer_dtype is not None:
+            dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
+        if self._rule.codec.answer_codec is not None:
+            return None, most / 2  # a narrow difference may have no room, say
         return growth(self._rule, self.current.params), most / 2
 
     def _is_bounded(self, norm: float) -> bool:
@@ -298,7 +377,7 @@ class Store:
             self.place(adopted), self.current.params, self.place(sent)
         )
         self._largest = math.inf
-        self.current = Version(params, self.current.number + 1)
+        self._becomes(params, *self._programs.publish(params, self.current.public))
 
 
 _with_progress = jax.jit(rounds.with_progress)
@@ -310,14 +389,19 @@ def growth(rule: Rule, center: PyTree) -> float | None:
     Then the norm of a message, which is known anyway, bounds what it adds to a number
     of the center. All others are tried before they move it, which takes another pass.
     """
-    fresh = np.int32(0)  # a discount makes no message larger
+    # A discount makes no message larger. Of whatever else is said it is not known how
+    # large it may be, so that nothing is by how much it multiplies.
+    said = {k: v for k, v in told({}).items() if k != "staleness"}
 
-    def move(message: PyTree) -> tuple[PyTree, PyTree]:
+    def move(message: PyTree, said: dict[str, Any]) -> tuple[PyTree, PyTree]:
         state = rule.center.init(message)
-        return rule.center.update(message, state, None, staleness=fresh)
+        return rule.center.update(message, state, None, staleness=np.int32(0), **said)
 
     def ask() -> float:
-        made = tracing.read(move, center).made.values()
+        leaves = len(jax.tree.leaves(center))
+        given = [tracing.Value(i, frozenset({i}), factor=1.0) for i in range(leaves)]
+        given += [tracing.Value(name, is_array=False) for name in said]
+        made = tracing.read(move, center, said, given=given).made.values()
         factors = [value.factor for value in made if value.factor is not None]
         largest = max(factors, default=0.0)
         if len(factors) < len(made) or rule.message or not math.isfinite(largest):
@@ -351,10 +435,45 @@ def _by_blocks(
     return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
 
 
-@functools.lru_cache(maxsize=256, typed=True)
+class _About(NamedTuple):
+    """What a center optimizer is told of a message, as arrays of the device."""
+
+    staleness: jax.Array
+    steps: jax.Array
+    weight: jax.Array
+    since: tuple[jax.Array, jax.Array]  # a multiple of a block, and the rest
+    workers: jax.Array
+
+    def said(self) -> dict[str, Any]:
+        """As extra arguments, and that this is a center outside the program."""
+        return {**self._asdict(), "since": sum(self.since), "outside": True}
+
+
+_VERSIONS = 256  # in a block: so rarely something new goes to the device
+
+
+def _about(version: int, stale: int, steps: int, weight: float, workers: int) -> _About:
+    since = min(max(version - stale, 0), _MOST_INT)
+    rest = since % _VERSIONS
+    return _About(
+        _on_device(stale),
+        _on_device(steps),
+        _on_device(weight),
+        (_on_device(since - rest), _on_device(rest)),
+        _on_device(workers),
+    )
+
+
+def _claimed(claims: Sequence[Claim]) -> tuple[list[int], list[float]]:
+    """Steps and weights of messages: of those that say nothing, 1."""
+    steps = [max(1, claim.steps) for claim in claims]
+    return steps, [1.0 if claim.weight is None else claim.weight for claim in claims]
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
 def _on_device(number: float) -> jax.Array:
     if isinstance(number, int):  # of a staleness beyond int32, the largest int32
-        return jax.device_put(np.int32(min(number, np.iinfo(np.int32).max)))
+        return jax.device_put(np.int32(min(number, _MOST_INT)))
     return jax.device_put(np.float64(number))
 
 
@@ -423,38 +542,70 @@ def _measures(rule: Rule) -> dict[str, Any]:
 def _programs(rule: Rule) -> SimpleNamespace:
     """What the stores of one rule compile, shared by them."""
 
-    # Adds a message of a round, as much as it counts, to the others: in float32 at
-    # least, and divided once.
-    def weigh(
-        total: PyTree, contribution: PyTree, center: PyTree, staleness: Any, weight: Any
+    def counted(
+        contribution: PyTree, center: PyTree, about: _About, weight: Any
     ) -> PyTree:
+        """A message of a round, as much as it counts, in float32 at least."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = discounted(rule, message, staleness)
-        message = jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+        message = discounted(rule, message, **told(about.said()))
+        return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
+
+    # Added to the others, and divided once.
+    def weigh(
+        total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
+    ) -> PyTree:
+        message = counted(contribution, center, about, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
-    def move(one: PyTree, staleness: Any, center: PyTree, state: PyTree) -> PyTree:
-        return rounds.move_center(rule, one, center, state, staleness=staleness)
+    # All at a time, for rules whose messages are not summed.
+    def combine(
+        how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
+    ) -> PyTree:
+        messages = [
+            counted(contribution, center, *each)
+            for contribution, each in zip(contributions, counts, strict=True)
+        ]
+        together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
+        return how.of(together, robust.whole_total)
+
+    def move(one: PyTree, about: _About, center: PyTree, state: PyTree) -> PyTree:
+        return rounds.move_center(rule, one, center, state, extra_args=about.said())
 
     made = dataclasses.replace(
         rule, message=None, discount=None, codec=codecs.identity()
     )
 
-    def move_round(total: PyTree, parts: Any, center: PyTree, state: PyTree) -> PyTree:
+    def move_round(
+        total: PyTree, of_round: tuple[Any, _About], center: PyTree, state: PyTree
+    ) -> PyTree:
+        parts, about = of_round
         message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
-        return rounds.move_center(made, message, center, state)
+        said = about.said()
+        return rounds.move_center(made, message, center, state, extra_args=said)
 
     def compiled(program: Any) -> SimpleNamespace:
-        """One program three times: ``(one, about, center, center_state)``."""
+        """One program three times: ``(one, about, center, center_state, public)``."""
 
-        def stays_finite(one: PyTree, about: Any, center: PyTree, state: PyTree) -> Any:
-            moved, moved_state = program(one, about, center, state)
+        def whole(
+            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
+        ) -> PyTree:
+            moved, state = program(one, about, center, state)
+            return moved, state, *rounds.publish(rule, moved, public)
+
+        def stays_finite(
+            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
+        ) -> Any:
+            moved, moved_state, moved_public, _ = whole(
+                one, about, center, state, public
+            )
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
-            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state, public))
+            new = jax.tree.leaves(
+                (rounds.answer_of(rule, moved), moved_state, moved_public)
+            )
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
                 for n, o in zip(new, old, strict=True)
@@ -465,15 +616,20 @@ def _programs(rule: Rule) -> SimpleNamespace:
         # The center optimizer's state has no readers, so it is always updated in place.
         # Versions may have.
         return SimpleNamespace(
-            in_place=jax.jit(program, donate_argnums=(2, 3)),
-            anew=jax.jit(program, donate_argnums=3),
+            in_place=jax.jit(whole, donate_argnums=(2, 3, 4)),
+            anew=jax.jit(whole, donate_argnums=3),
             stays_finite=jax.jit(stays_finite),  # what is finite; nothing moves
         )
 
     return SimpleNamespace(
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
+        # One program for each number of them; None where messages are summed.
+        combine=jax.jit(functools.partial(combine, rule.combine))
+        if isinstance(rule.combine, robust.Combine)
+        else None,
         move=compiled(move),  # by a contribution
         move_round=compiled(move_round),  # by the sum of a round's
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
+        publish=jax.jit(functools.partial(rounds.publish, rule)),
     )

@@ -6,6 +6,7 @@ Each says what it is in terms of JSON, gives a tree of arrays, and goes on from 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import Description, Leaf, check, description, trees
 from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
@@ -90,6 +92,8 @@ class WorkerPart(Part):
             "anchor_version": saved.anchor_version,
             "local_steps": saved.local_steps,
             "exchanges": saved.exchanges,
+            "weight": saved.weight,
+            "pace": saved.pace,
             "containers": trees.describe(saved.params).structure,
         }
         tree = {"params": saved.params, "state": saved.state, "anchor": saved.anchor}
@@ -117,6 +121,8 @@ class WorkerPart(Part):
             anchor_version=tuple(version) if isinstance(version, list) else version,
             local_steps=about["local_steps"],
             exchanges=about["exchanges"],
+            weight=about.get("weight"),  # earlier releases have none of these
+            pace=about.get("pace"),
         )
         # A center that was saved with it knows of none that it had.
         life = about["life"] if self._keeps_life and not has_center else None
@@ -150,7 +156,9 @@ class CenterPart(Part):
             "version": int(saved.version),
             "containers": trees.describe(saved.params).structure,
         }
-        return about, {"params": saved.params, "center_state": saved.center_state}
+        kept = saved._asdict()
+        del kept["version"]
+        return about, kept
 
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
         center, leaves = self._center, leaves_of(about)
@@ -161,9 +169,13 @@ class CenterPart(Part):
                 "into a new one, LocalCenter(rule)"
             )
         params = _of_dtypes(_params(about, like, leaves), _under("params", leaves))
+        rule = center.rule
         tree = {
             "params": params,
-            "center_state": jax.eval_shape(center.rule.center.init, params),
+            "center_state": jax.eval_shape(rule.center.init, params),
+            "public": jax.eval_shape(
+                functools.partial(rounds.init_public, rule), params
+            ),
         }
         _check_leaves(tree, leaves, "the center", where)
         return tree

@@ -156,7 +156,12 @@ class Resumable:
         return there["worker"]
 
     def exchange(
-        self, params: PyTree, state: LocalState, *, steps: int = 1
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.exchange`; writes a checkpoint before a message leaves.
 
@@ -164,18 +169,23 @@ class Resumable:
         unreachable and ``patience`` is 0, try again before the next local step.
         """
         if not self.worker.fills_round(steps):
-            return self.worker.exchange(params, state, steps=steps)
+            return self.worker.exchange(params, state, steps=steps, weight=weight)
         params, state = self.worker.land(params, state)
-        with self._sending(params, state, more=steps):
-            return self.worker.exchange(params, state, steps=steps)
+        with self._sending(params, state, more=steps, weight=weight):
+            return self.worker.exchange(params, state, steps=steps, weight=weight)
 
     def flush(
-        self, params: PyTree, state: LocalState, *, steps: int | None = None
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
         params, state = self.worker.land(params, state)
-        with self._sending(params, state, steps=steps):
-            return self.worker.flush(params, state, steps=steps)
+        with self._sending(params, state, steps=steps, whole=weight):
+            return self.worker.flush(params, state, steps=steps, weight=weight)
 
     def save(self, params: PyTree, state: LocalState) -> None:
         """Writes a checkpoint now, between two exchanges.
@@ -203,11 +213,11 @@ class Resumable:
 
     @contextlib.contextmanager
     def _sending(
-        self, params: PyTree, state: LocalState, **steps: Any
+        self, params: PyTree, state: LocalState, **about: Any
     ) -> Iterator[None]:
         """Around an exchange; one that is tried again has its checkpoint."""
         if not self._sends:
-            self._write(params, state, **steps)
+            self._write(params, state, **about)
         self._sends = True
         try:
             yield
@@ -216,13 +226,8 @@ class Resumable:
             raise
         self._sends = False
 
-    def _write(
-        self, params: PyTree, state: LocalState, steps: int | None = None, more: int = 0
-    ) -> None:
-        """A checkpoint, whose worker then sends ``steps`` local steps.
-
-        They are those that the round has had, if they are not given, and ``more``.
-        """
+    def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
+        """A checkpoint, whose worker then sends a message: see `_Sending`."""
         worker = self.worker
         parts: dict[str, Any] = {}
         if self._saves_center:
@@ -234,31 +239,51 @@ class Resumable:
                     "durability=agn_optax.center.Journal(...)"
                 )
             parts["center"] = worker.center
-        parts["worker"] = _Sending(worker, params, state, steps=steps, more=more)
+        parts["worker"] = _Sending(worker, params, state, **about)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
         self.checkpoints.write(number, **parts, **self._beside)
 
 
 class _Sending(WorkerPart):
-    """A worker that is about to send."""
+    """A worker that is about to send.
+
+    Args:
+      worker: which it is.
+      *loop: its parameters and state.
+      steps: local steps that the round has had; None for those that the worker knows.
+      more: those beside them.
+      whole: what the round counts; None for what the worker knows.
+      weight: what is to be added to that; None for nothing.
+    """
 
     def __init__(
-        self, worker: Worker, *loop: PyTree, steps: int | None = None, more: int = 0
+        self,
+        worker: Worker,
+        *loop: PyTree,
+        steps: int | None = None,
+        more: int = 0,
+        whole: float | None = None,
+        weight: float | None = None,
     ) -> None:
         super().__init__(worker, *loop, keeps_life=True)
         self._steps, self._more = steps, more
+        self._whole, self._weight = whole, weight
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().taken()
         steps = about["local_steps"] if self._steps is None else self._steps
-        return about | {"sends": steps + self._more}, tree
+        said = about["weight"] if self._whole is None else self._whole
+        if self._weight is not None:
+            said = (said or 0.0) + self._weight
+        return about | {"sends": steps + self._more, "sent_weight": said}, tree
 
     def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
         loop = super().go_on(about, tree, has_center=has_center)
         if not about["sends"]:
             return loop
         try:
-            return self._worker.flush(*loop, steps=about["sends"])
+            steps, weight = about["sends"], about.get("sent_weight")
+            return self._worker.flush(*loop, steps=steps, weight=weight)
         except errors.WorkerStateError as error:
             self._worker.leave()
             raise errors.WorkerStateError(

@@ -33,6 +33,7 @@ _PAGE = "127.0.0.1:0"
 _REFUSALS = [
     *("refuse_nonfinite", "refuse_norm", "refuse_times_median", "refuse_element"),
     *("refuse_staleness", "refuse_share", "refuse_in_a_row"),
+    *("refuse_steps", "refuse_weight"),
 ]
 # Modes and durabilities, and the names that they have for options of theirs alone.
 _MODES: dict[str, tuple[Any, dict[str, str]]] = {
@@ -121,6 +122,8 @@ class CenterOptions:
       refuse_staleness: Refuse messages made of a center more versions old.
       refuse_share: Refuse messages by which a worker would have made more than this
         share of all recent movement.
+      refuse_steps: Refuse messages that claim to be made of more local steps.
+      refuse_weight: Refuse messages that claim a larger weight.
       refuse_in_a_row [10]: Messages of a worker that are refused in a row before it
         gets an error.
 
@@ -187,6 +190,8 @@ class CenterOptions:
     refuse_element: float | None = None
     refuse_staleness: int | None = None
     refuse_share: float | None = None
+    refuse_steps: int | None = None
+    refuse_weight: float | None = None
     refuse_in_a_row: int | None = None
     journal: pathlib.Path | None = None
     journal_size: int | None = None

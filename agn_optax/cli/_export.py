@@ -47,7 +47,8 @@ def export(
     made = _rules.make(given) if _rules.is_given(given) else None
     check(to)
     if pathlib.Path(source).is_dir():
-        params, _, version = center.read(source, made)
+        found = center.read(source, made)
+        params, version = found.params, found.version
     else:
         params, version = _pulled(source, made, reached, timeout)
     write(params, to)

@@ -209,7 +209,7 @@ def plan(
     if _rules.is_given(rule):
         planned = [_rules.make(rule)]
     else:
-        _options.refuse(rule, "needs --rule", but=("codec",))
+        _options.refuse(rule, "needs --rule", but=("codec", "answers"))
         planned = [
             dataclasses.replace(each, codec=codec)
             for each in planning.built_in_rules(optimizer, options.workers)
@@ -225,9 +225,7 @@ def plan(
         )
         for each in planned
     ]
-    costs.append(
-        planning.all_reduce(params, cluster, inner=optimizer, wire_dtype=codec.answers)
-    )
+    costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
     if json:
         _options.print_json(
             {

@@ -13,7 +13,9 @@ from agn_optax.rules import Rule, codecs
 @_options.record(
     rules=", ".join(rules.RULES),
     codecs=", ".join(rules.CODECS),
-    optimizers=", ".join(rules.OPTIMIZERS),
+    answers=", ".join(rules.ANSWERS),
+    combinations=", ".join(rules.COMBINATIONS),
+    optimizers=", ".join(rules.CENTER_OPTIMIZERS),
 )
 class RuleOptions:
     """Which rule a center runs.
@@ -27,17 +29,26 @@ class RuleOptions:
       record_dtype DTYPE: Of agn: dtype of the workers' gradient sum.
       codec NAME: How contributions travel: {codecs}. A float, the center too; what any
         other loses goes into the next contribution.
+      answers NAME: How the center travels back: {answers}. A float rounds it; by any
+        other, workers hear of differences.
+      combine NAME: How the messages of a round become one, if not as the rule says:
+        {combinations}. The last three stand bad messages, of a quarter of the workers
+        (krum: of one), and need --mode synchronous.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.
       learning_rate: Its learning rate.
-      momentum: Of sgd and rmsprop.
+      momentum: Of sgd, rmsprop and those that wait for nobody.
       nesterov: Nesterov's momentum, of sgd, rmsprop and adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to denominators.
       decay: Of rmsprop.
       weight_decay: Of adamw, lamb, lion and nadamw.
+      delay: Of delayed_nesterov: messages between two changes of its momentum, as many
+        as there are workers.
+      messages: Of heloco and ordered_momentum: messages of a round, as many as there
+        are workers.
     """
 
     rule: str | None = None
@@ -46,6 +57,8 @@ class RuleOptions:
     rho: float | None = None
     record_dtype: str | None = None
     codec: str | None = None
+    answers: str | None = None
+    combine: str | None = None
     center_optimizer: str | None = None
     learning_rate: float | None = None
     momentum: float | None = None
@@ -55,6 +68,8 @@ class RuleOptions:
     eps: float | None = None
     decay: float | None = None
     weight_decay: float | None = None
+    delay: int | None = None
+    messages: int | None = None
 
 
 def make(options: RuleOptions) -> Rule:
@@ -68,14 +83,12 @@ def make(options: RuleOptions) -> Rule:
 
 
 def codec(options: RuleOptions) -> codecs.Codec:
-    """How contributions travel.
+    """How contributions travel, and the center back.
 
     Raises:
       InvalidArgumentError: there is no codec of that name.
     """
-    if options.codec is None:
-        return codecs.identity()
-    return check.choose(options.codec, rules.CODECS, "--codec")
+    return rules.named_codec(_options.given(options), _options.option)
 
 
 def inner(name: str) -> optax.GradientTransformation:

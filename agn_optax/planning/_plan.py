@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -79,12 +80,15 @@ def plan(
     state = jax.eval_shape(
         lambda params: rounds.init_local(rule, inner, params, None), params
     )
-    # Where a penalty reads the anchor it is in the state, else the worker holds on to
-    # the snapshot: one copy either way.
-    anchored = rule.needs_anchor or rule.penalty is not None
+    # Where a penalty reads the anchor it is in the state. Else, or where answers are
+    # differences from it, the worker holds on to the snapshot.
+    follows = rule.codec.answer_codec is not None
+    held = follows or (rule.needs_anchor and rule.penalty is None)
+    anchors = held + (rule.penalty is not None)
     center = _cast(params, center_dtype)
-    work = _work(rule, center, params)
-    message, children = work.message, cluster.centers[0][1]
+    children = cluster.centers[0][1]
+    work = _work(rule, center, params, children)
+    message = work.message
     took = _times.times(work, cluster, *_times.lowest(cluster))
     longest = took.longest(children)
     hidden = _hiding(took, cluster)
@@ -96,12 +100,13 @@ def plan(
     narrow = None
     if rule.codec.is_identity:
         halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-        narrow = _work(halved, center, params)
+        narrow = _work(halved, center, params, children)
     levels: tuple[Level, ...] = (lowest,)
     of_root = work
     if len(cluster.centers) > 1:
         # To its parent a center is a worker, whose parameters have the center's dtype.
-        of_root = _work(rule, center, center)
+        most = max(sites for _, sites in cluster.centers[1:])
+        of_root = _work(rule, center, center, most)
         levels = (lowest, *_times.above(lowest, of_root, cluster))
     kept = None
     if cluster.disk is not None:
@@ -122,7 +127,7 @@ def plan(
             inner_state=trees.nbytes(state.inner_state),
             record=trees.nbytes(state.record),
             codec_state=trees.nbytes(state.codec_state),
-            anchor=trees.nbytes(center) if anchored else 0,
+            anchor=anchors * trees.nbytes(center),
             staged=message + trees.nbytes(center),
             overlap=trees.nbytes(params),
         ),
@@ -140,14 +145,22 @@ def plan(
     )
 
 
-def _work(rule: Rule, center: PyTree, params: PyTree) -> Work:
-    """Bytes of an exchange of parameters with a center."""
+def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
+    """Bytes of an exchange of parameters with a center of so many workers."""
     message = trees.nbytes(rounds.contribution_like(rule, center, params))
-    state = jax.eval_shape(rule.center.init, center)
+    state = jax.eval_shape(
+        lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
+        center,
+    )
     snapshot = trees.nbytes(center) + trees.nbytes(state)
+    answer = trees.nbytes(center, rule.codec.answer_dtype)
+    if rule.codec.answer_codec is not None:
+        # Workers that exchange in turns have missed one of each when theirs comes.
+        missed = workers * trees.nbytes(rounds.difference_like(rule, center))
+        answer = min(answer, missed)
     return Work(
         message,
-        answer=trees.nbytes(center, rule.codec.answers),
+        answer=answer,
         # The message is read twice (its norm is taken first), and the center and its
         # optimizer's state go there and back.
         applied=2 * (message + snapshot),
@@ -185,12 +198,13 @@ def all_reduce(
     cluster: Cluster,
     *,
     inner: optax.GradientTransformation,
+    codec: codecs.Codec | None = None,
     wire_dtype: Any = None,
 ) -> Cost:
     r"""Plain data parallelism to compare with: all gradients are reduced at every step.
 
     .. math::
-        m = b = 2 \frac{n - 1}{n} \text{ of the gradients}; \qquad
+        m = b = 2 \frac{n - 1}{n} \text{ of the encoded gradients}; \qquad
         e = (n - 1) \text{ latency} + m / B
 
     That is the bound of a ring, whose 2 (n - 1) hops take half a round trip each and
@@ -200,7 +214,9 @@ def all_reduce(
       params: as for `plan`.
       cluster: the workers and their links; there is no center.
       inner: the optimizer.
-      wire_dtype: floating dtype of the gradients on their way; None for their own.
+      codec: how gradients travel, as `agn_optax.all_reduce` takes it; None as they are.
+        What sends vectors whole (`low_rank`) sends all of them.
+      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
@@ -208,7 +224,7 @@ def all_reduce(
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer.
-      InvalidArgumentError: ``wire_dtype`` is not floating.
+      InvalidTypeError: ``codec`` is not a codec.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays.
 
     Example:
@@ -223,9 +239,21 @@ def all_reduce(
     """
     params = _shapes(params)
     inner = check.optimizer(inner, "inner")
-    wire_dtype = check.float_dtype(wire_dtype, "wire_dtype")
-    gradients = trees.nbytes(params, wire_dtype)
-    others = cluster.workers - 1
+    if wire_dtype is not None:
+        warnings.warn(
+            "planning.all_reduce(wire_dtype=...) is deprecated and goes in agn_optax "
+            "0.2: say codec=agn_optax.codecs.cast(dtype), which is the same",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        codec = codecs.cast(wire_dtype)
+    codec = codecs.identity() if codec is None else codec
+    codecs.check_codec(codec, "codec")
+    others, kept = cluster.workers - 1, 0
+    if codec.is_identity or codec.is_cast:
+        gradients = trees.nbytes(params, codec.answers)
+    else:
+        gradients, kept = _encoded(codec, params, cluster.workers)
     sent = 2 * others * gradients // cluster.workers
     exchange = others * cluster.latency + sent / cluster.bandwidth
     step = cluster.step_time
@@ -243,6 +271,7 @@ def all_reduce(
         worker=WorkerMemory(
             params=trees.nbytes(params),
             inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
+            codec_state=kept,
         ),
         center=CenterMemory(),
         bottleneck="nothing"
@@ -251,6 +280,17 @@ def all_reduce(
         if others * cluster.latency > sent / cluster.bandwidth
         else "worker link",
     )
+
+
+def _encoded(codec: codecs.Codec, params: PyTree, pieces: int) -> tuple[int, int]:
+    """Bytes of encoded gradients, and of what one of so many towers keeps of them."""
+    own = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((-(-x.size // pieces),), x.dtype), params
+    )
+    state = jax.eval_shape(codec.init, own)
+    sent, _ = jax.eval_shape(codec.encode, own, state)
+    # Of every piece, for what it sends, and of its own, for the answer.
+    return pieces * trees.nbytes(sent), (pieces + 1) * trees.nbytes(state)
 
 
 def abstract(parameters: float, dtype: Any = "float32") -> PyTree:

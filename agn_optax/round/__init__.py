@@ -13,10 +13,12 @@ Users find what is for them in `agn_optax`. The names here are for the layers ab
 
 from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
+from agn_optax.round import _messages as messages
 from agn_optax.round import _parts as parts
 from agn_optax.round._exchange import Departed as Departed
 from agn_optax.round._exchange import ExchangeState as ExchangeState
 from agn_optax.round._exchange import LocalState as LocalState
+from agn_optax.round._exchange import Public as Public
 from agn_optax.round._exchange import adopt as adopt
 from agn_optax.round._exchange import adopt_late as adopt_late
 from agn_optax.round._exchange import answer_of as answer_of
@@ -24,13 +26,17 @@ from agn_optax.round._exchange import begin_round as begin_round
 from agn_optax.round._exchange import check_step as check_step
 from agn_optax.round._exchange import contribute as contribute
 from agn_optax.round._exchange import contribution_like as contribution_like
+from agn_optax.round._exchange import difference_like as difference_like
 from agn_optax.round._exchange import empty_record as empty_record
+from agn_optax.round._exchange import follow as follow
 from agn_optax.round._exchange import init_local as init_local
+from agn_optax.round._exchange import init_public as init_public
 from agn_optax.round._exchange import local_step as local_step
 from agn_optax.round._exchange import message_of as message_of
 from agn_optax.round._exchange import move_anchor as move_anchor
 from agn_optax.round._exchange import move_center as move_center
 from agn_optax.round._exchange import overwrite as overwrite
+from agn_optax.round._exchange import publish as publish
 from agn_optax.round._exchange import recover as recover
 from agn_optax.round._exchange import recovers as recovers
 from agn_optax.round._exchange import with_progress as with_progress
@@ -53,7 +59,9 @@ from agn_optax.round._optimizers import diloco as diloco
 from agn_optax.round._optimizers import downpour as downpour
 from agn_optax.round._optimizers import dynsgd as dynsgd
 from agn_optax.round._optimizers import easgd as easgd
+from agn_optax.round._period import DynamicPeriod as DynamicPeriod
 from agn_optax.round._period import as_schedule as as_schedule
+from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._period import local_warmup as local_warmup
 from agn_optax.round._period import synchronous_warmup as synchronous_warmup
 from agn_optax.round._placement import OnHost as OnHost
@@ -62,4 +70,4 @@ from agn_optax.round._placement import ShardedCenter as ShardedCenter
 from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._slots import slots as slots
 
-__all__ = ["collectives", "elementwise", "parts"]
+__all__ = ["collectives", "elementwise", "messages", "parts"]

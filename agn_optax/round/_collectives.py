@@ -97,7 +97,8 @@ def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
     if not axes:
         return x
     to = "invarying" if same and checked(axes) else "varying"
-    return jax.lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+    gathered = jax.lax.all_gather(_narrow(x), axes, axis=0, tiled=True, to=to)
+    return _as(gathered, x.dtype)
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
@@ -105,7 +106,33 @@ def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
     axes = _live(axes, x)
     if not axes:
         return x
-    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+    rows = _narrow(x)
+    # Under vmap a constant is not mapped, and all_to_all wants what is.
+    rows = jnp.where(index(axes) < 0, jnp.zeros_like(rows), rows)
+    moved = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+    return _as(moved, x.dtype)
+
+
+def pieces(x: jax.Array, axes: Axes) -> jax.Array:
+    """Of every member's ``x`` the piece that is this member's: [members, elements]."""
+    return all_to_all(cut(x, size(axes)), axes)
+
+
+def cut(x: jax.Array, count: int) -> jax.Array:
+    """The elements in so many equal pieces, the last ones filled up: [count, ...]."""
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+    """Floats of 16 bits as integers: some backends widen those on the wire."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits > 16:
+        return x
+    return x.view(f"uint{8 * x.dtype.itemsize}")
+
+
+def _as(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:

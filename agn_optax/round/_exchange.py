@@ -7,7 +7,8 @@
         s  = encode(k)                             at the worker        contribute
         m  = message(decode(s), c)                 at the center        message_of
         c' = c + center_optimizer(m)               at the center        move_center
-        c  = round(c or c')                        at the center        answer_of
+        p' = p + decode(encode(c' - p))            at the center        publish
+        c  = round(c or c'), or p or p'            at the center        answer_of
         x  = adopt(x, c)                           at the worker        adopt
         r  = an empty record,   a = c              at the worker        begin_round
 
@@ -19,6 +20,7 @@ pieces, with a wire (or nothing) between them. No other code knows the order.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +29,8 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round import _collectives
 from agn_optax.round._placement import WHOLE, Layout
-from agn_optax.rules import Rule, discounted
+from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
 
@@ -49,6 +50,7 @@ class Departed(NamedTuple):
 
     in_flight: jax.Array  # bool scalar: whether there is one
     steps: jax.Array  # int32 scalar: local steps that it was made of
+    weight: jax.Array  # float32 scalar: the mean weight of the workers' rounds
     message: PyTree  # of all workers together, as the center
     adopted: (
         PyTree  # the parameters as they were set then; None unless updates are eager
@@ -62,7 +64,15 @@ class ExchangeState(NamedTuple):
     center: PyTree  # as the parameters, in the center's dtype
     center_state: PyTree  # the center optimizer's
     exchanges: jax.Array  # int32 scalar: exchanges made so far; those that have begun
+    public: Public | None = None  # what workers adopt, where that is not the center
     departed: Departed | None = None  # where messages take their time
+
+
+class Public(NamedTuple):
+    """The center that workers adopt, where a codec tells them of it by differences."""
+
+    params: PyTree  # as the center
+    codec_state: PyTree  # of that codec
 
 
 def with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
@@ -206,7 +216,6 @@ def move_center(
     center: PyTree,
     center_state: PyTree,
     *,
-    staleness: Any = 0,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """The center and its optimizer's state after the exchange of one worker.
@@ -216,11 +225,11 @@ def move_center(
       contribution: of a worker, encoded.
       center: to be moved.
       center_state: the center optimizer's.
-      staleness: of the contribution; 0 where it is the message of a round.
-      extra_args: for the center optimizer.
+      extra_args: for the center optimizer: what there is to say of the contribution, or
+        of the message of the round (see `Rule`), and more.
     """
     message = message_of(rule, contribution, center)
-    return _descend(rule, message, center, center_state, staleness, extra_args or {})
+    return _descend(rule, message, center, center_state, extra_args or {})
 
 
 def _descend(
@@ -228,14 +237,13 @@ def _descend(
     message: PyTree,
     center: PyTree,
     center_state: PyTree,
-    staleness: Any,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """The center after one message; on a mesh, perhaps this tower's piece of both."""
-    staleness = jnp.asarray(staleness, jnp.int32)
-    message = discounted(rule, optax.tree.cast_like(message, center), staleness)
+    extra_args = told(extra_args)
+    message = discounted(rule, optax.tree.cast_like(message, center), **extra_args)
     updates, center_state = rule.center.update(
-        message, center_state, center, **{**extra_args, "staleness": staleness}
+        message, center_state, center, **extra_args
     )
     return optax.apply_updates(center, updates), center_state
 
@@ -246,11 +254,55 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
     return rule.message(contribution, center) if rule.message else contribution
 
 
-def answer_of(rule: Rule, center: PyTree) -> PyTree:
-    """The center as a worker adopts it: as exact as the rule's codec has it travel."""
-    if rule.codec.answers is None:
+def init_public(rule: Rule, center: PyTree) -> Public | None:
+    """The first public center, which is exact; None where there is none."""
+    codec = rule.codec.answer_codec
+    return None if codec is None else Public(trees.copy(center), codec.init(center))
+
+
+def publish(
+    rule: Rule, center: PyTree, public: Public | None
+) -> tuple[Public | None, PyTree]:
+    """The next public center, and the encoded difference that makes it of the last.
+
+    What a difference loses is in the next one, as each is taken from the exact center.
+    """
+    codec = rule.codec.answer_codec
+    if codec is None or public is None:
+        return None, None
+    difference = jax.tree.map(jnp.subtract, center, public.params)
+    encoded, codec_state = codec.encode(difference, public.codec_state)
+    return Public(follow(rule, public.params, encoded), codec_state), encoded
+
+
+def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
+    """The public center after ``params``, by a difference: the same bits everywhere."""
+    codec: Any = rule.codec.answer_codec
+    decoded = codec.decode(encoded, params)
+    return jax.tree.map(lambda p, d: p + d.astype(p.dtype), params, decoded)
+
+
+def difference_like(rule: Rule, center: PyTree) -> PyTree:
+    """An encoded difference between public centers, abstract; None if none travel."""
+
+    def encoded(center: PyTree) -> PyTree:
+        return publish(rule, center, init_public(rule, center))[1]
+
+    return jax.eval_shape(encoded, center)
+
+
+def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTree:
+    """The center as a worker adopts it: as the rule's codec has it travel."""
+    if public is not None:
+        return public.params
+    if rule.codec.answer_dtype is None:
         return center
-    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answers), center)
+    return jax.tree.map(lambda c: trees.rounded(c, rule.codec.answer_dtype), center)
+
+
+def adopted_last(state: ExchangeState) -> PyTree:
+    """The anchor of a worker that keeps none of its own."""
+    return state.center if state.public is None else state.public.params
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
@@ -334,7 +386,7 @@ def exchange(
       layout: of the center.
       params: the parameters after the last local step of a round.
       state: the state then.
-      extra_args: for the center optimizer.
+      extra_args: for the center optimizer; ``weight`` is this worker's own.
       mixing: how much of ``params`` stays; see `mixed`.
     """
     layout.check_met(rule.name)
@@ -346,13 +398,22 @@ def exchange(
     local = state.local
     anchor = None if local.anchor is None else layout.part(local.anchor)
     contribution, codec_state = contribute(
-        rule, local._replace(anchor=anchor), layout.part(params), live
+        rule,
+        local._replace(anchor=anchor),
+        layout.part(params),
+        live if state.public is None else state.public.params,
     )
-    message = _combined(rule, layout, params, contribution, kept, live)
-    extra_args = {**extra_args, "steps": local.local_steps}
-    moved, center_state = _descend(rule, message, kept, center_state, 0, extra_args)
-    adopted = live if rule.adopts == "before" else layout.unite(moved, params)
-    adopted = answer_of(rule, layout.whole(adopted, params))
+    share, said = _said(rule, layout, state, extra_args)
+    message = _combined(rule, layout, params, contribution, kept, live, share)
+    moved, center_state = _descend(
+        rule, message, kept, center_state, {**extra_args, **said}
+    )
+    public, _ = publish(rule, moved, state.public)
+    if rule.adopts == "before":
+        adopted, known = live, state.public
+    else:
+        adopted, known = layout.unite(moved, params), public
+    adopted = answer_of(rule, layout.whole(adopted, params), known)
     adopting = mixed(adopt(rule, params, adopted), params, mixing)
     local = begin_round(rule, local, params, adopted, layout)
     center, center_state = layout.store(moved, center_state, state.center)
@@ -361,7 +422,29 @@ def exchange(
         center=center,
         center_state=center_state,
         exchanges=optax.safe_increment(state.exchanges),
+        public=public,
     )
+
+
+def _said(
+    rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
+) -> tuple[jax.Array | None, dict[str, Any]]:
+    """Of the workers of a mesh: how much this one counts, and what all say together.
+
+    They count alike if none says how much it does.
+    """
+    said: dict[str, Any] = {
+        "steps": state.local.local_steps,
+        "since": state.exchanges,
+        "workers": layout.count,
+    }
+    weight = extra_args.get("weight")
+    if weight is None:
+        return None, said
+    check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
+    own = jnp.asarray(weight, jnp.float32)
+    mean = layout.mean(own)
+    return own / mean if rule.combine == "mean" else None, {**said, "weight": mean}
 
 
 def _combined(
@@ -371,6 +454,7 @@ def _combined(
     contribution: PyTree,
     kept: PyTree,
     live: PyTree,
+    share: jax.Array | None,
 ) -> PyTree:
     """One message, cut as ``kept``, of the contributions of all workers of a mesh."""
 
@@ -379,9 +463,11 @@ def _combined(
 
     if rule.codec.is_identity:  # messages may be summed on their way
         own = message(contribution, kept if live is None else live)
+        if share is not None:
+            own = jax.tree.map(lambda m: (m * share).astype(m.dtype), own)
         return layout.combine(own, rule.combine, params)
     return layout.combine_encoded(
-        contribution, lambda each: message(each, kept), rule.combine, params
+        contribution, lambda each: message(each, kept), rule.combine, params, share
     )
 
 
@@ -390,6 +476,7 @@ def nothing_departed(params: PyTree, center: PyTree, *, eager: bool) -> Departed
     return Departed(
         in_flight=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
+        weight=jnp.ones((), jnp.float32),
         message=optax.tree.zeros_like(center),
         adopted=optax.tree.zeros_like(params) if eager else None,
     )
@@ -412,25 +499,27 @@ def depart(
     """
     layout.check_met(rule.name)
     local, center = state.local, state.center
-    contribution, codec_state = contribute(rule, local, params, center)
+    contribution, codec_state = contribute(rule, local, params, adopted_last(state))
     local = local._replace(codec_state=codec_state)
-    message = _combined(rule, layout, params, contribution, center, center)
+    share, said = _said(rule, layout, state, extra_args)
+    message = _combined(rule, layout, params, contribution, center, center, share)
     message = optax.tree.cast_like(message, center)
     assert state.departed is not None
     is_eager, adopted = state.departed.adopted is not None, None
     if is_eager:
         own = message_of(rule, contribution, center)
         if rule.combine == "mean":
-            workers = _collectives.size(layout.workers)
-            own = jax.tree.map(lambda m: m / workers, own)
-        more = {**extra_args, "steps": local.local_steps}
-        moved, _ = _descend(rule, own, center, state.center_state, 0, more)
+            part = (1.0 if share is None else share) / layout.count
+            own = jax.tree.map(lambda m: (m * part).astype(m.dtype), own)
+        more = {**extra_args, **said}
+        moved, _ = _descend(rule, own, center, state.center_state, more)
         params = adopted = overwrite(params, answer_of(rule, moved))
     elif rule.adopts == "before":
-        before = answer_of(rule, center)
+        before = answer_of(rule, center, state.public)
         params = adopt(rule, params, before)
         local = move_anchor(local, before)
-    departed = Departed(jnp.ones((), bool), local.local_steps, message, adopted)
+    weight = jnp.asarray(said.get("weight", 1.0), jnp.float32)
+    departed = Departed(jnp.ones((), bool), local.local_steps, weight, message, adopted)
     return params, state._replace(
         local=empty_record(rule, local, params, message, layout),
         exchanges=optax.safe_increment(state.exchanges),
@@ -440,6 +529,7 @@ def depart(
 
 def land(
     rule: Rule,
+    layout: Layout,
     params: PyTree,
     state: ExchangeState,
     extra_args: dict[str, Any],
@@ -452,13 +542,23 @@ def land(
     """
     departed = state.departed
     assert departed is not None
-    more = {**extra_args, "steps": departed.steps}
+    said = {
+        "steps": departed.steps,
+        "since": state.exchanges - 1,
+        "workers": layout.count,
+        "weight": departed.weight,
+    }
     center, center_state = _descend(
-        rule, departed.message, state.center, state.center_state, 0, more
+        rule,
+        departed.message,
+        state.center,
+        state.center_state,
+        {**extra_args, **said},
     )
+    public, _ = publish(rule, center, state.public)
     local = state.local
     if rule.adopts == "after":
-        answer = answer_of(rule, center)
+        answer = answer_of(rule, center, public)
         adopted = adopt(rule, params, answer)
         if departed.adopted is None:
             params = mixed(adopted, params, mixing)
@@ -473,6 +573,7 @@ def land(
         local=local,
         center=center,
         center_state=center_state,
+        public=public,
         departed=departed._replace(in_flight=jnp.zeros((), bool), message=landed),
     )
 

@@ -150,9 +150,16 @@ def phases(
     # before, or rounded, or need all of it at every step and hold a piece.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
-        or rule.codec.answers is not None
+        or rule.codec.answer_dtype is not None
         or (rule.penalty is not None and layout.sharded)
     )
+
+    if rule.codec.answer_codec is not None and layout.placement != Placement():
+        raise errors.InvalidArgumentError(
+            f"codec {rule.codec} answers in differences, which are taken where the "
+            f"center is whole, on the device; got placement={layout.placement}. Leave "
+            "the placement out, or give the codec other answers"
+        )
 
     def begin(
         params: PyTree, inner: optax.GradientTransformationExtraArgs
@@ -174,6 +181,7 @@ def phases(
             center=center,
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
+            public=_exchange.init_public(rule, whole),
             departed=departed,
         )
 
@@ -228,15 +236,16 @@ def phases(
                 state.inner_state,
                 [own.local for own in state.fragments],
                 params,
-                [own.center for own in state.fragments],
+                [_exchange.adopted_last(own) for own in state.fragments],
                 extra_args,
                 layout,
             )
             both = zip(state.fragments, locals_, strict=True)
             moved = tuple(own._replace(local=local) for own, local in both)
             return updates, FragmentsState(inner_state, moved)
+        center = _exchange.adopted_last(state)
         updates, local = _exchange.local_step(
-            rule, inner, updates, state.local, params, state.center, extra_args, layout
+            rule, inner, updates, state.local, params, center, extra_args, layout
         )
         return updates, state._replace(local=local)
 
@@ -247,7 +256,7 @@ def phases(
 
         def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
             params, own = carry
-            return _exchange.land(rule, params, own, extra_args, mixing=mixing)
+            return _exchange.land(rule, layout, params, own, extra_args, mixing=mixing)
 
         def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
             params, own = carry
@@ -316,7 +325,8 @@ def phases(
                 )
             params = fragments.divide(params).take(fragment, params)
             own = own.fragments[fragment]
-        return measure(rule, own.local, params, own.center, own.center_state)
+        anchor = _exchange.adopted_last(own)
+        return measure(rule, own.local, params, own.center, own.center_state, anchor)
 
     return Phases(init_fn, update_fn, exchange_fn, measure_fn)
 
@@ -433,7 +443,7 @@ def exchange_every(
         # the updates to be written down: they stay fused with their application, and
         # only `where` reads the center.
         moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
-        answer = _exchange.answer_of(rule, moved.center)
+        answer = _exchange.answer_of(rule, moved.center, moved.public)
         adopted = _exchange.adopt(rule, params, answer)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
@@ -475,7 +485,9 @@ def exchange_every(
         """The same in two halves, with local steps between them."""
 
         def land(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
-            return _exchange.land(rule, params, state, extra_args, mixing=mixing)
+            return _exchange.land(
+                rule, layout, params, state, extra_args, mixing=mixing
+            )
 
         def depart(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
             return _exchange.depart(rule, layout, params, state, extra_args)
@@ -730,9 +742,13 @@ def _of_updates(
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
-    local, center = state.local, state.center
+    local, center, public = state.local, state.center, state.public
     on_host, center_state = unwrapped(state.center_state)
     of_center = _leafwise.owners_in(rule.center, center_state, numbers)
+    if public is not None:
+        codec = rule.codec.answer_codec
+        of_codec = _leafwise.owners_in(codec, public.codec_state, numbers)
+        public = _exchange.Public(numbers, of_codec)
     return ExchangeState(
         local=_exchange.LocalState(
             local_steps=_parts.SHARED,
@@ -744,6 +760,7 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
         center=jax.tree.unflatten(jax.tree.structure(center), jax.tree.leaves(numbers)),
         center_state=OnHost(of_center) if on_host else of_center,
         exchanges=_parts.SHARED,
+        public=public,
     )
 
 

@@ -229,6 +229,11 @@ class Fragments:
                 f"eager updates adopt the whole center, and {of_rule} adopts it in its "
                 "own way"
             )
+        if self.eager and not rule.is_summed:
+            raise errors.InvalidArgumentError(
+                f"eager updates adopt a worker's own share of a message, and {of_rule} "
+                "combines messages in a way in which nobody has one, such as a median"
+            )
 
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule

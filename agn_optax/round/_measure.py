@@ -20,15 +20,23 @@ _MOMENTA = ("trace", "mu")
 
 
 def measure(
-    rule: Rule, state: LocalState, params: PyTree, center: PyTree, center_state: PyTree
+    rule: Rule,
+    state: LocalState,
+    params: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    anchor: PyTree,
 ) -> dict[str, jax.Array]:
-    """Of the exchange that a worker would make now; see `Phases.measure`."""
-    sent, _ = contribute(rule, state, params, center)
+    """Of the exchange that a worker would make now; see `Phases.measure`.
+
+    ``anchor`` is that of a state that keeps none.
+    """
+    sent, _ = contribute(rule, state, params, anchor)
     message = message_of(rule, sent, center)
     measured = {
         "message_norm": norm(message),
         "distance": distance(params, center),
-        "codec_error": codec_error(rule, state, params, center),
+        "codec_error": codec_error(rule, state, params, anchor),
     }
     momentum = _momentum(center_state, center)
     if momentum is not None:

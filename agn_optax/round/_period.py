@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,79 @@ def as_schedule(period: Any) -> PeriodSchedule:
 
     Of a schedule only the first round can be checked before it runs.
     """
+    if isinstance(period, DynamicPeriod):
+        raise errors.InvalidTypeError(
+            "dynamic_period(...) is the period of an agn_optax.Worker, whose center "
+            "measures it; the workers of one program make their steps together, and "
+            "take an int or a function of the exchanges made so far"
+        )
     if not callable(period):
         constant = check.positive_int(period, "period")
         return lambda exchanges: constant
     check.positive_int(period(0), "period(0), the first round's period,")
     return period
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicPeriod:
+    """Periods that follow a worker's speed: see `dynamic_period`.
+
+    Attributes:
+      longest: local steps of the fastest worker.
+      first: those of a worker whose speed is not known yet.
+    """
+
+    longest: int
+    first: int
+
+    def __call__(self, pace: float | None) -> int:
+        """Local steps at a speed that is such a share of the fastest worker's."""
+        return self.first if pace is None else max(1, int(pace * self.longest))
+
+
+def dynamic_period(longest: int, *, first: int | None = None) -> DynamicPeriod:
+    r"""Rounds of as many local steps as a worker can make while the fastest makes its.
+
+    .. math:: \lambda_w = \max(1, \lfloor v_w / \max_i v_i \cdot H \rfloor)
+
+    where :math:`v_w` is the speed of worker w in local steps a second. The center
+    measures it, from the answer to an exchange until the next message is there: the
+    median of the last three rounds. Each answer says what share of the fastest worker's
+    speed its worker has, among those that are there, and the round that begins is so
+    long.
+
+    Args:
+      longest: :math:`H`, local steps of the fastest worker.
+      first: local steps of a worker's rounds before the center knows its speed, which
+        are two; None is ``longest``.
+
+    Returns:
+      For the argument ``period`` of a `Worker`, and of no optimizer: in one program all
+      workers make their steps together.
+
+    Raises:
+      InvalidArgumentError: one of them is not a positive int, or ``first`` is more than
+        ``longest``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.dynsgd(), jnp.zeros(3))
+      >>> worker = agn_optax.Worker(
+      ...     center, optax.sgd(0.1), period=agn_optax.dynamic_period(100, first=10)
+      ... )
+
+    References:
+      Bo Liu, Rachita Chhaparia, Arthur Douillard, Satyen Kale, Andrei A. Rusu, Jiajun
+      Shen, Arthur Szlam, Marc'Aurelio Ranzato, *Asynchronous Local-SGD Training for
+      Language Modeling*, 2024 (dynamic local updates, DyLU).
+    """
+    longest = int(check.positive_int(longest, "longest"))
+    first = longest if first is None else int(check.positive_int(first, "first"))
+    if first > longest:
+        raise errors.InvalidArgumentError(
+            f"first must be at most longest, {longest}, got {first}"
+        )
+    return DynamicPeriod(longest, first)
 
 
 def steps_of(period: Any) -> Any:

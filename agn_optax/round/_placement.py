@@ -25,10 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
-from agn_optax.round import _collectives
+from agn_optax._internal import check
+from agn_optax.round import _collectives, _messages
+from agn_optax.rules import robust
 
 PyTree = Any
+How = robust.Combine | Literal["sum", "mean"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +191,25 @@ class Layout:
 
         return jax.tree.map(own, tree)
 
-    def combine(self, message: PyTree, how: str, like: PyTree) -> PyTree:
-        """This tower's piece of all workers' messages, each given as a part."""
+    @property
+    def count(self) -> int:
+        """Workers of the mesh."""
+        return _collectives.size(self.workers)
+
+    def mean(self, number: jax.Array) -> jax.Array:
+        """Of a scalar that each worker has, over all of them."""
+        return _collectives.psum(number, self.workers) / self.count
+
+    def combine(self, message: PyTree, how: How, like: PyTree) -> PyTree:
+        """This tower's piece of all workers' messages, each given as a part.
+
+        Where they cannot be summed on their way, pieces of them go all to all, so that
+        each tower has all messages of its piece.
+        """
         count = _collectives.size(self.workers)
+        if isinstance(how, robust.Combine):
+            pieces = jax.tree.map(self._collect, like, message)
+            return self._together(jax.tree.map(_messages.wide, pieces), how, like)
 
         def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
             length = self._length(whole)
@@ -209,8 +227,9 @@ class Layout:
         self,
         encoded: PyTree,
         message: Callable[[PyTree], PyTree],
-        how: str,
+        how: How,
         like: PyTree,
+        share: jax.Array | None = None,
     ) -> PyTree:
         """As `combine`, of what cannot be summed before it is decoded.
 
@@ -222,21 +241,17 @@ class Layout:
           encoded: what this tower's worker sends: for each leaf of the part, a tree of
             arrays; these have the leaf's shape where the center is in shards.
           message: ``encoded -> message``, of a piece.
-          how: ``"sum"`` or ``"mean"``.
+          how: as the rule combines them.
           like: a tree with the shapes of the whole.
+          share: of this tower's worker: how much its message counts, scalar; None where
+            all count alike.
         """
+        shares = None if share is None else self._gather(share)
 
         def collect(whole: jax.Array, part: jax.Array) -> jax.Array:
-            """This tower's piece of every worker's part: [workers, ...]."""
-            length = self._length(whole)
-            if length is None:
-                axes = (*self.across, *self.beside)
-                return _collectives.gather(part[None], axes, same=True)
-            count = _collectives.size(self.across)
-            flat = _padded(part, length * count).reshape(count, length)
-            pieces = _collectives.all_to_all(flat, self.across)
-            pieces = pieces.reshape(count, *(1,) * (whole.ndim - 1), length)
-            return _collectives.gather(pieces, self.beside)
+            if self._length(whole) is None:
+                return self._gather(part)
+            return self._collect(whole, part)
 
         sent = jax.tree.map(
             lambda whole, part: jax.tree.map(functools.partial(collect, whole), part),
@@ -246,20 +261,75 @@ class Layout:
         count = _collectives.size(self.workers)
 
         def of(worker: Any) -> PyTree:
-            return message(jax.tree.map(lambda x: x[worker], sent))
+            made = message(jax.tree.map(lambda x: x[worker], sent))
+            if shares is None:
+                return made
 
-        def wide(m: jax.Array) -> jax.Array:
-            return m.astype(trees.wider(m.dtype, jnp.float32))
+            counts = shares[worker]
+            return jax.tree.map(lambda m: _messages.wide(m) * counts, made)
 
-        total = jax.tree.map(wide, of(0))
-        if count > 1:
-            total = jax.lax.fori_loop(
-                1,
-                count,
-                lambda i, total: jax.tree.map(lambda t, m: t + wide(m), total, of(i)),
-                total,
+        if isinstance(how, robust.Combine):
+
+            def own(whole: jax.Array, m: jax.Array) -> jax.Array:
+                """All that this tower looks at of a message."""
+                if self.sharded:
+                    return m
+                return _collectives.cut(m, count)[_collectives.index(self.workers)]
+
+            pieces = _messages.stacked(
+                lambda worker: jax.tree.map(own, like, of(worker)), count
             )
+            return self._together(pieces, how, like)
+        total = _messages.summed(of, count)
         return jax.tree.map(lambda t: t / count, total) if how == "mean" else total
+
+    def _gather(self, part: jax.Array) -> jax.Array:
+        """Every worker's: [workers, ...]."""
+        axes = (*self.beside, *self.across)
+        return _collectives.gather(part[None], axes, same=True)
+
+    def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
+        """This tower's piece of every worker's part: [workers, ...].
+
+        Of a center that is whole, this tower looks at one of as many pieces as there
+        are workers.
+        """
+        if not self.sharded:
+            return _collectives.pieces(part, self.workers)
+        length = self._length(whole)
+        if length is None:
+            return self._gather(part)
+        count = _collectives.size(self.across)
+        flat = _padded(part, length * count).reshape(count, length)
+        pieces = _collectives.all_to_all(flat, self.across)
+        pieces = pieces.reshape(count, *(1,) * (whole.ndim - 1), length)
+        return _collectives.gather(pieces, self.beside)
+
+    def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
+        """The message that all workers' messages are, of which pieces are here."""
+
+        def total(parts: PyTree) -> jax.Array:
+            cut = jax.tree.map(
+                lambda whole, p: None if self._is_whole(whole) else p, like, parts
+            )
+            rest = jax.tree.map(
+                lambda whole, p: p if self._is_whole(whole) else None, like, parts
+            )
+            axes = (*self.within, *self.across) if self.sharded else self.workers
+            return _collectives.psum(
+                robust.whole_total(cut), axes
+            ) + robust.whole_total(rest)
+
+        def finish(whole: jax.Array, m: jax.Array) -> jax.Array:
+            if self.sharded:
+                return m
+            return _shaped(_collectives.gather(m, self.workers, same=True), whole)
+
+        return jax.tree.map(finish, like, how.of(pieces, total))
+
+    def _is_whole(self, leaf: Any) -> bool:
+        """Whether all towers look at the same elements of a leaf, which are all."""
+        return self.sharded and self._length(leaf) is None
 
     def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
         """The part of the center that this worker's tower keeps, from all workers."""

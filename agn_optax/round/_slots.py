@@ -34,6 +34,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     ``anchor``                the center as this worker adopted it, if it is kept
     ``codec/...``             of the codec: ``codec/residual``
     ``center``                the center
+    ``public``                the center as workers adopt it, if it is another
     ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
     ``departed/...``          of messages with a delay: ``departed/message``
     ========================  ===================================================
@@ -226,6 +227,8 @@ def _of_round(
     if isinstance(state, ExchangeState):
         yield from _of_round(state.local, path, is_slot)
         yield from whole("center", _pieces(state.center))
+        if state.public is not None:
+            yield from whole("public", state.public.params)
         center_state = unwrapped(state.center_state)[1]
         yield from within("center_optimizer", "center_state", center_state)
         yield from within("departed", "departed", state.departed)

@@ -1,18 +1,18 @@
 """What a method IS: pure optax and jax; no device, no axis, no clock, no I/O.
 
 `_combinators` are the pieces, and `_rule` the records made of them; `codecs` say in
-which form contributions travel, and `_schedules` what a center optimizer counts.
+which form contributions travel, `robust` how those of a round become one where some
+are not trusted, `center_optimizers` how a center moves, `_weights` how much a message
+counts, and `_schedules` what a center optimizer counts.
 `_fingerprint` tells two rules apart, and `_named` finds them by their names.
 
 The names here are the rule records; the drop-in optimizers of the same names are in
 `agn_optax`. What is imported `as` itself is for the layers above.
 """
 
+from agn_optax.rules import center_optimizers as center_optimizers
 from agn_optax.rules import codecs as codecs
-from agn_optax.rules._center_optimizers import (
-    DelayedNesterovState as DelayedNesterovState,
-)
-from agn_optax.rules._center_optimizers import delayed_nesterov as delayed_nesterov
+from agn_optax.rules import robust as robust
 from agn_optax.rules._combinators import AccumulateState as AccumulateState
 from agn_optax.rules._combinators import accumulate as accumulate
 from agn_optax.rules._combinators import elastic_pull as elastic_pull
@@ -21,10 +21,14 @@ from agn_optax.rules._combinators import scale_by_staleness as scale_by_stalenes
 from agn_optax.rules._fingerprint import SETTINGS as SETTINGS
 from agn_optax.rules._fingerprint import difference as difference
 from agn_optax.rules._fingerprint import fingerprint as fingerprint
+from agn_optax.rules._named import ANSWERS as ANSWERS
+from agn_optax.rules._named import CENTER_OPTIMIZERS as CENTER_OPTIMIZERS
 from agn_optax.rules._named import CODECS as CODECS
+from agn_optax.rules._named import COMBINATIONS as COMBINATIONS
 from agn_optax.rules._named import OPTIMIZERS as OPTIMIZERS
 from agn_optax.rules._named import RULES as RULES
 from agn_optax.rules._named import named as named
+from agn_optax.rules._named import named_codec as named_codec
 from agn_optax.rules._rule import (
     Rule,
     agn,
@@ -37,9 +41,18 @@ from agn_optax.rules._rule import (
 )
 from agn_optax.rules._rule import check_rule as check_rule
 from agn_optax.rules._rule import discounted as discounted
+from agn_optax.rules._rule import told as told
 from agn_optax.rules._schedules import by_local_steps as by_local_steps
 from agn_optax.rules._schedules import check_outside as check_outside
 from agn_optax.rules._schedules import counts_exchanges as counts_exchanges
+from agn_optax.rules._weights import WeightState as WeightState
+from agn_optax.rules._weights import scale_by_steps as scale_by_steps
+from agn_optax.rules._weights import scale_by_turnaround as scale_by_turnaround
+from agn_optax.rules._weights import scale_by_weight as scale_by_weight
+from agn_optax.rules.center_optimizers import (
+    DelayedNesterovState as DelayedNesterovState,
+)
+from agn_optax.rules.center_optimizers import delayed_nesterov as delayed_nesterov
 
 __all__ = [
     "Rule",

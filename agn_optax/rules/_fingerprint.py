@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 from agn_optax._internal import tracing
-from agn_optax.rules._rule import Rule, discounted
+from agn_optax.rules._rule import Rule, discounted, told
+from agn_optax.rules.codecs import Codec
 
 PyTree = Any
 # By part of the rule: a setting, or what the part makes of the probe.
@@ -34,7 +35,8 @@ def fingerprint(rule: Rule) -> Fingerprint:
     for a model's own tree, has no numbers, and is not compared: the log says why.
     """
     prints: dict[str, Any] = {name: str(getattr(rule, name)) for name in SETTINGS}
-    for part in (_contribution, _encoding, _message, _adopt, _penalty, _center):
+    parts = (_contribution, _encoding, _answers, _message, _adopt, _penalty, _center)
+    for part in parts:
         name = part.__name__[1:]
         what = f"the {name} of rule {rule.name!r} is compared"
         numbers = tracing.unless_unfit(what, functools.partial(_numbers, part, rule))
@@ -93,11 +95,20 @@ def _contribution(rule: Rule) -> PyTree:
 
 
 def _encoding(rule: Rule) -> PyTree:
-    state = rule.codec.init(_probe(2.0))
+    return _encoded(rule.codec)
+
+
+def _answers(rule: Rule) -> PyTree:
+    codec = rule.codec.answer_codec
+    return () if codec is None else _encoded(codec)
+
+
+def _encoded(codec: Codec) -> PyTree:
+    state = codec.init(_probe(2.0))
     sent = []
     for seed in (1.0, 2.0):
-        encoded, state = rule.codec.encode(_probe(seed), state)
-        sent.append((encoded, rule.codec.decode(encoded, _probe(2.0))))
+        encoded, state = codec.encode(_probe(seed), state)
+        sent.append((encoded, codec.decode(encoded, _probe(2.0))))
     return sent
 
 
@@ -121,7 +132,8 @@ def _center(rule: Rule) -> PyTree:
     center = _probe(2.0)
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
-        extra_args = {"staleness": jnp.asarray(staleness, jnp.int32)}
+        said = {"staleness": staleness, "since": 1, "workers": 3}
+        extra_args = told(said | {"steps": 2 + staleness, "weight": 0.5 + staleness})
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)

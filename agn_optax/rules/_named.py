@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import math
@@ -15,10 +16,10 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.rules import _rule, codecs
+from agn_optax.rules import _rule, center_optimizers, codecs, robust
 from agn_optax.rules._rule import Rule
 
-# Of optax. Their signatures say which settings they have.
+# Of optax. Their signatures say which settings they have, ours too.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     name: getattr(optax, name)
     for name in (
@@ -26,39 +27,62 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         *("nadam", "nadamw", "rmsprop", "sgd", "yogi"),
     )
 }
+CENTER_OPTIMIZERS = {
+    **OPTIMIZERS,
+    **{
+        make.__name__: make
+        for make in (
+            center_optimizers.delayed_nesterov,
+            center_optimizers.heloco,
+            center_optimizers.momentum_lookahead,
+            center_optimizers.ordered_momentum,
+        )
+    },
+}
 # Whatever that module has which returns one: a new method is there by its name.
 RULES: dict[str, Callable[..., Rule]] = {
     name: make
     for name, make in sorted(vars(_rule).items())
     if getattr(make, "__annotations__", {}).get("return") == Rule.__name__
 }
-CODECS = {
-    **{name: codecs.cast(name) for name in ("bfloat16", "float16")},
-    **{
-        f"int{bits}": codecs.error_feedback(codecs.quantize(bits)) for bits in (8, 4, 2)
-    },
-    "e3m0": codecs.error_feedback(codecs.quantize(4, format="e3m0")),
-    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
-    "sign": codecs.error_feedback(codecs.sign()),
+_DTYPES = ("bfloat16", "float16")
+_LOSING = {
+    **{f"int{bits}": codecs.quantize(bits) for bits in (8, 4, 2)},
+    "e3m0": codecs.quantize(4, format="e3m0"),
+    "sign": codecs.sign(),
     # With what SparseLoCo has: 64 of 4096 elements, in 2 bits.
-    "top_k": codecs.error_feedback(
-        codecs.chain_codecs(codecs.top_k(64), codecs.quantize(2, format="codebook")),
-        decay=0.95,
+    "top_k": codecs.chain_codecs(
+        codecs.top_k(64), codecs.quantize(2, format="codebook")
     ),
+}
+CODECS = {
+    **{name: codecs.cast(name) for name in _DTYPES},
+    **{name: codecs.error_feedback(codec) for name, codec in _LOSING.items()},
+    "low_rank": codecs.error_feedback(codecs.low_rank(4)),
+    "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
+}
+ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
+COMBINATIONS: dict[str, Any] = {
+    "sum": "sum",
+    "mean": "mean",
+    "median": robust.median(),
+    "trimmed_mean": robust.trimmed_mean(),
+    "krum": robust.krum(),
 }
 # What a setting of an optimizer may be at most; 0 is the least.
 _HIGHEST = {
     **dict.fromkeys(("learning_rate", "eps", "weight_decay"), math.inf),
     **dict.fromkeys(("momentum", "b1", "b2", "decay"), 1.0),
 }
-_OF_OPTIMIZER = (*_HIGHEST, "nesterov")
+_OF_OPTIMIZER = (*_HIGHEST, "nesterov", "delay", "messages")
 
 
 def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     """The rule that settings name.
 
     Args:
-      given: ``rule``, the name of one; its own settings and ``codec`` by its name; and
+      given: ``rule``, the name of one; its own settings; ``codec`` and ``answers`` by
+        their names, see `named_codec`; ``combine`` by its name; and
         ``center_optimizer``, the name of an optimizer, with the settings of that. Or
         ``rule_from``, "module:object", alone: a rule, or a function without arguments
         that returns one; modules in the current directory are found.
@@ -93,20 +117,39 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     settings = _settings(given, factory, f"rule {name}", spelt)
     center = inspect.signature(factory).parameters.get("center")
     of_center = ("center_optimizer", *_OF_OPTIMIZER) if center else ()
-    its_own = {"rule", "codec", *settings, *of_center}
+    its_own = {"rule", "codec", "answers", "combine", *settings, *of_center}
     refuse(f"does not apply to rule {name}", set(given) - its_own)
     if "center_optimizer" in given:
         settings["center"] = _optimizer(given, spelt, refuse)
     elif center and center.default is center.empty:
         raise errors.InvalidArgumentError(
             f"rule {name} needs {spelt('center_optimizer')}, one of "
-            f"{', '.join(OPTIMIZERS)}"
+            f"{', '.join(CENTER_OPTIMIZERS)}"
         )
     else:
         refuse(f"needs {spelt('center_optimizer')}", _OF_OPTIMIZER)
+    made = factory(**settings, codec=named_codec(given, spelt))
+    if "combine" in given:
+        how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
+        made = dataclasses.replace(made, combine=how)
+    return made
+
+
+def named_codec(
+    given: Mapping[str, Any], spelt: Callable[[str], str] = str
+) -> codecs.Codec:
+    """The codec that settings name: ``codec`` one way, ``answers`` back, or neither.
+
+    Raises:
+      InvalidArgumentError: there is none of that name.
+    """
+    made = codecs.identity()
     if "codec" in given:
-        settings["codec"] = check.choose(given["codec"], CODECS, spelt("codec"))
-    return factory(**settings)
+        made = check.choose(given["codec"], CODECS, spelt("codec"))
+    if "answers" in given:
+        answers = check.choose(given["answers"], ANSWERS, spelt("answers"))
+        made = codecs.two_way(made, answers)
+    return made
 
 
 def _optimizer(
@@ -115,7 +158,7 @@ def _optimizer(
     refuse: Callable[[str, Collection[str]], None],
 ) -> optax.GradientTransformation:
     name = given["center_optimizer"]
-    factory = check.choose(name, OPTIMIZERS, spelt("center_optimizer"))
+    factory = check.choose(name, CENTER_OPTIMIZERS, spelt("center_optimizer"))
     settings = _settings(given, factory, f"center optimizer {name}", spelt)
     refuse(
         f"does not apply to center optimizer {name}, which has "

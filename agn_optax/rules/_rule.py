@@ -7,13 +7,14 @@ the one place that says in which order its parts are called.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from agn_optax import errors
 from agn_optax._internal import check, trees
 from agn_optax.rules._combinators import (
     accumulate,
@@ -22,6 +23,7 @@ from agn_optax.rules._combinators import (
     scale_by_staleness,
 )
 from agn_optax.rules.codecs import Codec, check_codec, identity
+from agn_optax.rules.robust import Combine
 
 PyTree = Any
 
@@ -46,9 +48,15 @@ class Rule:
     Attributes:
       name: shown in messages.
       center: the center optimizer. ``update`` gets the message, its own state, the
-        center, and the extra argument ``staleness`` (int32 scalar): that of the
-        message, or 0 if it is the one of a whole round. In an optimizer state it also
-        gets ``steps`` (int32 scalar), the local steps of the round that ends.
+        center, and as extra arguments, all scalars: ``staleness`` (int32), how many
+        versions the center has moved since the worker's anchor; ``steps`` (int32), the
+        local steps that the message was made of; ``weight`` (float32), what its worker
+        says that they count, 1 if it says nothing; ``since`` (int32), the version of
+        the anchor, so that ``since + staleness`` is the center's now; and ``workers``
+        (int32), how many there are. The one message of a round has staleness 0, the
+        mean steps of its messages (rounded, 1 at least) and their mean weight. In an
+        optimizer state versions are exchanges, and ``weight`` is an extra argument of
+        the step, or of the exchange, that ends the round.
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and
@@ -59,14 +67,17 @@ class Rule:
         rules that need the center as it is now; None if the contribution is the
         message.
       discount: a stateless optax transformation of every message, before those of a
-        round become one, which makes none of them larger; gets the message's own
-        ``staleness`` (int32 scalar) as an extra argument. None for none.
+        round become one, which makes none of them larger; gets the extra arguments
+        that the center optimizer gets, those of the message itself. None for none.
       record: an optax transformation that is fed the gradients of every local step and
         whose state is the record; a fresh ``init`` begins the next window.
       penalty: a stateless optax transformation of every local gradient, before the
         inner optimizer; gets the anchor as the extra argument ``center``. None for
         none.
-      combine: how the messages of the workers of one mesh become one.
+      combine: how the messages of a round become one, those of the workers of a mesh or
+        of a synchronous center: ``"sum"``, in which each counts whole, or ``"mean"``,
+        in which each counts by its ``weight``, which may be made on their way; or one
+        of `agn_optax.robust`, which needs all of them at a time.
       adopt: ``(params, center) -> params``, how a worker takes the center back, or
         None: the parameters become the center.
       adopts: whether the worker adopts the center as it was before or after its own
@@ -110,7 +121,7 @@ class Rule:
         default_factory=optax.identity
     )
     penalty: optax.GradientTransformation | None = None
-    combine: Literal["sum", "mean"] = "sum"
+    combine: Combine | Literal["sum", "mean"] = "sum"
     adopt: Callable[[PyTree, PyTree], PyTree] | None = None
     adopts: Literal["before", "after"] = "after"
     needs_params: bool = True
@@ -119,9 +130,17 @@ class Rule:
 
     def __post_init__(self) -> None:
         of_rule = f"of rule {self.name!r}"
-        check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"))
+        if not isinstance(self.combine, Combine):
+            hint = ", or one of agn_optax.robust, such as robust.median()"
+            check.one_of(self.combine, f"combine {of_rule}", ("sum", "mean"), hint)
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
+        if self.codec.of_differences and self.message is not None:
+            raise errors.InvalidArgumentError(
+                f"codec {of_rule} must send all elements, as its contributions are not "
+                f"differences: got {self.codec}, which leaves most out. Such as "
+                "quantize(8) or cast('bfloat16') will do"
+            )
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.
         for field in ("center", "record", "penalty", "discount"):
@@ -130,6 +149,11 @@ class Rule:
                 wrapped = check.optimizer(part, f"{field} {of_rule}")
                 object.__setattr__(self, field, wrapped)
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether the messages of a round may be added up on their way."""
+        return not isinstance(self.combine, Combine)
+
 
 def check_rule(value: Any) -> None:
     """``value`` is a rule."""
@@ -137,12 +161,31 @@ def check_rule(value: Any) -> None:
     check.instance(value, Rule, f"rule must be {such_as}")
 
 
-def discounted(rule: Rule, message: PyTree, staleness: jax.Array) -> PyTree:
-    """A message as much as it counts, being so stale."""
+# What a center optimizer is told of a message: where nobody says so, and as what.
+_TOLD = {
+    "staleness": (0, jnp.int32),
+    "steps": (1, jnp.int32),
+    "weight": (1.0, jnp.float32),
+    "since": (0, jnp.int32),
+    "workers": (1, jnp.int32),
+}
+
+
+def told(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra arguments of a center optimizer: what is said, and all that it gets."""
+    own = {
+        name: jnp.asarray(said.get(name, unsaid), dtype)
+        for name, (unsaid, dtype) in _TOLD.items()
+    }
+    return {**said, **own}
+
+
+def discounted(rule: Rule, message: PyTree, **extra_args: Any) -> PyTree:
+    """A message as much as it counts, of which so much is said."""
     if rule.discount is None:
         return message
     stateless = rule.discount.init(message)
-    return rule.discount.update(message, stateless, staleness=staleness)[0]
+    return rule.discount.update(message, stateless, **extra_args)[0]
 
 
 class _Displacement:

@@ -85,14 +85,16 @@ def by_local_steps(
         params: PyTree = None,
         *,
         steps: Any = None,
+        outside: Any = False,  # whether it moves a center outside the program
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         if steps is None:
             raise errors.MissingArgumentError(
                 "by_local_steps(optimizer).update needs steps, the local steps of the "
-                "round that ends, got steps=None; a center outside the program, which "
-                "counts the messages that it has applied, has none"
+                "round that ends, got steps=None"
             )
+        if outside is not False:
+            raise _outside()
 
         def move_on(node: Any) -> Any:
             count = node.count
@@ -107,12 +109,16 @@ def by_local_steps(
 def check_outside(optimizer: optax.GradientTransformation) -> None:
     """It may move a center outside the program."""
     if isinstance(optimizer.init, _Init):
-        raise errors.InvalidArgumentError(
-            "a center outside the program cannot count local steps, for its workers "
-            "are not at the same one, got a center optimizer by_local_steps(...): its "
-            "schedules count the messages that it has applied; give it the optimizer "
-            "as it is, with a schedule of as many"
-        )
+        raise _outside()
+
+
+def _outside() -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError(
+        "a center outside the program cannot count local steps, for its workers "
+        "are not at the same one, got a center optimizer by_local_steps(...): its "
+        "schedules count the messages that it has applied; give it the optimizer "
+        "as it is, with a schedule of as many"
+    )
 
 
 def counts_exchanges(optimizer: optax.GradientTransformation, state: PyTree) -> bool:

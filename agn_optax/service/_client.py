@@ -211,7 +211,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             self._remote.check_model(params, worker)
         self._like = jax.tree.map(lambda _: 0, params)
         self._remote.initialize(params, worker)
-        return self.pull()
+        return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
         """The center as it is, once it is initialized: see `Center.wait`."""
@@ -220,7 +220,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         while True:
             left = max(0.0, min(end - time.monotonic(), patience))
             try:
-                return self._pull(left)
+                return self._pull(left, public=True)
             except errors.NotInitializedError:
                 patience = _WAITS
                 if time.monotonic() >= end:
@@ -234,9 +234,9 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
                     self.address,
                 )
 
-    def pull(self) -> Snapshot:
+    def pull(self, *, public: bool = False) -> Snapshot:
         """The center as it is, at any time: see `Center.pull`."""
-        return self._pull(0.0)
+        return self._pull(0.0, public=public)
 
     # Beyond it.
 
@@ -275,8 +275,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
         return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
 
-    def _pull(self, wait: float) -> Snapshot:
-        said, arrays = self._connection.retry(lambda: self._remote.pull(wait))
+    def _pull(self, wait: float, *, public: bool) -> Snapshot:
+        said, arrays = self._connection.retry(
+            lambda: self._remote.pull(wait, public=public)
+        )
         # No program is compiled for what happens once.
         leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), said.version)

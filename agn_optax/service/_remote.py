@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
 from agn_optax.rules import Rule
 from agn_optax.service import _address, _fingerprint
 from agn_optax.service import center_pb2 as pb
@@ -173,15 +175,39 @@ class Remote:
                 "worker must have all addresses, in one order)"
             )
 
-    def version_in(
-        self, said: pb.Frame, link: Link, schema: Schema
+    def answer_in(
+        self, said: pb.Frame, link: Link
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """A version as it came: what is said of it, and its arrays."""
+        """An answer as it came: what is said of it, and its arrays."""
+        travels = self.travels()
+        schema = travels.answer
+        if said.snapshot.HasField("differences"):
+            count = said.snapshot.differences
+            if travels.differences is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
+            least = max(1, trees.nbytes(travels.difference))
+            if count * least > schema.size:
+                raise errors.ProtocolError(
+                    f"{count} differences are more than the whole center"
+                )
+            schema = travels.differences(count)
         return _version_in(said, link, schema, self.address)
+
+    def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
+        """What a public center has become, by so many differences as they came."""
+        travels = self.travels()
+        assert travels.differences is not None
+        schema, like = travels.differences(1), [travels.difference]
+        size = len(schema.leaves)
+        for i in range(count):  # each by itself, or every count would be compiled
+            leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
+            (difference,) = _trees.build(schema, leaves, like)
+            anchor = _follow(self.rule)(anchor, difference)
+        return anchor
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """What travelled narrow, as wide as the center again, its values rounded."""
-        schema, _, answer = self.travels()
+        schema, answer = self.travels().center, self.travels().answer
         if answer is schema or jax.default_backend() != "cpu":  # `as_tree` does it
             return arrays
         buffer = self._wide_buffers.take(schema.size)
@@ -203,9 +229,11 @@ class Remote:
 
     # How it gets there.
 
-    def pull(self, wait: float) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    def pull(
+        self, wait: float, *, public: bool = False
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
         """One version of the center, in one attempt."""
-        return pull(self.connection, lambda: self.travels().center, wait)
+        return pull(self.connection, lambda: self.travels().center, wait, public=public)
 
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""
@@ -259,10 +287,14 @@ class Remote:
 
 
 def pull(
-    connection: Connection, schema: Callable[[], Schema], wait: float = 0.0
+    connection: Connection,
+    schema: Callable[[], Schema],
+    wait: float = 0.0,
+    *,
+    public: bool = False,
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
     """One version of a center, in one attempt; its schema is asked for at the end."""
-    request = iter([pb.PullRequest(wait=wait).SerializeToString()])
+    request = iter([pb.PullRequest(wait=wait, public=public).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
         while (said := link.control()).HasField("waiting"):
@@ -281,6 +313,11 @@ def _version_in(
             f"the center at {address} holds another tree than it did before"
         )
     return said.snapshot, schema.views(link.buffer(schema, "an answer"))
+
+
+@functools.lru_cache(maxsize=32)
+def _follow(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
+    return jax.jit(functools.partial(rounds.follow, rule))
 
 
 def _abstract(leaf: Any) -> Any:

@@ -272,6 +272,7 @@ class Servicer:
             versions=installed(),
             grace=self.core.ledger.round_grace,
             stop_grace=self.stop_grace,
+            takes_weights=True,
         )
 
     def initialize(
@@ -341,7 +342,10 @@ class Servicer:
             yield _WAITING
         try:
             with self.core.reading(kept=True) as version:
-                parcel = self._parcel(version, self._travels.center, applied=True)
+                public = request.public
+                parcel = self._parcel(
+                    version, self._travels.center, public=public, applied=True
+                )
             yield parcel
         finally:
             self._pulls.give_back(caller.key)
@@ -607,11 +611,14 @@ class Servicer:
 
         The center is there, its optimizer's state, the version that is made next, and
         one for each pull; and of every worker a message, over which its answer is
-        written.
+        written. Where answers are differences, each version is two centers, and the
+        last differences are less than one.
         """
         if self._memory is None or not self.core.is_initialized:
             return None
         versions = (2 + _MOST_PULLS) * self._travels.center.size
+        if self._travels.differences is not None:  # and the public one of each
+            versions = 2 * versions + self._travels.center.size
         taken = versions + self.core.store.state_bytes
         each = self._travels.message.size + _OVERHEAD
         return max(0, (self._memory - taken) // each)
@@ -681,14 +688,16 @@ class Servicer:
                 answer.refused,
             )
             with self.core.reading(answer.version) as version:
-                parcel = self._parcel(
-                    version,
-                    self._travels.answer,
-                    staleness=answer.staleness,
-                    norm=norm,
-                    applied=answer.applied,
-                    refused=answer.refused,
-                    sequence=answer.sequence,
+                said = {
+                    "staleness": answer.staleness,
+                    "norm": norm,
+                    "applied": answer.applied,
+                    "refused": answer.refused,
+                    "sequence": answer.sequence,
+                    "pace": answer.pace,
+                }
+                parcel = self._followed(version, message, said) or self._parcel(
+                    version, self._travels.answer, public=True, **said
                 )
                 if answer.recorded:
                     # A part of an answer is none: the rest may travel while the disk is
@@ -719,6 +728,8 @@ class Servicer:
             message.sequence,
             self._contribution(schema, buffer),
             anchor_version=message.anchor_version,
+            steps=message.steps,
+            weight=message.weight if message.HasField("weight") else None,
         )
         if schema.hash not in self._compiled:  # its programs may take minutes
             submitted = in_background(submit, "agn-optax first exchange")
@@ -779,10 +790,36 @@ class Servicer:
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))
 
-    def _parcel(self, version: Version, schema: Schema, **said: Any) -> Parcel:
+    def _followed(
+        self, version: Version, message: pb.Message, said: dict[str, Any]
+    ) -> Parcel | None:
+        """An answer as differences from what its worker has; None if it is whole."""
+        travels = self._travels
+        if travels.differences is None or not message.has_anchor:
+            return None
+        made = self.core.differences(message.anchor_version, version)
+        if made is None:
+            return None
+        schema = travels.differences(len(made))
+        if schema.size >= travels.answer.size:
+            return None
+        snapshot = pb.Snapshot(
+            version=version.number,
+            schema_hash=schema.hash,
+            differences=len(made),
+            **said,
+        )
+        arrays = _trees.host_arrays(made, schema)
+        return Parcel(pb.Frame(snapshot=snapshot), schema, arrays)
+
+    def _parcel(
+        self, version: Version, schema: Schema, *, public: bool, **said: Any
+    ) -> Parcel:
         """A version as it is sent: views of it where that is possible."""
         snapshot = pb.Snapshot(version=version.number, schema_hash=schema.hash, **said)
-        params = version.params if self._packed else self.core.store.tree(version)
+        store = self.core.store
+        read = store.public if public else store.tree
+        params = version.params if self._packed else read(version)
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)

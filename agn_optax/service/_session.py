@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.center import Session, Snapshot
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
@@ -55,6 +56,7 @@ class RemoteSession(Session):
         self._using = threading.Lock()
         self._link: Link | None = None
         self._exchange: Exchange | None = None  # that is under way
+        self._anchor: PyTree = None  # from which its answer may differ
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
 
@@ -88,9 +90,23 @@ class RemoteSession(Session):
         *,
         anchor_version: Any,
         steps: int = 0,
+        weight: float | None = None,
         reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
     ) -> None:
-        """As `Session.submit`."""
+        """As `Session.submit`.
+
+        Raises:
+          ProtocolError: the center is of a release that takes no weights.
+        """
+        check.whole_number(steps, "steps", least=0)
+        check.weight(weight)
+        if weight is not None and not self._remote.description.takes_weights:
+            raise errors.ProtocolError(
+                f"the center at {self._remote.address} runs release "
+                f"{self._remote.description.release}, which takes no weights: leave "
+                "weight= out, or update the center"
+            )
         if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
             raise errors.InvalidArgumentError(
                 "anchor_version must be a version that the center has had, "
@@ -102,13 +118,16 @@ class RemoteSession(Session):
                 self._sent_over = None
             # A repeated one whose answer is still to come over the same link is not
             # sent again there: it would be answered twice.
+            self._anchor = anchor
             self._exchange = self._remote.as_message(
                 contribution,
                 self.worker,
                 sequence=sequence,
                 anchor_version=int(anchor_version),
                 steps=steps,
+                weight=weight,
                 reported={k: float(v) for k, v in (reported or {}).items()},
+                has_anchor=anchor is not None,
             )
             self._remote.connection.retry(self._send, within=SOON)
 
@@ -129,14 +148,21 @@ class RemoteSession(Session):
             if answer is None:
                 return None
             said, arrays = answer
-            leaves = to_device(self._remote.widened(arrays))
+            if said.HasField("differences"):
+                count = said.differences
+                params = self._remote.followed(self._anchor, count, arrays)
+            else:
+                leaves = to_device(self._remote.widened(arrays))
+                params = self._remote.as_tree(leaves, self._like)
             return Snapshot(
-                self._remote.as_tree(leaves, self._like),
+                params,
                 said.version,
                 said.staleness,
                 np.float32(said.norm) if said.HasField("norm") else None,
                 said.applied,
                 said.refused,
+                said.pace if said.HasField("pace") else None,
+                received=sum(array.nbytes for array in arrays),
             )
 
     def acknowledge(self, sequence: int) -> None:
@@ -145,7 +171,7 @@ class RemoteSession(Session):
             exchange, link = self._exchange, self._link
             if exchange is None or exchange.message.sequence != sequence:
                 return
-            self._exchange = self._sent_over = None
+            self._exchange = self._sent_over = self._anchor = None
             if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
                 return
             try:
@@ -225,9 +251,10 @@ class RemoteSession(Session):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
                     return None
-            schema = self._remote.travels().answer
-            answer = self._remote.version_in(said, link, schema)
+            answer = self._remote.answer_in(said, link)
             self._check_sequence(answer[0].sequence)
+            if answer[0].HasField("differences") and self._anchor is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 

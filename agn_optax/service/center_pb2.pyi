@@ -121,7 +121,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace")
+    __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace", "takes_weights")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class Description(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     GRACE_FIELD_NUMBER: _ClassVar[int]
     STOP_GRACE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     release: str
     center: str
@@ -163,7 +164,8 @@ class Description(_message.Message):
     versions: _containers.ScalarMap[str, str]
     grace: float
     stop_grace: float
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ...) -> None: ...
+    takes_weights: bool
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ..., takes_weights: bool = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")
@@ -186,7 +188,7 @@ class Joined(_message.Message):
     def __init__(self, center: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported")
+    __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported", "weight", "has_anchor")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -200,13 +202,17 @@ class Message(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    HAS_ANCHOR_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     anchor_version: int
     schema_hash: bytes
     dtype: str
     steps: int
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    weight: float
+    has_anchor: bool
+    def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., weight: _Optional[float] = ..., has_anchor: bool = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("protocol", "worker", "schema")
@@ -225,13 +231,15 @@ class Initialized(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("wait",)
+    __slots__ = ("wait", "public")
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_FIELD_NUMBER: _ClassVar[int]
     wait: float
-    def __init__(self, wait: _Optional[float] = ...) -> None: ...
+    public: bool
+    def __init__(self, wait: _Optional[float] = ..., public: bool = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused")
+    __slots__ = ("version", "schema_hash", "staleness", "norm", "applied", "sequence", "refused", "pace", "differences")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +247,8 @@ class Snapshot(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     version: int
     schema_hash: bytes
     staleness: int
@@ -246,7 +256,9 @@ class Snapshot(_message.Message):
     applied: bool
     sequence: int
     refused: str
-    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
+    pace: float
+    differences: int
+    def __init__(self, version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., applied: bool = ..., sequence: _Optional[int] = ..., refused: _Optional[str] = ..., pace: _Optional[float] = ..., differences: _Optional[int] = ...) -> None: ...
 
 class Waiting(_message.Message):
     __slots__ = ()

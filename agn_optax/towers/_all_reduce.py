@@ -1,14 +1,15 @@
 """The gradients of a worker's towers as one: TowerOptimizer's place in a chain.
 
 Gradients are laid out in *buckets* (one leaf, or several small ones, or a piece of a
-large one), and each bucket is one collective of the chosen algorithm.
+large one), and each bucket is one collective of the chosen algorithm. `_way` has the
+algorithms.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +20,31 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.round import collectives
+from agn_optax.rules import codecs
 from agn_optax.towers import _rows
+from agn_optax.towers._way import Algorithm, OnTheWay, Way, check_way
 
 PyTree = Any
-
-_Algorithm = Literal["all_reduce", "reduce_scatter", "hierarchical"]
 
 
 class AllReduceState(NamedTuple):
     """State of `all_reduce`."""
 
     in_flight: PyTree  # with delay=1 this tower's gradients, not reduced yet; or None
+    codec_state: PyTree = None  # what the codec keeps on this tower; None if nothing
 
 
 def all_reduce(
     axis_name: Any,
     *,
     reduction: Literal["mean", "sum"] = "mean",
-    algorithm: _Algorithm = "all_reduce",
+    algorithm: Algorithm = "all_reduce",
     bucket_bytes: int | None = None,
     bucket_leaves: int | None = None,
-    wire_dtype: Any = None,
+    codec: codecs.Codec | None = None,
     sum_dtype: Any = None,
     delay: Literal[0, 1] = 0,
+    wire_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Reduces the gradients of all towers of an axis: put it first in a chain.
 
@@ -72,27 +75,49 @@ def all_reduce(
         it, larger ones cut into equal pieces of at most it; the buckets then go one
         after the other. None: every gradient by itself, for XLA to merge as it likes.
       bucket_leaves: most gradients merged into one bucket; None for no bound.
-      wire_dtype: floating dtype in which gradients travel, bfloat16 or float16 say;
-        they come out in their own. None leaves them as they are. A mean is divided
-        before the cast, so that float16 does not overflow in the sum. Some backends
-        (XLA's CPU) widen 16-bit sums on the wire; with ``sum_dtype`` they cannot.
-      sum_dtype: floating dtype of the sum, float32 say, while ``wire_dtype`` travels:
-        the towers exchange pieces and add them themselves. None sums in the dtype of
-        the wire.
+      codec: how gradients travel, one of `agn_optax.codecs`; they come out in their
+        own dtypes. None leaves them as they are.
+
+        ``cast(dtype)`` makes the collectives those of that dtype. A mean is divided
+        before a cast to 16 bits, so that float16 does not overflow in the sum. Some
+        backends (XLA's CPU) widen 16-bit sums on the wire; with ``sum_dtype`` they
+        cannot.
+
+        What any other codec sends cannot be summed on its way. Each bucket, or
+        gradient, is cut into as many pieces as there are towers, and each piece is
+        encoded by itself (blocks do not span pieces). Encoded pieces travel all to all;
+        every tower decodes those of its piece and adds them up. On the way back it
+        encodes that sum, or mean, and all towers get all of them and decode the same
+        numbers. So both ways are encoded, and both lose something: with
+        `error_feedback` every tower keeps a residual of all that it sends, and one of
+        the piece that it answers for, which is fed back into its next sum. With
+        "hierarchical", pieces are encoded between groups only, on the slow axes.
+
+        A codec with state, such as `error_feedback`, has another one on every tower:
+        make it inside the mesh, with ``towers.create(tx.init, params)``.
+      sum_dtype: floating dtype in which towers add up what travels by the codec, pieces
+        of which they exchange. None is float32 or wider; for a cast it is the dtype
+        that travels, and the sum is the collective's.
       delay: 1 applies the gradients of the step before (zeros in the first step), so
         that their reduction runs while this step computes. Gradients wait in the dtypes
         of the parameters. Not for row-sparse ones.
+      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``, which is
+        the same.
 
     Returns:
       A transformation with `AllReduceState`, which keeps the dtypes of its updates.
 
     Raises:
       InvalidArgumentError: an option is not one of the above, or "hierarchical" came
-        with one axis.
-      UnboundAxisError: ``axis_name`` is not bound around ``update``.
-      TreeMismatchError: a gradient is no real floating array; or, in a shard_map that
-        checks varying axes, it is the same on every tower already, since JAX has summed
-        the gradients of replicated parameters itself.
+        with one axis; or the codec makes matrices smaller and vectors not
+        (`low_rank`), as pieces are vectors.
+      InvalidTypeError: ``codec`` is not a codec.
+      UnboundAxisError: ``axis_name`` is not bound around ``update``, or around ``init``
+        of a codec with state.
+      TreeMismatchError: a gradient is no real floating array, or is row-sparse where
+        the codec is no cast; or, in a shard_map that checks varying axes, it is the
+        same on every tower already, since JAX has summed the gradients of replicated
+        parameters itself.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -101,23 +126,32 @@ def all_reduce(
       >>> print(jax.vmap(step, axis_name="towers")(jnp.array([1.0, 2.0, 6.0])))
       [-3. -3. -3.]
 
+      In 8 bits, with what is lost in the state:
+
+      >>> codec = agn_optax.codecs.error_feedback(agn_optax.codecs.quantize(8))
+      >>> tx = agn_optax.all_reduce("towers", codec=codec)
+      >>> towers = agn_optax.Towers(4)
+      >>> state = towers.create(tx.init, jnp.zeros(10))
+      >>> sender, owner = state.codec_state.states[0]
+      >>> sender.residual.shape, owner.residual.shape  # of every tower
+      ((4, 4, 3), (4, 3))
+
     References:
       Rajeev Thakur, Rolf Rabenseifner, William Gropp, *Optimization of Collective
       Communication Operations in MPICH*, 2005.
+      Hanlin Tang et al., *1-bit Adam: Communication Efficient Large-Scale Training with
+      Adam's Convergence Speed*, 2021, for error feedback on both ways.
     """
     axes = collectives.names(axis_name)
     check.one_of(reduction, "reduction", ("mean", "sum"))
-    check.one_of(algorithm, "algorithm", get_args(_Algorithm))
     check.one_of(delay, "delay", (0, 1))
     if not axes:
         raise errors.InvalidArgumentError(
             f"axis_name must name the axis of the towers, got {axis_name!r}"
         )
-    if algorithm == "hierarchical" and len(axes) < 2:
-        raise errors.InvalidArgumentError(
-            "algorithm='hierarchical' needs two axes, such as ('hosts', 'towers'), got "
-            f"{axis_name!r}"
-        )
+    if wire_dtype is not None:
+        codec = _cast(wire_dtype, codec)
+    way = check_way(axes, algorithm, codec, sum_dtype)
     if bucket_bytes is not None:
         check.positive_int(bucket_bytes, "bucket_bytes")
     if bucket_leaves is not None:
@@ -126,44 +160,17 @@ def all_reduce(
         raise errors.InvalidArgumentError(
             f"bucket_leaves={bucket_leaves} bounds what bucket_bytes merges: give both"
         )
-    wire = _Wire(
-        axes,
-        algorithm,
-        check.float_dtype(wire_dtype, "wire_dtype"),
-        check.float_dtype(sum_dtype, "sum_dtype"),
-    )
-    if sum_dtype is not None and wire_dtype is None:
-        raise errors.InvalidArgumentError(
-            f"sum_dtype={jnp.dtype(sum_dtype)} says how what travels as wire_dtype is "
-            "summed: give both"
-        )
 
-    def init_fn(params: PyTree) -> AllReduceState:
-        return AllReduceState(optax.tree.zeros_like(params) if delay else None)
-
-    def update_fn(
-        updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, AllReduceState]:
-        del params, extra_args
-        check.axis_bound(axis_name)
-        _check_gradients(updates, axes)
-        if delay:
-            updates, state = _delayed(updates, state)
-        if collectives.size(axes) == 1 and not collectives.checked(axes):
-            return _rows.map_rows(_rows.unique, updates), state
-        scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
-
-        def reduced(leaf: Any) -> Any:
-            if _rows.is_rows(leaf):
-                return _rows.all_gather(leaf, axes, scale, wire.dtype)
-            leaf = jnp.asarray(leaf)
-            return wire.reduce(leaf, scale) if bucket_bytes is None else leaf
-
-        updates = jax.tree.map(reduced, updates, is_leaf=_rows.is_rows)
+    def through(updates: PyTree, reduce: Callable[[jax.Array], jax.Array]) -> PyTree:
+        """What is reduced at a time goes through ``reduce``; row-sparse ones do not."""
         if bucket_bytes is None:
-            return updates, state
+            return jax.tree.map(
+                lambda leaf: leaf if _rows.is_rows(leaf) else reduce(leaf),
+                updates,
+                is_leaf=_rows.is_rows,
+            )
         leaves, structure = jax.tree.flatten(updates, is_leaf=_rows.is_rows)
-        reduce = _after_one_another(lambda bucket: wire.reduce(bucket, scale))
+        reduce = _after_one_another(reduce)
         for group in _groups(leaves, bucket_bytes, bucket_leaves or len(leaves)):
             flat = jnp.concatenate([leaves[i].reshape(-1) for i in group])
             if flat.size:
@@ -176,7 +183,67 @@ def all_reduce(
             ends = np.cumsum([leaves[i].size for i in group])
             for i, line in zip(group, jnp.split(flat, ends[:-1]), strict=True):
                 leaves[i] = line.reshape(leaves[i].shape)
-        return jax.tree.unflatten(structure, leaves), state
+        return jax.tree.unflatten(structure, leaves)
+
+    def first_states(params: PyTree) -> OnTheWay:
+        states: list[PyTree] = []
+
+        def begin(x: jax.Array) -> jax.Array:
+            states.append(way.init(x))
+            return x
+
+        through(jax.tree.map(jnp.zeros_like, params), begin)
+        return OnTheWay(states, axes)
+
+    def init_fn(params: PyTree) -> AllReduceState:
+        codec_state = None
+        if way.has_state:
+            check.axis_bound(
+                axis_name,
+                f"{codec} keeps something else on every tower, so its state is made "
+                "inside the mesh: towers.create(tx.init, params)",
+            )
+            codec_state = first_states(params)
+        in_flight = optax.tree.zeros_like(params) if delay else None
+        return AllReduceState(in_flight, codec_state)
+
+    def update_fn(
+        updates: PyTree, state: AllReduceState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, AllReduceState]:
+        del params, extra_args
+        check.axis_bound(axis_name)
+        _check_gradients(updates, axes, way)
+        if delay:
+            updates, state = _delayed(updates, state)
+        if collectives.size(axes) == 1 and not collectives.checked(axes):
+            return _rows.map_rows(_rows.unique, updates), state
+        scale = 1 / collectives.size(axes) if reduction == "mean" else 1.0
+        updates = jax.tree.map(
+            lambda leaf: (
+                _rows.all_gather(leaf, axes, scale, way.dtype)
+                if _rows.is_rows(leaf)
+                else jnp.asarray(leaf)
+            ),
+            updates,
+            is_leaf=_rows.is_rows,
+        )
+        old = iter(())
+        if way.has_state:
+            expected = jax.eval_shape(first_states, updates)
+            what = "state.codec_state", "what is kept of these gradients"
+            check.same_tree(state.codec_state, expected, *what)
+            old = iter(state.codec_state.states)
+        states: list[PyTree] = []
+
+        def reduce(x: jax.Array) -> jax.Array:
+            reduced, kept = way.reduce(x, scale, next(old, None))
+            states.append(kept)
+            return reduced
+
+        updates = through(updates, reduce)
+        if way.has_state:
+            state = state._replace(codec_state=OnTheWay(states, axes))
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -208,64 +275,21 @@ def densify() -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(optax.stateless(dense))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wire:
-    """How one array is reduced."""
-
-    axes: collectives.Axes
-    algorithm: str
-    dtype: Any  # on the wire; None is the array's own
-    sum_dtype: Any  # of the sum; None is the wire's
-
-    def reduce(self, x: jax.Array, scale: float) -> jax.Array:
-        if not x.size:
-            return collectives.psum(x, self.axes)
-        wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
-        if jnp.finfo(wire).bits > 16:
-            return self._reduce(x.astype(wire)).astype(x.dtype) * factor
-        # Divided first, or a sum in float16 would overflow.
-        return self._reduce((x * factor).astype(wire)).astype(x.dtype)
-
-    def _reduce(self, x: jax.Array) -> jax.Array:
-        if self.algorithm == "hierarchical":
-            return self._by_pieces(x, self.axes[-1:], self.axes[:-1])
-        if self.algorithm == "reduce_scatter" or self.sum_dtype is not None:
-            return self._by_pieces(x, self.axes)
-        return collectives.psum(x, self.axes)
-
-    def _by_pieces(
-        self, x: jax.Array, axes: collectives.Axes, others: collectives.Axes = ()
-    ) -> jax.Array:
-        """Summed by pieces over ``axes``, and these over ``others``."""
-        flat = x.reshape(-1)
-        flat = jnp.pad(flat, (0, -flat.size % collectives.size(axes)))
-        piece = self._scatter(flat, axes)
-        if others and self.sum_dtype is not None:
-            piece = self._by_pieces(piece, others)
-        else:
-            piece = collectives.psum(piece, others)
-        return self._gather(piece, axes)[: x.size].reshape(x.shape)
-
-    def _scatter(self, flat: jax.Array, axes: collectives.Axes) -> jax.Array:
-        if self.sum_dtype is None:
-            return collectives.scatter(flat, axes)
-        # As integers of the same width: some backends widen 16-bit floats on the wire.
-        n = collectives.size(axes)
-        # Under vmap a constant gradient is not mapped, and all_to_all wants it so.
-        rows = _bits(flat.reshape(n, -1))
-        rows = jnp.where(collectives.index(axes) < 0, jnp.zeros_like(rows), rows)
-        pieces = collectives.all_to_all(rows, axes)
-        wide = pieces.view(flat.dtype).astype(self.sum_dtype)
-        return wide.sum(axis=0).astype(flat.dtype)
-
-    def _gather(self, piece: jax.Array, axes: collectives.Axes) -> jax.Array:
-        if self.dtype is None:
-            return collectives.gather(piece, axes, same=True)
-        return collectives.gather(_bits(piece), axes, same=True).view(piece.dtype)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return x.view(f"uint{8 * x.dtype.itemsize}")
+def _cast(wire_dtype: Any, codec: codecs.Codec | None) -> codecs.Codec:
+    """What the deprecated argument stands for."""
+    dtype = check.float_dtype(wire_dtype, "wire_dtype")
+    if codec is not None:
+        raise errors.InvalidArgumentError(
+            f"wire_dtype={dtype} is deprecated for codec=codecs.cast({dtype.name!r}), "
+            f"and there is codec={codec} already: leave wire_dtype out"
+        )
+    warnings.warn(
+        "all_reduce(wire_dtype=...) is deprecated and goes in agn_optax 0.2: say "
+        f"codec=agn_optax.codecs.cast({dtype.name!r}), which is the same",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return codecs.cast(dtype)
 
 
 def _groups(
@@ -316,10 +340,10 @@ def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceS
     check.same_tree(updates, state.in_flight, "updates", "state.in_flight")
     before = optax.tree.cast_like(state.in_flight, updates)
     waiting = optax.tree.cast_like(updates, state.in_flight)
-    return before, AllReduceState(waiting)
+    return before, state._replace(in_flight=waiting)
 
 
-def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
+def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
     leaves = tree_flatten_with_path(updates, is_leaf=_rows.is_rows)[0]
     if not leaves:
         raise errors.TreeMismatchError("there are no gradients: updates has no leaves")
@@ -327,6 +351,12 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes) -> None:
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
+            if way.codec is not None and not way.codec.is_cast:
+                raise errors.TreeMismatchError(
+                    f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
+                    "whole gradients: rows travel as they are, or by codecs.cast. Put "
+                    "densify() first, or give such gradients an all_reduce of their own"
+                )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")
         if checked and (alike := set(axes) - collectives.varying(jnp.asarray(leaf))):

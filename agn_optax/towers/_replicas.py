@@ -27,6 +27,7 @@ from agn_optax.round import (
     piece_length,
 )
 from agn_optax.towers._all_reduce import AllReduceState
+from agn_optax.towers._way import OnTheWay
 
 PyTree = Any
 
@@ -68,7 +69,7 @@ def tell_flax() -> None:
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (ShardedCenter, OnHost, PerTower):
+    for kind in (ShardedCenter, OnHost, OnTheWay, PerTower):
         field = dataclasses.fields(kind)[0].name  # the arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -112,7 +113,11 @@ def marked(state: PyTree) -> PyTree:
 
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
-            return AllReduceState(InFlight(node.in_flight))
+            kept = node.codec_state
+            if isinstance(kept, OnTheWay):
+                rows = PerTower(kept.states, kept.axes)
+                kept = dataclasses.replace(kept, states=rows)
+            return AllReduceState(InFlight(node.in_flight), kept)
         on_host = isinstance(node.center, OnHost)
         center = node.center.tree if on_host else node.center
         if not isinstance(center, ShardedCenter):
@@ -348,18 +353,18 @@ def check_pieces(node: PerTower, sizes: Any) -> None:
     """Pieces from `unreplicate` have as many towers along their axes as there are."""
     if missing := [name for name in node.axes if name not in sizes]:
         raise errors.TreeMismatchError(
-            f"state has a center in shards of axes {node.axes}, and these towers have "
-            f"no {missing[0]!r} among {tuple(sizes)}: give them the axes of those that "
-            "it was made on"
+            f"state has pieces of axes {node.axes} (of a center in shards, or of what "
+            f"a codec keeps), and these towers have no {missing[0]!r} among "
+            f"{tuple(sizes)}: give them the axes of those that it was made on"
         )
     here = tuple(sizes[name] for name in node.axes)
     for leaf in jax.tree.leaves(node.rows):
         there = tuple(leaf.shape[: len(node.axes)])
         if there != here:
             raise errors.TreeMismatchError(
-                f"state has a center in shards of axes {node.axes} and sizes {there}; "
-                f"these towers have {here}. Read it with center_params where it was "
-                "made, and start anew from that"
+                f"state has pieces of axes {node.axes} and sizes {there} (of a center "
+                f"in shards, or of what a codec keeps); these towers have {here}. Read "
+                "it with center_params where it was made, and start anew from that"
             )
 
 

@@ -231,7 +231,8 @@ class Towers:
         """Whether the towers of each worker have the same state, bit for bit.
 
         Leaves that differ on purpose are not looked at: typed random keys, pieces of a
-        center in shards, gradients in flight (``all_reduce(delay=1)``).
+        center in shards, gradients in flight (``all_reduce(delay=1)``), and what a
+        codec keeps of them.
 
         Args:
           state: as `replicate` or a step returned it.

@@ -109,8 +109,8 @@ class _Told:
     def wait(self, timeout: float | None = None) -> Snapshot:
         return self.snapshot(lambda: self._center.wait(timeout))
 
-    def pull(self) -> Snapshot:
-        return self.snapshot(lambda: self._center.pull())
+    def pull(self, **how: Any) -> Snapshot:
+        return self.snapshot(lambda: self._center.pull(**how))
 
     def close(self) -> None:
         """Closes what the first process has opened."""
@@ -163,7 +163,7 @@ class ToldSession(Session):
         self.worker, self.incarnation, self.life = _agreed(known)
 
     def submit(self, sequence: int, contribution: PyTree, **how: Any) -> None:
-        _told(lambda: self._own.submit(sequence, _here(contribution), **how))
+        _told(lambda: self._own.submit(sequence, _here(contribution), **_here(how)))
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         return cast(
@@ -184,6 +184,7 @@ class ToldSession(Session):
         self, sequence: int, contribution: PyTree, **how: Any
     ) -> Snapshot:
         """An exchange of the first process, on any thread; the others hear nothing."""
+        how = _here(how)
         return cast(Snapshot, self._own.exchange(sequence, _here(contribution), **how))
 
     def disconnect(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ def programs(
     keep_anchor = rule.penalty is not None
     # Whether a contribution tells the parameters that it was made of.
     recovers = rounds.recovers(rule)
+    # Whether answers may be differences from what was adopted last.
+    follows = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
         anchor = trees.copy(params) if keep_anchor else None
@@ -105,16 +107,29 @@ def programs(
         return params, rounds.begin_round(rule, state, params, center)
 
     def give_in(
-        params: PyTree, state: LocalState, center: PyTree, *, has_sent: bool
+        params: PyTree,
+        state: LocalState,
+        contribution: PyTree,
+        center: PyTree,
+        *,
+        becomes: Literal["owed", "forgotten", "lost"],
     ) -> tuple[PyTree, LocalState]:
         params = rounds.overwrite(params, center)  # also where rules adopt a part of it
         state = rounds.begin_round(rule, state, params, center)
         fresh = init(params)
-        if has_sent:  # the codec's state, which is of the message that was refused
-            state = state._replace(codec_state=fresh.codec_state)
-        # An inner optimizer that is not finite any more would spoil the next round too.
+        # What is not finite any more would spoil the next round too.
+        codec_state = sound(state.codec_state, fresh.codec_state)
+        if rule.codec.returned is not None and becomes == "owed":
+            codec_state = rule.codec.returned(contribution, codec_state)
+        elif becomes == "forgotten":
+            # What is not finite has left nothing behind.
+            message = rule.codec.decode(contribution, center)
+            is_finite = _all([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
+            codec_state = jax.lax.cond(
+                is_finite, lambda: fresh.codec_state, lambda: codec_state
+            )
         inner_state = sound(state.inner_state, fresh.inner_state)
-        return params, state._replace(inner_state=inner_state)
+        return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
         assert rule.codec.returned is not None
@@ -155,14 +170,15 @@ def programs(
     return SimpleNamespace(
         tx=optax.GradientTransformationExtraArgs(init, update),
         recovers=recovers,
-        # Whether contributions read the anchor, and the state has none.
-        holds_anchor=rule.needs_anchor and not keep_anchor,
+        follows=follows,
+        # Whether contributions or answers read the anchor, and the state has none.
+        holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(functools.partial(rounds.contribute, rule)),
         codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
-        give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="has_sent"),
+        give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="becomes"),
         # What a message had that the center has dropped; None where it is lost.
         take_back=jax.jit(take_back, donate_argnums=0) if rule.codec.returned else None,
         depart=jax.jit(depart, donate_argnums=(0, 2)),
@@ -194,5 +210,8 @@ def sound(state: PyTree, fresh: PyTree) -> PyTree:
         for old, new in pairs
         if jnp.issubdtype(old.dtype, jnp.floating)
     ]
-    is_sound = jnp.stack([*finite, jnp.array(True)]).all()
-    return jax.lax.cond(is_sound, lambda: state, lambda: fresh)
+    return jax.lax.cond(_all(finite), lambda: state, lambda: fresh)
+
+
+def _all(conditions: list[jax.Array]) -> jax.Array:
+    return jnp.stack([*conditions, jnp.array(True)]).all()

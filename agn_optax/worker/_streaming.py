@@ -82,6 +82,11 @@ class StreamingWorker(Worker):
                 "on meanwhile, and keeps all local steps. Got fragments with delay="
                 f"{fragments.delay}, mixing={fragments.mixing}"
             )
+        if isinstance(period, rounds.DynamicPeriod):
+            raise errors.InvalidTypeError(
+                "dynamic_period(...) is for a worker that exchanges all at once: the "
+                "offsets of fragments are in a period that is known before it begins"
+            )
         lengths = rounds.as_schedule(period)
         fragments.check_period(int(lengths(0)))
         self.fragments = fragments
@@ -278,7 +283,12 @@ class StreamingWorker(Worker):
         return any(worker.due for worker in self._workers)
 
     def exchange(
-        self, params: PyTree, state: Any, *, steps: int = 1
+        self,
+        params: PyTree,
+        state: Any,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
     ) -> tuple[PyTree, Any]:
         """To be called after every local step: see `Worker.exchange`.
 
@@ -287,8 +297,9 @@ class StreamingWorker(Worker):
         """
         self._check_called_from_python(_local(state))
         check.whole_number(steps, "steps", least=1, optional=False)
+        weight = check.weight(weight)
         for worker in self._workers:
-            worker._count(steps)
+            worker._count(steps, weight)
         order = [*range(self._next, len(self._workers)), *range(self._next)]
         now = [p for p in order if self._workers[p]._acts]
         if not now:
@@ -300,17 +311,23 @@ class StreamingWorker(Worker):
         return params, state
 
     def flush(
-        self, params: PyTree, state: Any, *, steps: int | None = None
+        self,
+        params: PyTree,
+        state: Any,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, Any]:
         """Exchanges all fragments now, one after the other: see `Worker.flush`.
 
         If it raises, call it again with the same: what some of them have adopted is
-        kept. ``steps`` must be None, as rounds of fragments began at different times.
+        kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
+        different times.
         """
-        if steps is not None:
+        if steps is not None or weight is not None:
             raise errors.InvalidArgumentError(
-                "the rounds of fragments began at different times, so steps must be "
-                f"None, got {steps!r}"
+                "the rounds of fragments began at different times, so steps and weight "
+                f"must be None, got steps={steps!r}, weight={weight!r}"
             )
         return self._each(Worker.flush, params, state)
 
@@ -369,6 +386,7 @@ class StreamingWorker(Worker):
         self.refusal = last.refusal
         self.staleness = last.staleness
         self.norm = last.norm
+        self.pace = last.pace
 
 
 # The inner optimizer of a fragment: there is one for the whole tree.

@@ -22,7 +22,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, in_background, trees
-from agn_optax.center import Center, Core
+from agn_optax.center import Center, Claim, Core
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
 
@@ -49,7 +49,7 @@ class Uplink:
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
-        site's rule has none to offer.
+        site's rule has none to offer, or does not trust all of them.
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
@@ -61,6 +61,13 @@ class Uplink:
                 f"rule {rule.name!r} of the parent sums gradients, and rule "
                 f"{core.rule.name!r} of this center does not send any; give the "
                 "parent a rule that sends displacements, such as downpour or diloco"
+            )
+        if self._keeps_record and not core.rule.is_summed:
+            raise errors.InvalidArgumentError(
+                f"rule {rule.name!r} of the parent sums all gradients that the workers "
+                f"of this site send, also those that {core.rule.combine} of its rule "
+                f"{core.rule.name!r} leaves out; give the parent a rule that sends "
+                "displacements, such as downpour or diloco"
             )
         self.error: BaseException | None = None
         self.ready = threading.Event()
@@ -74,6 +81,7 @@ class Uplink:
         # Under the lock of the site's center: what its exchanges add up to since it
         # last adopted the parent.
         self._steps = 0
+        self._weight: float | None = None  # None while none of them says anything
         self._record: PyTree = None
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
@@ -146,9 +154,11 @@ class Uplink:
                 if end.wait(_POLL):
                     raise
 
-    def _observe(self, contribution: PyTree) -> None:
+    def _observe(self, contribution: PyTree, claim: Claim) -> None:
         """An exchange at the site; called under the lock of its center."""
         self._steps += 1
+        if claim.weight is not None:
+            self._weight = (self._weight or 0.0) + claim.weight
         if self._keeps_record:
             self._record = self._accumulate(contribution, self._record)
             # The contribution may be overwritten when its exchange is answered.
@@ -166,10 +176,12 @@ class Uplink:
         with self._core.atomically():
             sent = self._core.snapshot().params
             steps, self._steps = self._steps, 0
+            weight, self._weight = self._weight, None
             record, self._record = self._record, self._parent.rule.record.init(sent)
         state = self._state._replace(local_steps=jnp.int32(steps), record=record)
         params = trees.copy(sent)  # for an exchange donates what it is given
         adopted, self._state = self._insist(
-            lambda: self._worker.flush(params, state, steps=steps), owes=True
+            lambda: self._worker.flush(params, state, steps=steps, weight=weight),
+            owes=True,
         )
         self._core.shift(adopted, sent)

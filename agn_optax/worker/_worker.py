@@ -41,6 +41,8 @@ class WorkerState(NamedTuple):
     anchor_version: Any  # int; a tuple of them for a center in shards
     local_steps: Any  # int: since the last exchange
     exchanges: Any  # int
+    weight: Any = None  # float: said of the round so far; None if nothing was
+    pace: Any = None  # float: as `Worker.pace`
 
 
 class Worker:
@@ -56,7 +58,7 @@ class Worker:
       inner: the inner optimizer.
       period: local steps between exchanges, a positive int; or a function from the
         exchanges that this worker has made (int) to the length of the round that
-        begins.
+        begins; or `dynamic_period`, by which it follows the worker's speed.
       gradients: what is done to a gradient before anything else, such as
         ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
         which the center gets, see what comes out. In ``inner``, it would change the
@@ -107,6 +109,8 @@ class Worker:
         optimizer's state is not finite, that begins anew.
       refusal: why the last message was refused; "" if it was not.
       version: of the center that it adopted last; None before the start.
+      pace: this worker's speed as a share of the fastest worker's, as the center has
+        measured it last; None before it has.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
@@ -178,10 +182,13 @@ class Worker:
         self.overlap = overlap
         self._patience = patience
         self._give_up = give_up
-        self._length = _lengths(period)
+        self.pace: float | None = None
+        self._length = self._lengths(period)
+        self._follows = isinstance(period, rounds.DynamicPeriod)  # its own speed
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
+        self._knows_anchor = True  # whether it is of this life of the center
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
         self._paced = False  # whether that was said
@@ -191,6 +198,7 @@ class Worker:
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
+        self._weight: float | None = None  # said of the round
 
     def __repr__(self) -> str:
         """Its name and rule, and how far it is."""
@@ -252,7 +260,8 @@ class Worker:
             if chief:
                 snapshot = self.center.initialize(params, worker=self.name)
             elif chief is None:
-                snapshot = self.center.pull()
+                public = {"public": True} if self._programs.follows else {}
+                snapshot = self.center.pull(**public)
             else:
                 snapshot = self.center.wait(timeout)
             if params is None:
@@ -295,7 +304,12 @@ class Worker:
         return self._in_flight or self.fills_round(1)
 
     def exchange(
-        self, params: PyTree, state: LocalState, *, steps: int = 1
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int = 1,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """To be called after every local step: exchanges when the period is full.
 
@@ -312,13 +326,20 @@ class Worker:
           state: the state after the local step.
           steps: local steps since the last call, if a compiled function makes several
             (`jax.lax.scan`). The round ends at the first call with which it is full.
+          weight: what these local steps count, such as their tokens or samples, a
+            positive number of Python's or NumPy's. The message says the sum of its
+            round, for center optimizers that ask for it, and where messages of a round
+            become their mean. None says nothing; a round of which nothing is said
+            counts 1.
 
         Returns:
           Parameters and state with which to go on.
 
         Raises:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
-          InvalidArgumentError: ``steps`` is not a positive whole number.
+          InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
+            not positive and finite.
+          ProtocolError: the center is of a release that takes no weights.
           WorkerStateError: the worker was not started, or parameters or state have been
             donated to something else; or the center has been started anew, or has given
             this worker's name to another one.
@@ -331,14 +352,17 @@ class Worker:
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
-        self._count(steps)
+        weight = check.weight(weight)
+        self._count(steps, weight)
         return self._act(params, state) if self._acts else (params, state)
 
-    def _count(self, steps: int) -> None:
-        """So many local steps more have been made."""
+    def _count(self, steps: int, weight: float | None = None) -> None:
+        """So many local steps more have been made, which count so much."""
         self._require_start()
         self._length(self.exchanges + self._in_flight)  # or it raises before
         self._local_steps += steps
+        if weight is not None:
+            self._weight = (self._weight or 0.0) + weight
 
     @property
     def _acts(self) -> bool:
@@ -394,7 +418,12 @@ class Worker:
         self._reported = reported
 
     def flush(
-        self, params: PyTree, state: LocalState, *, steps: int | None = None
+        self,
+        params: PyTree,
+        state: LocalState,
+        *,
+        steps: int | None = None,
+        weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """Exchanges now, however few local steps the round has had; not if it had none.
 
@@ -403,12 +432,15 @@ class Worker:
         that is in flight.
 
         Args, returns and raises as `exchange`; but ``steps`` are all local steps that
-        the round has had, if not those that `exchange` was told of.
+        the round has had, if not those that `exchange` was told of, and ``weight`` is
+        what all of them count.
         """
         self._require_start()
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=0)
+        weight = check.weight(weight)
         self._local_steps = self._local_steps if steps is None else steps
+        self._weight = self._weight if weight is None else weight
         if self._in_flight:
             params, state = self._land(params, state)
         if self._local_steps:
@@ -476,6 +508,8 @@ class Worker:
             anchor.version,
             self._local_steps,
             self.exchanges,
+            self._weight,
+            self.pace,
         )
 
     def restore(
@@ -521,8 +555,11 @@ class Worker:
         session = self.center.join(self.name, params, life=its)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
+        self._knows_anchor = life is not None  # as the center has had it
         self._sent = sent
         self._local_steps = int(saved.local_steps)
+        self._weight = None if saved.weight is None else float(saved.weight)
+        self.pace = None if saved.pace is None else float(saved.pace)
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -554,33 +591,36 @@ class Worker:
                 raise
         self._check_pace(state)
         answer = self._taken(message, message.answer, params)
-        if answer.refused:
-            return self._give_in(params, state, answer)
         state = state._replace(codec_state=message.codec_state)
+        if answer.refused:
+            return self._give_in(params, state, message, answer)
         state = self._taken_back(state, message, answer)
         params, state = self._programs.adopt(params, state, answer.params)
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _give_in(
-        self,
-        params: PyTree,
-        state: LocalState,
-        answer: Snapshot,
-        has_sent: bool = False,
+        self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
     ) -> tuple[PyTree, LocalState]:
-        """The center in place of all that this worker has; its message was refused."""
+        """The center in place of all that this worker has; its message was refused.
+
+        What the message had is sent later, if the codec does that. But once only: what
+        is refused again, such as for its size, would be refused for good.
+        """
         _log.warning(
             "a message of worker %r was refused, which goes on from the center: %s",
             self.name,
             answer.refused,
         )
+        becomes = "forgotten" if self.refusal else "owed"
+        if answer.in_part:
+            becomes = "lost"
         params, state = self._programs.give_in(
-            params, state, answer.params, has_sent=has_sent
+            params, state, message.contribution, answer.params, becomes=becomes
         )
         self._adopted(answer)
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         return params, state
 
     def _taken_back(
@@ -588,10 +628,10 @@ class Worker:
     ) -> LocalState:
         """With what a dropped message had, if the codec sends that later.
 
-        Of one in parts some may have been applied, and nothing may be applied twice.
+        Nothing may be applied twice, and of one in parts some may have been.
         """
-        in_parts = isinstance(answer.version, tuple)
-        if answer.applied or in_parts or self._programs.take_back is None:
+        is_whole = answer.applied or answer.in_part
+        if is_whole or self._programs.take_back is None:
             return state
         return self._programs.take_back(state, message.contribution)
 
@@ -606,8 +646,11 @@ class Worker:
         more = {
             "anchor_version": anchor.version,
             "steps": self._local_steps,
+            "weight": self._weight,
             "reported": dict(self._reported),
         }
+        if self._programs.follows and self._knows_anchor:
+            more["anchor"] = anchor.params
         made = (contribution, measured, codec_state)
         if isinstance(session, ToldSession):
             send = functools.partial(session.exchange_alone, *arguments, **more)
@@ -638,7 +681,7 @@ class Worker:
     def _take_off(self, message: Message, left: Left) -> None:
         """A round begins while a message is in flight."""
         message.left, self._message = left, message
-        self._local_steps = 0
+        self._local_steps, self._weight = 0, None
         message.take_off(self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
@@ -659,7 +702,7 @@ class Worker:
             raise
         answer, left = self._taken(message, answer, params), message.left
         if answer.refused:
-            params, state = self._give_in(params, state, answer, has_sent=True)
+            params, state = self._give_in(params, state, message, answer)
         else:
             state = self._taken_back(state, message, answer)
             params, state = self._programs.land(
@@ -708,8 +751,11 @@ class Worker:
     def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
         """An answer where the parameters are that it is to be adopted by."""
         if self._callbacks:
-            dtype = self.center.rule.codec.answers
-            message.measured["bytes_received"] = trees.nbytes(answer.params, dtype)
+            received = answer.received
+            if received is None:
+                dtype = self.center.rule.codec.answer_dtype
+                received = trees.nbytes(answer.params, dtype)
+            message.measured["bytes_received"] = received
         answer = _placed(answer, params)
         if self._callbacks:
             distance = self._programs.distance(params, answer.params)
@@ -744,13 +790,35 @@ class Worker:
         self.refusal = answer.refused
         self.staleness = answer.staleness
         self.norm = answer.norm
+        self._set_pace(answer.pace)
         self._message = None
+        self._knows_anchor = True
         if message is not None and self._callbacks:
             self._tell(message, answer)
         self._keep_anchor(answer)
 
+    def _set_pace(self, pace: float | None) -> None:
+        if pace is not None:
+            self.pace = pace
+        elif self._follows and self._sent == 2:  # by then a center knows
+            _log.warning(
+                "%r says nothing of how fast worker %r is, as a center of an earlier "
+                "release: its rounds stay at %d local steps",
+                self.center,
+                self.name,
+                self._length(self.exchanges),
+            )
+
+    def _lengths(self, period: Any) -> Callable[[int], int]:
+        """Local steps of the round after so many exchanges."""
+        if isinstance(period, rounds.DynamicPeriod):
+            return lambda exchanges: period(self.pace)
+        return _scheduled(period)
+
     def _begin(self, session: Session, loop: PyTree, anchor: Snapshot) -> None:
-        self._session, self._sent, self._local_steps = session, 0, 0
+        self._session, self._sent = session, 0
+        self._local_steps, self._weight = 0, None
+        self._knows_anchor = True
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 
@@ -816,7 +884,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
     return tuple(given)
 
 
-def _lengths(period: Any) -> Callable[[int], int]:
+def _scheduled(period: Any) -> Callable[[int], int]:
     """Local steps of the round after so many exchanges; each is asked for once."""
     schedule = rounds.as_schedule(period)
 

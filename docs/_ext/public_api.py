@@ -34,7 +34,9 @@ _FIELD = "Alias for field number"
 def public_modules() -> Iterator[ModuleType]:
     """Those with names for users, the package itself first."""
     yield agn_optax
+    yield agn_optax.center_optimizers
     yield agn_optax.codecs
+    yield agn_optax.robust
     for info in pkgutil.iter_modules(agn_optax.__path__):
         if info.name[0] != "_" and info.name not in _NOT_FOR_USERS:
             yield importlib.import_module(f"agn_optax.{info.name}")
@@ -44,7 +46,8 @@ def public_names() -> dict[str, str]:
     """All of them, as the last part of a name: the whole name that is documented."""
     found: dict[str, list[str]] = {}
     for module in public_modules():
-        prefix = module.__name__.replace("agn_optax.rules.codecs", "agn_optax.codecs")
+        # These are also, and shorter, `agn_optax.codecs` and the like.
+        prefix = re.sub(r"rules\.(?=center_|codecs|robust)", "", module.__name__)
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, ModuleType) or name == "__version__":

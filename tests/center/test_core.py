@@ -121,7 +121,7 @@ class Exchanges(RuleBasedStateMachine):
         )
         self.core.observer = self.observe
 
-    def observe(self, contribution):
+    def observe(self, contribution, claim):
         number = int(contribution[0])
         assert number not in self.applied
         assert number not in self.dropped

@@ -376,7 +376,7 @@ class Commands(RuleBasedStateMachine):
         if fails:
             self.ledger.refuse(batch)
         else:
-            self.ledger.settle(batch)
+            self.ledger.settle(batch, self.now)
             self.version += moves
         return True
 
@@ -510,7 +510,7 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
         send(made, "a")
     waiting = made.take(0.0) if state is State.ANSWERED else None
     if state is State.ANSWERED:
-        made.settle(waiting)
+        made.settle(waiting, 0.0)
     elif state is State.GONE:
         made.leave("a", "1")
     member = made.find("a")
@@ -522,7 +522,7 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
         "repeat": lambda: made.submit(
             "a", "1", last + (state is State.WAITING), 0, 0.0
         ),
-        "settle": lambda: made.settle(made.take(0.0)),
+        "settle": lambda: made.settle(made.take(0.0), 0.0),
         "refuse": lambda: made.refuse(made.take(0.0)),
         "acknowledge": lambda: made.acknowledge("a", "1", last),
         "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
@@ -571,7 +571,7 @@ def take(made, now=0.0):
     batch = made.take(now)
     if batch is None:
         return ""
-    made.settle(batch)
+    made.settle(batch, 0.0)
     return "".join(e.worker for e in batch.entries) + "!" * (not batch.applies)
 
 
@@ -712,7 +712,7 @@ def test_a_late_message_is_used_in_the_next_round(late, weights):
     batch = made.take(0.0)
     assert batch.weights == weights
     assert batch.staleness == (0, 2)
-    made.settle(batch)
+    made.settle(batch, 0.0)
     send(made, "b")
     send(made, "a")
     assert made.take(0.0).weights == (1.0, 1.0)  # not late any more
@@ -740,7 +740,7 @@ def test_an_anchor_before_the_own_message_is_not_late(late):
         batch = made.take(0.0)
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
-        made.settle(batch)
+        made.settle(batch, 0.0)
 
 
 @pytest.mark.parametrize("late", ["weighted", "drop"])
@@ -996,7 +996,7 @@ def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
             sequence = made.find(worker).sequence + 1
             made.submit(worker, "1", sequence, made.version, 0.0)
             while (batch := made.take(0.0)) is not None:
-                made.settle(batch)
+                made.settle(batch, 0.0)
             made.deadline()
             made.memory([worker])
             made.acknowledge(worker, "1", sequence)

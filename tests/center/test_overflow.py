@@ -1,5 +1,6 @@
 """A finite message that would make a center infinite is refused; nothing moves."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -108,6 +109,17 @@ def test_a_center_stays_where_its_answers_can_hold_it(name):
         agn_optax.LocalCenter(rule, times(7e4))
 
 
+def test_a_center_goes_no_further_at_a_time_than_differences_hold():
+    codec = agn_optax.codecs.two_way(
+        agn_optax.codecs.identity(), agn_optax.codecs.cast("float16")
+    )
+    center = agn_optax.LocalCenter(shared.downpour(codec=codec), times(1e5))
+    takes(center, -6e4)
+    takes(center, -6e4)
+    refuses(center, -7e4)
+    takes(center, 1.0)
+
+
 def test_a_center_that_is_not_finite_already_takes_messages():
     """So that one number that its chief began with does not stop all training."""
     params = times(1.0)
@@ -175,3 +187,38 @@ def test_the_growth_of_others_is_not(name):
 def test_the_growth_of_a_message_made_of_the_center_is_not():
     rule = dataclasses.replace(shared.easgd(0.5), center=shared.sgd(0.5))
     assert growth(rule, ONES) is None
+
+
+@pytest.mark.parametrize("codec", ["cast", "feedback", "two_way"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_float16_that_would_overflow_is_refused_by_all(codec, shards):
+    """A leaf that has no room there, in one shard of two, say: none of it is taken."""
+    narrow = agn_optax.codecs.cast("float16")
+    made = {
+        "cast": narrow,
+        "feedback": agn_optax.codecs.error_feedback(narrow),
+        "two_way": agn_optax.codecs.two_way(narrow, narrow),
+    }[codec]
+    rule = shared.downpour(codec=made)
+    with contextlib.ExitStack() as stack:
+        served = [stack.enter_context(service.serve(rule)) for _ in range(shards)]
+        center = service.connect([each.address for each in served], rule)
+        stack.callback(center.close)
+        center.initialize(times(0.0), worker="")
+        worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
+        loop = worker.start()
+        for size, is_refused in ((7e4, True), (1.0, False), (-7e4, True), (2.0, False)):
+            before = center.pull()
+            grads = {**times(1.0), "a": ONES["a"] * np.float32(size)}
+            updates, state = worker.tx.update(grads, loop[1], loop[0])
+            loop = worker.exchange(optax.apply_updates(loop[0], updates), state)
+            assert bool(worker.refusal) == is_refused
+            if is_refused:
+                assert_identical(center.pull(), before)
+                assert_identical(loop[0], before.params)
+        for leaf in jax.tree.leaves((loop, center.pull().params)):
+            assert np.isfinite(np.asarray(leaf, np.float64)).all()
+        total = {"a": -3.0 * ONES["a"], "b": -2.0 * ONES["b"]}
+        if codec == "feedback":  # of the finite leaves, nothing is lost
+            total["b"] = -4.0 * ONES["b"]
+        assert_identical(center.pull().params, total)

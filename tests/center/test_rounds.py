@@ -117,7 +117,7 @@ def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone)
         assert len(batch.entries) == len(sent)
         messages = [np.ones(1, np.float32)] * len(sent)
         kept.apply(messages, batch.staleness, batch.weights)
-        ledger.settle(batch)
+        ledger.settle(batch, 0.0)
         return before - float(kept.current.params[0])
 
     for worker in ("fast", "slow"):

@@ -8,15 +8,15 @@ import shared
 from support import assert_identical
 
 import agn_optax
-from agn_optax import errors
+from agn_optax import codecs, errors
 from agn_optax.center import BoundedStaleness, ShardedCenter, Synchronous
 
 PARAMS = {"a": jnp.zeros((6, 2)), "b": jnp.zeros(5), "c": jnp.zeros(())}
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-def shards(count=2, params=PARAMS, **settings):
-    rule = shared.downpour()
+def shards(count=2, params=PARAMS, codec=None, **settings):
+    rule = shared.downpour(codec=codec)
     made = ShardedCenter(
         [agn_optax.LocalCenter(rule, **settings) for _ in range(count)]
     )
@@ -62,6 +62,26 @@ def test_a_message_is_applied_if_all_its_parts_are(shard):
     assert not answer.applied
     assert answer.version == (2, 2)
     assert session.exchange(3, ONES, anchor_version=answer.version).applied
+
+
+@pytest.mark.parametrize("late", [(0,), (1,), (0, 1)])
+def test_what_all_shards_have_dropped_is_owed_again(late):
+    """Where one has applied its part, nothing is: it could be applied twice."""
+    codec = codecs.error_feedback(codecs.quantize(2))
+    center = shards(codec=codec, mode=BoundedStaleness(versions=0))
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=1)
+    params, state = worker.start()
+    for shard in late:
+        part = center.cut(ONES)[shard]
+        sent, _ = codec.encode(part, codec.init(part))
+        center.centers[shard].join("somebody").exchange(1, sent, anchor_version=0)
+    moved = jax.tree.map(lambda x: x - 0.375, {**params, "b": params["b"] - 0.625})
+    params, state = worker.exchange(moved, state)
+    assert worker.dropped == 1
+    for name, contributed, sent in (("a", 0.375, 0.5), ("b", 1.0, 1.0)):
+        owed = contributed if len(late) == 2 else contributed - sent
+        residual = np.asarray(state.codec_state.residual[name])
+        np.testing.assert_array_equal(residual, np.full_like(residual, owed))
 
 
 @pytest.mark.parametrize("where", ["submit", "collect", "acknowledge"])

@@ -55,6 +55,28 @@ def test_a_worker_and_its_center_go_on_bit_for_bit(saved):
     assert (again.exchanges, other.version) == (worker.exchanges, center.version)
 
 
+def test_a_public_center_goes_on_bit_for_bit(tmp_path):
+    codec = agn_optax.codecs.two_way(
+        agn_optax.codecs.identity(), agn_optax.codecs.quantize(2)
+    )
+    rule = shared.agn(shared.adam(0.05), codec=codec)
+    center, other = (agn_optax.LocalCenter(rule) for _ in range(2))
+    worker, again = (a_worker(c, period=1) for c in (center, other))
+    feeds = support.feeds(support.tree(), 6)
+    first, rest = (jax.tree.map(lambda x, i=i: x[i::2], feeds) for i in range(2))
+    loop = train(worker, *worker.start(support.tree(), chief=True), first)
+    checkpoint.save(tmp_path / "saved", worker=(worker, *loop), center=center)
+    there = checkpoint.load(
+        tmp_path / "saved", like=support.tree(), worker=again, center=other
+    )
+    support.assert_identical(
+        (train(again, *there["worker"], rest), other.save()),
+        (train(worker, *loop, rest), center.save()),
+    )
+    with pytest.raises(AssertionError):
+        support.assert_identical(other.pull().params, other.pull(public=True).params)
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_orbax_alone_reads_it(saved):
     """The names are a contract: of checkpoints that exist already."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import inspect
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import sessions
 from commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
-from agn_optax import errors, rules, service
+from agn_optax import codecs, errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
 from agn_optax.center.durability import _writer
 from agn_optax.cli import _center_options, _rules
@@ -39,6 +40,18 @@ def address(tmp_path):
         ({"rule": "downpour"}, rules.downpour()),
         ({"rule": "easgd", "moving_rate": 0.3, "rho": 0.5}, rules.easgd(0.3, rho=0.5)),
         ({"rule": "diloco"}, rules.diloco()),
+        (
+            {"rule": "diloco", "codec": "int4", "answers": "int8"},
+            rules.diloco(
+                codec=codecs.two_way(
+                    codecs.error_feedback(codecs.quantize(4)), codecs.quantize(8)
+                )
+            ),
+        ),
+        (
+            {"rule": "downpour", "answers": "bfloat16"},
+            rules.downpour(codec=codecs.two_way(codecs.identity(), "bfloat16")),
+        ),
         (
             {"rule": "diloco", "center_optimizer": "sgd", "learning_rate": 0.5},
             rules.diloco(optax.sgd(0.5)),
@@ -71,17 +84,17 @@ def test_rules_by_name(options, rule):
     _fingerprint.compare(_fingerprint.fingerprint(made), rule, "here")
 
 
-@pytest.mark.parametrize("name", rules.OPTIMIZERS)
+@pytest.mark.parametrize("name", rules.CENTER_OPTIMIZERS)
 def test_every_center_optimizer_takes_its_options(name):
     options = RuleOptions(rule="agn", center_optimizer=name)
-    factory = getattr(optax, name)
-    every = {
-        option: True if option == "nesterov" else 0.5
-        for option in _named.known(factory)
-    }
+    known = _named.known(rules.CENTER_OPTIMIZERS[name])
+    others = {"nesterov": True, "delay": 2, "messages": 2}
+    every = {option: others.get(option, 0.5) for option in known}
     assert _rules.make(dataclasses.replace(options, **every)).name == "agn"
-    with pytest.raises(errors.InvalidArgumentError, match="needs --learning-rate"):
-        _rules.make(options)
+    needed = [option for option in known if known[option].default is inspect._empty]
+    for option in needed:
+        with pytest.raises(errors.InvalidArgumentError, match=f"needs --{option[:5]}"):
+            _rules.make(dataclasses.replace(options, **{**every, option: None}))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,7 @@ def test_every_center_optimizer_takes_its_options(name):
         ({"rule": "diloco", "learning_rate": 0.1}, "-rate needs --center-optimizer"),
         (
             {"rule": "agn", "center_optimizer": "adma", "learning_rate": 0.1},
-            "--center-optimizer must be one of .*, yogi, got 'adma'",
+            "--center-optimizer must be one of .*, yogi, .*, got 'adma'",
         ),
         (
             {"rule": "agn", "center_optimizer": "sgd", "learning_rate": 1.0, "b2": 0.1},
@@ -119,6 +132,10 @@ def test_every_center_optimizer_takes_its_options(name):
         (
             {"rule_from": "m:rule", "learning_rate": 0.1},
             "--learning-rate does not go with --rule-from",
+        ),
+        (
+            {"rule": "average", "answers": "low_rank"},
+            "--answers must be one of bfloat16",
         ),
         ({"rule_from": "m"}, "--rule-from must be \"module:object\", got 'm'"),
         ({"rule_from": "not_there:rule"}, "No module named 'not_there'"),
@@ -171,7 +188,7 @@ def test_modes(options, mode):
 
 def test_refusals():
     own = {"nonfinite": False, "norm": 3.0, "times_median": 9.0, "element": 2.0}
-    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7}
+    own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
     assert _center_options.settings(options)["refuse"] == Refuse(**own)

@@ -7,6 +7,7 @@ exact, whatever the program, and numbers can be compared bit for bit.
 import concurrent.futures
 import dataclasses
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -258,8 +259,17 @@ def observed(codec):
             "sent": jax.tree.map(jnp.add, state["sent"], sent),
         }
 
+    def returned(message, state):
+        back = codec.decode(message, state["sent"])
+        sent = jax.tree.map(jnp.subtract, state["sent"], back)
+        return {**state, "own": codec.returned(message, state["own"]), "sent": sent}
+
     return dataclasses.replace(
-        codec, init=init, encode=encode, name=f"observed({codec})"
+        codec,
+        init=init,
+        encode=encode,
+        name=f"observed({codec})",
+        returned=codec.returned and returned,
     )
 
 
@@ -275,7 +285,12 @@ CODECS = {
     "sign": lambda: codecs.error_feedback(codecs.sign(block=4)),
     "stochastic": lambda: codecs.quantize(4, block=5, rounding="stochastic"),
     "low_rank": lambda: codecs.error_feedback(codecs.low_rank(1)),
+    "two_way": lambda: two_way(codecs.quantize(4, block=5)),
 }
+
+
+def two_way(answers):
+    return codecs.two_way(codecs.error_feedback(codecs.quantize(4, block=5)), answers)
 
 
 OBSERVED = {
@@ -284,6 +299,7 @@ OBSERVED = {
     "error_feedback": shared.downpour,
     "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
     "top_k": shared.downpour,
+    "two_way": functools.partial(shared.diloco, shared.sgd(0.5, momentum=0.5)),
 }
 
 
@@ -370,6 +386,66 @@ def test_13_of_numbers_of_any_size(codec, dtype):
         )
 
 
+ANSWERS = {
+    "easgd": lambda: codecs.quantize(8, block=3),
+    "agn": lambda: codecs.chain_codecs(codecs.top_k(2, block=5), codecs.quantize(4)),
+    "agn_window": lambda: codecs.random_k(3, block=8),
+}
+
+
+@pytest.mark.parametrize("rule", ANSWERS)
+def test_12_a_public_center_is_the_same_in_every_placement(rule):
+    """Also where a worker adopts the one before, or where nobody reads the anchor."""
+    rule = RULES[rule](codec=two_way(ANSWERS[rule]()))
+    for group in ([drop_in, split, scanned, embedded], [over_vmap, synchronous]):
+        first, *others = [place(rule, PARAMS, GRADS) for place in group]
+        params, _, center = jax.tree.map(np.asarray, first)
+        for other in others:
+            assert_identical(jax.tree.map(np.asarray, other), first)
+        assert any(
+            map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, params, center)))
+        )
+
+
+def test_11_answers_that_lose_nothing_change_nothing():
+    for place in (drop_in, embedded, over_vmap):
+        rule = shared.downpour(codec=codecs.two_way(codecs.identity(), as_bytes()))
+        params, _, center = place(rule, PARAMS, GRADS)
+        plain = place(shared.downpour(), PARAMS, GRADS)
+        assert_identical(
+            jax.tree.map(np.asarray, (params, center)), (plain[0], plain[2])
+        )
+
+
+def test_what_an_answer_lost_is_in_the_next_one():
+    rule = shared.downpour(
+        codec=codecs.two_way(codecs.identity(), codecs.top_k(1, block=4))
+    )
+    center = agn_optax.LocalCenter(rule, jnp.zeros(4))
+    sent, nothing = -jnp.array([1.0, 4.0, 2.0, 3.0]), jnp.zeros(4)
+    adopted = [
+        exchange(center, each, anchor_version=0, worker="w").params
+        for each in (sent, nothing, nothing, nothing)
+    ]
+    np.testing.assert_array_equal(
+        adopted, [[0, 4, 0, 0], [0, 4, 0, 3], [0, 4, 2, 3], [1, 4, 2, 3]]
+    )
+    np.testing.assert_array_equal(center.pull().params, -sent)
+    np.testing.assert_array_equal(center.pull(public=True).params, -sent)
+
+
+def test_a_newcomer_starts_from_the_public_center():
+    rule = shared.downpour(codec=two_way(codecs.quantize(2)))
+    center = agn_optax.LocalCenter(rule, PARAMS)
+    worker = agn_optax.Worker(center, INNER, period=PERIOD)
+    params, _ = train_worker(worker, worker.start(), of_worker(GRADS, 0))
+    newcomer, _ = agn_optax.Worker(center, INNER, period=PERIOD).start()
+    assert_identical(newcomer, params)
+    assert_identical(newcomer, center.pull(public=True).params)
+    with pytest.raises(AssertionError):
+        assert_identical(newcomer, center.pull().params)
+
+
 @pytest.mark.parametrize("place", [drop_in, split, embedded])
 @pytest.mark.parametrize("codec", CODECS)
 def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
@@ -383,8 +459,10 @@ def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
 
 @pytest.mark.parametrize("stop", [2, 3])  # at the end of a round, and within one
 @pytest.mark.parametrize("overlap", [False, True])
-def test_9_a_residual_survives_a_restart(stop, overlap):
-    rule = shared.agn(shared.sgd(0.5), codec=CODECS["error_feedback"]())
+@pytest.mark.parametrize("codec", ["error_feedback", "two_way"])
+def test_9_a_residual_survives_a_restart(stop, overlap, codec):
+    """And so does the public center."""
+    rule = shared.agn(shared.sgd(0.5), codec=CODECS[codec]())
     grads = of_worker(GRADS, 0)
     settings = {"period": PERIOD, "overlap": overlap, "patience": 1}
 
@@ -408,16 +486,20 @@ def test_9_a_residual_survives_a_restart(stop, overlap):
     assert_identical((worker.flush(*loop), center.save()), expected)
 
 
-def test_a_journal_repeats_what_was_sent(tmp_path):
-    rule = shared.downpour(codec=CODECS["error_feedback"]())
-    center = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path))
+@pytest.mark.parametrize("codec", ["error_feedback", "two_way"])
+def test_a_journal_repeats_what_was_sent(codec, tmp_path):
+    rule = shared.downpour(codec=CODECS[codec]())
+    center = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path / "a"))
     worker = agn_optax.Worker(center, INNER, period=PERIOD)
     train_worker(worker, worker.start(), of_worker(GRADS, 0))
-    expected = center.pull()
+    expected = center.save()
+    shutil.copytree(tmp_path / "a", tmp_path / "killed")
     center.close()
-    again = agn_optax.LocalCenter(rule, PARAMS, durability=Journal(tmp_path))
-    assert_identical(again.pull(), expected)
-    again.close()
+    for name in ("a", "killed"):  # from its last snapshot, and from its journal
+        kept = Journal(tmp_path / name)
+        again = agn_optax.LocalCenter(rule, PARAMS, durability=kept)
+        assert_identical(again.save(), expected)
+        again.close()
 
 
 class Unreachable(agn_optax.LocalCenter):
@@ -461,16 +543,69 @@ def test_a_message_that_is_repeated_is_encoded_once():
     assert_identical((loop[1].codec_state, center.pull().params), (state, expected))
 
 
-def test_a_refused_message_leaves_the_residual_as_it_was():
+overlaps = pytest.mark.parametrize("overlap", [False, True])
+
+
+def a_worker(center, overlap):
+    return agn_optax.Worker(
+        center, INNER, period=PERIOD, name="anna", overlap=overlap, patience=1
+    )
+
+
+@overlaps
+def test_a_message_that_is_not_finite_leaves_the_residual_as_it_was(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     center = agn_optax.LocalCenter(rule, PARAMS)
-    worker = agn_optax.Worker(center, INNER, period=PERIOD)
+    worker = a_worker(center, overlap)
     loop = train_worker(worker, worker.start(), of_worker(GRADS, 0))
+    loop = worker.flush(*loop)
     before = jax.tree.map(np.array, loop[1].codec_state)
+    assert any(np.any(e) for e in jax.tree.leaves(before.residual))
     bad = jax.tree.map(lambda g: g * np.float32("nan"), of_worker(GRADS, 0))
-    loop = train_worker(worker, loop, bad)
-    assert worker.refused > 0
+    loop = worker.flush(*train_worker(worker, loop, bad))
+    assert worker.refused > 1
     assert_identical(jax.tree.map(np.asarray, loop[1].codec_state), before)
+
+
+@overlaps
+def test_13_a_refused_message_gives_back_what_it_had(overlap):
+    """Of one that came late, say, of which nothing is wrong; and it is sent later."""
+    rule = observed_rule("error_feedback")
+    refuse = agn_optax.center.Refuse(staleness=0)
+    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    worker = a_worker(center, overlap)
+    loop = worker.start()
+    for i in range(3):
+        if i == 1:
+            other = agn_optax.Worker(center, INNER, period=1)
+            train_worker(other, other.start(), jax.tree.map(jnp.zeros_like, first(1)))
+        loop = worker.flush(*train_worker(worker, loop, first(PERIOD + overlap, 2 * i)))
+    assert (worker.refused, worker.dropped) == (1, 0)
+    state = double(loop[1].codec_state)
+    residual, sent = state["own"].residual, state["sent"]
+    assert_identical(jax.tree.map(np.add, sent, residual), state["contributed"])
+    expected = jax.tree.map(np.subtract, double(PARAMS), sent)
+    assert_identical(double(center.pull().params), expected)
+
+
+def first(count, begin=0):
+    """Gradients of a worker's steps."""
+    return jax.tree.map(lambda g: g[begin : begin + count, 0], GRADS)
+
+
+@overlaps
+def test_what_is_refused_twice_is_forgotten(overlap):
+    rule = shared.downpour(codec=CODECS["error_feedback"]())
+    refuse = agn_optax.center.Refuse(norm=1000.0)
+    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    worker = a_worker(center, overlap)
+    loop, norms = worker.start(), []
+    for i in range(4):
+        grads = jax.tree.map(lambda g, i=i: g * 2.0 ** (12 * (i == 1)), first(PERIOD))
+        loop = worker.flush(*train_worker(worker, loop, grads))
+        norms.append(float(worker.norm))
+    assert worker.refused == 2
+    assert max(norms[0], norms[3]) < 100 < min(norms[1], norms[2])
 
 
 @pytest.mark.parametrize("rule", ["agn_window", "easgd"])
@@ -513,6 +648,22 @@ def test_a_packed_center_gives_the_same_numbers(codec):
         (lambda: codecs.quantize(block=0), "block must be a positive int, got 0"),
         (lambda: codecs.cast("int8"), "dtype must be a floating dtype, got int8"),
         (lambda: codecs.cast(None), "dtype must be a floating dtype, got None"),
+        (lambda: two_way(codecs.error_feedback(codecs.sign())), "without error_feedba"),
+        (lambda: two_way(codecs.low_rank(2)), "alike only to the last place"),
+        (lambda: two_way(two_way(codecs.sign())), "give the codec without error_fee"),
+        (lambda: two_way(codecs.two_way(codecs.sign(), codecs.sign())), "no answers"),
+        (lambda: two_way("int8"), "must be a floating dtype, got int8"),
+        (lambda: two_way(8), "must be a floating dtype or None, got 8"),
+        (lambda: codecs.two_way("int8", codecs.sign()), "codec must be one of"),
+        (
+            lambda: agn_optax.phases(
+                INNER,
+                shared.downpour(codec=two_way(codecs.sign())),
+                axis_name="workers",
+                placement=agn_optax.Placement(shard_axis="workers"),
+            ),
+            "answers in differences, which are taken where the center is whole",
+        ),
     ],
 )
 def test_bad_input(call, message):
@@ -544,3 +695,7 @@ def test_rules_of_other_codecs_are_other_rules():
     assert said == "its codec is 'quantize(8, block=4096)', and here it is 'identity'"
     named = dataclasses.replace(codecs.quantize(4), name=codecs.quantize().name)
     assert "encoding" in rules.difference(print_, shared.downpour(codec=named))
+    both = [codecs.two_way(codecs.sign(), codecs.quantize(b)) for b in (4, 8)]
+    print_ = rules.fingerprint(shared.downpour(codec=both[0]))
+    named = dataclasses.replace(both[1], name=both[0].name)
+    assert "answers" in rules.difference(print_, shared.downpour(codec=named))

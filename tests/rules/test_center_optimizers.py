@@ -1,16 +1,55 @@
 """Center optimizers for messages that come one by one."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_identical
+import shared
+from support import assert_identical, tree
 
 import agn_optax
+from agn_optax import center_optimizers as outer
 from agn_optax import errors, rules
+from agn_optax.center._store import Store
+from agn_optax.round import elementwise
+
+RANDOM = np.random.default_rng(0)
+GRADS = [jnp.asarray(RANDOM.normal(size=3), jnp.float32) for _ in range(12)]
+ABOUT = {"staleness": 1, "steps": 2, "weight": 3.0}
+
+# A new one is a line here. In shards, and packed, are those that look at no whole leaf.
+ALL = {
+    "delayed_nesterov": lambda: outer.delayed_nesterov(0.7, 0.9, delay=2),
+    "momentum_lookahead": lambda: outer.momentum_lookahead(0.7, 0.9),
+    "heloco": lambda: outer.heloco(0.7, 0.9, messages=2),
+    "ordered_momentum": lambda: outer.ordered_momentum(0.7, 0.9, messages=2),
+    "buffered": lambda: outer.buffered(shared.adam(0.1), 2),
+    "buffered radial": lambda: outer.buffered(shared.sgd(0.1), 2, combine="radial"),
+    "restart_momentum": lambda: outer.restart_momentum(shared.adam(0.1), 2),
+    "primal_averaging": lambda: outer.primal_averaging(shared.adam(0.1)),
+    "scale_by_drift": lambda: optax.chain(
+        outer.scale_by_drift(0.1, history=2), shared.sgd(0.5)
+    ),
+    "scale_by_weight": lambda: optax.chain(
+        agn_optax.scale_by_weight(), shared.sgd(0.5)
+    ),
+    "scale_by_steps": lambda: optax.chain(
+        agn_optax.scale_by_steps(4.0, exponent=0.5), shared.sgd(0.5)
+    ),
+    "scale_by_turnaround": lambda: optax.chain(
+        agn_optax.scale_by_turnaround(4), shared.sgd(0.5)
+    ),
+}
+ACROSS = ("heloco", "buffered radial", "scale_by_drift")  # leaves, or versions
+
+
+@functools.cache
+def rule_of(name):
+    return rules.diloco(ALL[name]())
 
 
 def trained(tx, grads, params=None, **extra):
@@ -22,8 +61,90 @@ def trained(tx, grads, params=None, **extra):
     return params, state
 
 
-RANDOM = np.random.default_rng(0)
-GRADS = [jnp.asarray(RANDOM.normal(size=3), jnp.float32) for _ in range(12)]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_types_stay_also_where_promotion_is_strict(name, dtype):
+    """Of nested, scalar, empty and absent leaves; unknown arguments are ignored."""
+    tx, params = ALL[name](), tree(dtype)
+
+    @jax.jit
+    def run(params):
+        def body(carry, message):
+            params, state = carry
+            updates, state = tx.update(message, state, params, unknown=1, **ABOUT)
+            return (optax.apply_updates(params, updates), state), updates
+
+        messages = jax.tree.map(lambda x: jnp.stack([x, x, -x]), params)
+        return jax.lax.scan(body, (params, tx.init(params)), messages)
+
+    with jax.numpy_dtype_promotion("strict"):
+        (moved, state), updates = run(params)
+    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(
+        jnp.result_type, params
+    )
+    for leaf in jax.tree.leaves((moved, state)):
+        assert jnp.isfinite(leaf).all()
+    with pytest.raises(AssertionError):
+        assert_identical(moved, params)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_frozen_leaves_have_no_state(name):
+    tx = optax.masked(ALL[name](), {"a": True, "b": False})
+    params = {"a": jnp.ones(2), "b": jnp.ones(5)}
+    updates, state = tx.update(params, tx.init(params), params, **ABOUT)
+    assert_identical(updates["b"], params["b"])
+    assert not any(leaf.shape[-1:] == (5,) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_center_goes_on_as_if_it_had_never_stopped(name):
+    messages = [{"w": g, "b": g[:2]} for g in GRADS[:5]]
+
+    def sent(center, numbers):
+        session = center.join("worker-0")
+        for sequence, i in enumerate(numbers, start=1):
+            session.exchange(
+                sequence, messages[i], anchor_version=max(center.version - 1, 0)
+            )
+        session.leave()
+        return center.save()
+
+    first = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    whole = sent(agn_optax.LocalCenter(rule_of(name), first), range(5))
+    half = sent(agn_optax.LocalCenter(rule_of(name), first), range(3))
+    again = agn_optax.LocalCenter.restore(rule_of(name), half)
+    assert_identical(sent(again, range(3, 5)), whole)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
+    params = {"a": RANDOM.normal(size=(25, 20)), "b": RANDOM.normal(size=70)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    both = [Store(rule_of(name), params, packs=packs) for packs in (False, True)]
+    assert (both[1].packing is None) == (name in ACROSS)
+    for late in (0, 1, 2, 0):
+        message = jax.tree.map(
+            lambda x: np.asarray(RANDOM.normal(size=x.shape), np.float32), params
+        )
+        for store in both:
+            store.apply([store.place(message)], [late])
+    assert_identical(*(jax.tree.map(np.asarray, store.save()) for store in both))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_in_shards_or_refused_by_name(name):
+    whole = {"a": jnp.ones((4, 3)), "b": jnp.ones(6)}
+    parts = [
+        {"a": jnp.ones((2, 3)), "b": None},
+        {"a": jnp.ones((2, 3)), "b": jnp.ones(6)},
+    ]
+    if name not in ACROSS:
+        elementwise.check(rule_of(name), whole, parts)
+        return
+    with pytest.raises(errors.InvalidArgumentError, match="in shards") as refused:
+        elementwise.check(rule_of(name), whole, parts)
+    assert name.split()[0].removeprefix("scale_by_") in str(refused.value)
 
 
 def test_without_delay_it_is_nesterov():
@@ -51,28 +172,36 @@ def test_n_messages_act_as_their_mean_in_one_step(spread):
     assert not state.buffer.any()
 
 
-def test_it_stands_messages_one_by_one_where_momentum_does_not():
-    """Four workers' messages of one quadratic: ordinary momentum overshoots, it not."""
+def test_they_stand_messages_one_by_one_where_momentum_does_not():
+    """Four workers' messages of one quadratic: ordinary momentum overshoots."""
 
     def distance(tx, rounds=60):
+        tx = optax.with_extra_args_support(tx)
+
         @jax.jit
-        def one(x, state, stale):
-            updates, state = tx.update(stale, state, x)
+        def one(x, state, stale, late):
+            updates, state = tx.update(stale, state, x, staleness=late)
             return optax.apply_updates(x, updates), state
 
         x = jnp.ones(1)
         state, worst = tx.init(x), 0.0
         for _ in range(rounds):
             stale = x  # all four have read the same center
-            for _ in range(4):
-                x, state = one(x, state, 0.4 * stale)
+            for late in range(4):
+                x, state = one(x, state, 0.4 * stale, late)
             worst = max(worst, abs(float(x[0])))
         return worst, abs(float(x[0]))
 
     plain = distance(optax.sgd(0.7, 0.9, nesterov=True))
-    delayed = distance(agn_optax.delayed_nesterov(0.7, 0.9, delay=4))
-    assert delayed[1] < 1e-2
-    assert delayed[0] < 1.0 < plain[0]
+    assert plain[0] > 1.0
+    for tx in (
+        outer.delayed_nesterov(0.7, 0.9, delay=4),
+        outer.ordered_momentum(0.7, 0.9, messages=4),
+        outer.heloco(0.7, 0.9, messages=4),
+    ):
+        worst, last = distance(tx)
+        assert last < 1e-2
+        assert worst < 1.0
 
 
 def test_it_runs_a_center():
@@ -120,9 +249,434 @@ def test_buffered_aggregation_is_optax_multi_steps():
     assert seen == [0.0, -1.5, -1.5, -5.0]
 
 
+def test_the_point_ahead_is_the_center_and_the_base_is_evaluated():
+    """What the equations say, with the base point and momentum kept apart."""
+    rate, mu = 0.5, 0.75
+    tx = outer.momentum_lookahead(rate, mu)
+    center = base = np.ones(3, np.float32)
+    m, state = np.zeros(3, np.float32), tx.init(jnp.ones(3))
+    for g in map(np.asarray, GRADS):
+        updates, state = tx.update(g, state)
+        center = center + updates
+        m = mu * m + (1 - mu) * g
+        base = base - rate * (g + mu * m)
+        np.testing.assert_allclose(center, base - rate * mu * m, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            outer.evaluated(state, center), base, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_ahead_of_plain_momentum_is_nesterov_of_optax():
+    """As `momentum_lookahead` says of a base point that moves by momentum alone."""
+    rate, mu = 0.5, 0.75
+    base, m = np.zeros(3), np.zeros(3)
+    for g in map(np.asarray, GRADS):
+        m = mu * m + (1 - mu) * g
+        base = base - rate * m
+    nesterov, _ = trained(optax.sgd(rate * (1 - mu), mu, nesterov=True), GRADS)
+    np.testing.assert_allclose(nesterov, base - rate * mu * m, rtol=1e-4)
+
+
+def corrected(message, momentum, **settings):
+    """What HeLoCo makes of a message, read off its momentum."""
+    tx = outer.heloco(1.0, 0.5, **settings)
+    message, momentum = jnp.asarray(message), jnp.asarray(momentum)
+    state = tx.init(momentum)._replace(momentum=momentum)
+    _, after = tx.update(message, state)
+    return np.asarray((after.momentum - 0.5 * momentum) / 0.5)
+
+
+def cosine(a, b):
+    return float(np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_heloco_corrects_by_the_angle_to_momentum():
+    along, across = np.array([1.0, 0.0], np.float32), np.array([0.1, 1.0], np.float32)
+    against = np.array([-1.0, 1.0], np.float32)
+    assert_identical(corrected(along, 2 * along), along)
+    # At right angles: turned towards momentum, as long as it was.
+    turned = corrected(across, along)
+    assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(across), rel=1e-6)
+    assert cosine(turned, along) > cosine(across, along) + 0.1
+    # Against it: a part of that is gone, at most a half; what is across stays.
+    shrunk = corrected(against, along)
+    assert shrunk[1] == against[1]
+    r, q = -(0.5**0.5), 2**0.5 / (2**0.5 + 3)
+    assert shrunk[0] == pytest.approx(-1 + 0.5 * -r * q)
+    assert corrected(against, along, shrinks=100.0)[0] == pytest.approx(-0.5)
+    # Small beside momentum, or without any, it stays nearly what it is.
+    assert cosine(corrected(against, 1e4 * along), against) > 1 - 1e-6
+    assert_identical(corrected(against, 0 * along), against)
+    np.testing.assert_allclose(corrected(along, along, messages=4), along / 2)
+
+
+def test_heloco_that_keeps_all_is_momentum_lookahead():
+    ours = trained(outer.heloco(0.5, 0.9, keeps=-1.0), GRADS)
+    assert_identical(ours, trained(outer.momentum_lookahead(0.5, 0.9), GRADS))
+
+
+def test_ordered_momentum_of_one_worker_is_momentum():
+    ours, _ = trained(outer.ordered_momentum(0.5, 0.75, messages=1), GRADS, staleness=0)
+    theirs, _ = trained(optax.sgd(0.5, 0.75), GRADS)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [3, 2, 1, 0, 4, 5, 6, 7],
+        [0, 4, 5, 1, 2, 6, 7, 3],  # one worker is five messages late
+    ],
+)
+def test_the_order_in_which_messages_come_does_not_matter(arrivals):
+    """Two rounds of four messages: what they make of the center is known.
+
+    Messages 0 to 3 were begun at version 0, and 4 to 7 at versions 1 to 4.
+    """
+    rate, beta = 0.5, 0.75
+    tx = outer.ordered_momentum(rate, beta, messages=4)
+    begun = [0, 0, 0, 0, 1, 2, 3, 4]
+    params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    for version, message in enumerate(arrivals):
+        late = version - begun[message]
+        updates, state = tx.update(GRADS[message], state, params, staleness=late)
+        params = optax.apply_updates(params, updates)
+    first, second = (np.mean(GRADS[i : i + 4], axis=0) for i in (0, 4))
+    u = beta * first + second
+    # The third round has begun as well, with momentum alone.
+    center = -rate * (first + u + beta * u)
+    np.testing.assert_allclose(params, center, rtol=1e-4)
+    np.testing.assert_allclose(state.momentum, beta * u, rtol=1e-4)
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.5, 0.9), optax.adam(0.1)])
+def test_buffered_is_the_optimizer_of_means(inner):
+    alone, _ = trained(outer.buffered(inner, 1), GRADS)
+    np.testing.assert_allclose(alone, trained(inner, GRADS)[0], rtol=1e-6)
+    ours, state = trained(outer.buffered(inner, 4), GRADS)
+    means = [sum(GRADS[i : i + 4]) / 4 for i in range(0, 12, 4)]
+    wanted, _ = trained(inner, means)
+    np.testing.assert_allclose(ours, wanted, rtol=1e-5)
+    assert not state.buffer.any()
+    waiting, state = trained(outer.buffered(inner, 4), GRADS[:3])
+    assert not waiting.any()
+    assert int(state.held) == 3
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_buffered_it_is_a_round(size):
+    """Workers that begin at one version: their round, or one after the other."""
+    sgd, params = optax.sgd(0.3, momentum=0.9), jnp.ones(500)
+    rounds = Store(rules.diloco(sgd), params)
+    one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
+    for _ in range(3):
+        messages = [
+            np.asarray(RANDOM.normal(size=500), np.float32) for _ in range(size)
+        ]
+        rounds.apply(messages, [0] * size, [1.0] * size)
+        for late, message in enumerate(messages):
+            one_by_one.apply([message], [late])
+    found = rounds.save().params, one_by_one.save().params
+    if size == 4:  # division by which is exact
+        assert_identical(*found)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_a_radial_mean_keeps_the_length():
+    """Of two messages at right angles the mean is shorter, by the root of 2."""
+    tx = outer.buffered(optax.sgd(1.0), 2, combine="radial")
+    messages = [
+        {"w": jnp.array(g), "b": jnp.zeros(2)} for g in ([3.0, 0.0], [0.0, 1.0])
+    ]
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(2)}
+    moved, state = trained(tx, messages * 2, params)
+    np.testing.assert_allclose(moved["w"], -2 * 2 * np.full(2, 0.5**0.5), rtol=1e-6)
+    assert not moved["b"].any()
+    assert not any(
+        leaf.any() for leaf in jax.tree.leaves((state.buffer, state.lengths))
+    )
+
+
+def test_momentum_begins_anew_and_schedules_go_on():
+    schedule = optax.linear_schedule(1.0, 0.0, 12)
+    for sgd in (
+        optax.sgd(schedule, 0.9),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=schedule, momentum=0.9),
+    ):
+        ours, _ = trained(outer.restart_momentum(sgd, 4), GRADS)
+        wanted = np.zeros(3)
+        for i, g in enumerate(map(np.asarray, GRADS)):
+            m = g if i % 4 == 0 else 0.9 * m + g  # noqa: F821 it begins in the first
+            wanted = wanted - float(schedule(i)) * m
+        np.testing.assert_allclose(ours, wanted, rtol=1e-5)
+
+
+def test_adam_begins_anew_whole():
+    ours, _ = trained(outer.restart_momentum(optax.adam(0.1), 6), GRADS)
+    half, _ = trained(optax.adam(0.1), GRADS[:6])
+    wanted, _ = trained(optax.adam(0.1), GRADS[6:], half)
+    np.testing.assert_allclose(ours, wanted, rtol=1e-5)
+
+
+def test_hyperparameters_of_ones_own_stay():
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    tx = outer.restart_momentum(sgd, 1)
+    state = tx.init(jnp.zeros(1))
+    state.inner_state.hyperparams["learning_rate"] = jnp.asarray(0.25)
+    for _ in range(3):
+        updates, state = tx.update(jnp.ones(1), state, jnp.zeros(1))
+        assert float(updates[0]) == -0.25
+
+
+def test_restarts_damp_what_momentum_swings():
+    """On a quadratic with a momentum that is too much for it."""
+    curvature = jnp.array([1.0, 0.01])
+
+    def distance(tx, steps=100):
+        def body(carry, _):
+            x, state = carry
+            updates, state = tx.update(curvature * x, state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        x = jnp.ones(2)
+        (x, _), _ = jax.lax.scan(body, (x, tx.init(x)), length=steps)
+        return float(jnp.sum(curvature * x * x))
+
+    sgd = optax.sgd(0.5, 0.99, nesterov=True)
+    assert distance(outer.restart_momentum(sgd, 20)) < 0.1 * distance(sgd)
+
+
+def test_primal_averaging_is_the_optimizer_or_nesterov():
+    for inner in (optax.adam(0.1), optax.sgd(0.5, 0.9)):
+        ours, _ = trained(outer.primal_averaging(inner, averaging=0.0), GRADS)
+        np.testing.assert_allclose(ours, trained(inner, GRADS)[0], rtol=1e-4)
+    ours, _ = trained(
+        outer.primal_averaging(optax.sgd(2.0), averaging=0.75, interpolation=0.75),
+        GRADS,
+    )
+    nesterov, _ = trained(optax.sgd(0.5, 0.75, nesterov=True), GRADS)
+    np.testing.assert_allclose(ours, nesterov, rtol=1e-4)
+
+
+def test_primal_averaging_keeps_its_equations():
+    tx = outer.primal_averaging(optax.sgd(0.5), averaging=0.8, interpolation=0.6)
+    center = x = z = np.ones(3, np.float32)
+    state = tx.init(jnp.ones(3))
+    for g in map(np.asarray, GRADS):
+        updates, state = tx.update(g, state, center)
+        center = center + updates
+        z = z - 0.5 * g
+        x = 0.8 * x + 0.2 * z
+        np.testing.assert_allclose(center, 0.6 * x + 0.4 * z, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            outer.evaluated(state, center), x, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_schedule_free_is_a_center_optimizer():
+    """The center is where workers begin; the average of it is what one evaluates."""
+    free = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.9)
+    center = agn_optax.LocalCenter(rules.diloco(free), jnp.ones(2))
+    worker = agn_optax.Worker(center, optax.sgd(0.2), period=2)
+    params, state = worker.start()
+    for _ in range(60):
+        updates, state = worker.tx.update(params, state, params)
+        params, state = worker.exchange(optax.apply_updates(params, updates), state)
+    saved = center.save()
+    average = outer.evaluated(saved.center_state, saved.params)
+    assert 0 < float(jnp.abs(average).max()) < 0.1
+    assert not np.array_equal(average, saved.params)
+
+
+@pytest.mark.parametrize(
+    "state", [optax.sgd(0.1).init(jnp.ones(1)), (outer.heloco().init(jnp.ones(1)),) * 2]
+)
+def test_what_is_evaluated_must_be_told(state):
+    with pytest.raises(errors.InvalidArgumentError, match="one state of"):
+        outer.evaluated(state, jnp.ones(1))
+
+
+def test_drift_counts_where_it_is():
+    """Of four versions: what the center has done since, element by element."""
+    tx = outer.scale_by_drift(0.25, history=4)
+    message = jnp.array([1.0, 1.0])
+    state = tx.init(message)
+    centers = [np.array([float(t), 0.0], np.float32) for t in range(6)]
+    for t, center in enumerate(centers):
+        fresh, after = tx.update(message, state, center, staleness=0)
+        assert_identical(fresh, message)
+        for late in (1, 2, 3, 9):
+            scaled, _ = tx.update(message, state, center, staleness=late)
+            since = min(late, t, 3)  # no older one is kept
+            np.testing.assert_allclose(scaled, [1 / (4 * since**2 + 1), 1.0], rtol=1e-6)
+        state = after
+
+
+def stale_workers(center_optimizer, workers=30, rounds=12):
+    """The center of a quadratic, after each round of AGN's workers in turn."""
+    rule = rules.agn(center_optimizer)
+    center = agn_optax.LocalCenter(rule, jnp.ones(4))
+    inner = shared.sgd(0.01)
+    crew = [agn_optax.Worker(center, inner, period=10) for _ in range(workers)]
+    loops = [worker.start() for worker in crew]
+
+    @jax.jit
+    def local_steps(params, state):
+        def body(carry, _):
+            params, state = carry
+            updates, state = crew[0].tx.update(params, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (params, state), length=10)[0]
+
+    found = []
+    for _ in range(rounds):
+        for i, worker in enumerate(crew):
+            loops[i] = worker.exchange(*local_steps(*loops[i]), steps=10)
+        found.append(float(jnp.abs(center.pull().params).max()))
+    assert crew[-1].staleness == workers - 1
+    return found
+
+
+def test_drift_takes_away_the_divergence_of_agn():
+    """30 workers, a period of 10: AGN leaves for infinity, and ADAG does not."""
+    plain = stale_workers(optax.sgd(0.3))
+    adaptive = stale_workers(
+        optax.chain(outer.scale_by_drift(1e-4, history=30), optax.sgd(0.3))
+    )
+    few = stale_workers(optax.sgd(0.3), workers=2, rounds=30)
+    assert few[-1] < 1e-3
+    assert plain[-1] > 1e3
+    assert adaptive[-1] < 0.1 < max(adaptive) < 1.0
+
+
+def test_one_history_moves_in_place():
+    """Of many versions one is written and one is read; nothing is copied."""
+    tx = outer.scale_by_drift(history=16)
+    params = jnp.zeros(1 << 16)
+
+    def update(message, state, params, late):
+        return tx.update(message, state, params, staleness=late)
+
+    state = tx.init(params)
+    program = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, params, 1)
+    assert program.compile().memory_analysis().temp_size_in_bytes < 4 * params.nbytes
+
+
+def test_weights_make_a_weighted_mean():
+    tokens, steps = [100.0, 300.0, 400.0], [10.0, 10.0, 40.0]
+    for measure, weights in (
+        (None, tokens),
+        (lambda t, s: t**2 / s, [t**2 / s for t, s in zip(tokens, steps, strict=True)]),
+    ):
+        by = agn_optax.scale_by_weight(measure, reference=float(np.mean(weights)))
+        tx = optax.chain(by, outer.buffered(optax.sgd(1.0), 3))
+        params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+        for g, t, s in zip(GRADS, tokens, steps, strict=False):
+            updates, state = tx.update(g, state, params, weight=t, steps=s)
+            params = optax.apply_updates(params, updates)
+        wanted = -np.average(GRADS[:3], axis=0, weights=weights)
+        np.testing.assert_allclose(params, wanted, rtol=1e-5)
+
+
+def test_weights_are_compared_with_the_mean_of_all_so_far():
+    tx = agn_optax.scale_by_weight()
+    one, state = jnp.ones(1), tx.init(jnp.zeros(1))
+    for weight, wanted in ((4.0, 1.0), (2.0, 2 / 3), (6.0, 1.5)):
+        scaled, state = tx.update(one, state, weight=weight)
+        assert float(scaled[0]) == pytest.approx(wanted)
+
+
+def test_a_worker_says_what_its_message_weighs():
+    by = agn_optax.scale_by_weight(lambda tokens, steps: tokens / steps, reference=64.0)
+    rule = rules.diloco(optax.chain(by, shared.sgd(1.0)))
+    center = agn_optax.LocalCenter(rule, jnp.zeros(1))
+    worker = agn_optax.Worker(center, shared.sgd(1.0), period=2)
+    params, state = worker.start()
+    for _ in range(2):
+        updates, state = worker.tx.update(jnp.ones(1), state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state, weight=16.0)
+    # It went by 2, and counts (16 + 16) / 2 / 64 of it.
+    assert float(center.pull().params[0]) == -0.5
+
+
+@pytest.mark.parametrize(("exponent", "wanted"), [(1.0, 4.0), (-1.0, 0.25), (0.5, 2.0)])
+def test_steps_count_by_a_power(exponent, wanted):
+    tx = agn_optax.scale_by_steps(10, exponent=exponent)
+    scaled, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), steps=jnp.int32(40))
+    np.testing.assert_allclose(scaled, np.full(2, wanted), rtol=1e-6)
+
+
+def test_a_fast_worker_does_not_pull_the_center_to_its_data():
+    """Minima at -1 and 1, and the first worker comes nine times as often."""
+
+    def where(*scale):
+        rule = rules.diloco(optax.chain(*scale, optax.sgd(0.04)))
+        center = agn_optax.LocalCenter(rule, jnp.zeros(1))
+        sessions = [center.join(f"worker-{i}") for i in range(2)]
+        anchors, sent, seen = [center.pull()] * 2, [0, 0], []
+        for turn in range(400):
+            i = int(turn % 10 == 9)
+            sent[i] += 1
+            message = anchors[i].params - (1.0 if i else -1.0)
+            anchors[i] = sessions[i].exchange(
+                sent[i], message, anchor_version=anchors[i].version
+            )
+            seen.append(float(anchors[i].params[0]))
+        return np.mean(seen[-100:])
+
+    tx = agn_optax.scale_by_turnaround()
+    told, _ = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), staleness=7, workers=4)
+    assert float(told[0]) == 2.0
+    assert where() == pytest.approx(-0.8, abs=0.05)
+    assert where(agn_optax.scale_by_turnaround(2)) == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tx", "named"),
+    [
+        (outer.ordered_momentum(messages=2), "staleness"),
+        (outer.scale_by_drift(history=2), "params"),
+        (outer.restart_momentum(optax.sgd(0.1), 2), "params"),
+        (outer.primal_averaging(optax.sgd(0.1)), "params"),
+        (agn_optax.scale_by_weight(), "weight"),
+        (agn_optax.scale_by_weight(lambda w, s: w / s), "weight"),
+        (agn_optax.scale_by_steps(10.0), "steps"),
+        (agn_optax.scale_by_turnaround(2), "staleness"),
+        (agn_optax.scale_by_turnaround(), "workers"),
+    ],
+)
+def test_what_is_missing_is_named(tx, named):
+    one = jnp.ones(1)
+    with pytest.raises(errors.MissingArgumentError, match=named):
+        tx.update(one, tx.init(one))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: outer.heloco(momentum=1.5), "momentum must be"),
+        (lambda: outer.heloco(messages=0), "messages must be"),
+        (lambda: outer.heloco(keeps=2.0), "keeps must be"),
+        (lambda: outer.heloco(most=-0.1), "most must be"),
+        (lambda: outer.momentum_lookahead(-0.1), "learning_rate must be"),
+        (lambda: outer.ordered_momentum(momentum=1.0, messages=2), "below 1"),
+        (lambda: outer.ordered_momentum(messages=-1), "messages must be"),
+        (lambda: outer.buffered(optax.sgd(0.1), 0), "size must be"),
+        (lambda: outer.buffered(optax.sgd(0.1), 2, combine="sum"), "combine must be"),
+        (lambda: outer.restart_momentum(optax.sgd(0.1), 0), "every must be"),
+        (lambda: outer.primal_averaging(optax.sgd(1.0), averaging=2.0), "averaging"),
+        (
+            lambda: outer.primal_averaging(optax.sgd(1.0), interpolation=0.0),
+            "interpolation must be",
+        ),
+        (lambda: outer.scale_by_drift(0.0, history=2), "gamma must be"),
+        (lambda: outer.scale_by_drift(history=0), "history must be"),
+        (lambda: agn_optax.scale_by_weight(reference=0.0), "reference must be"),
+        (lambda: agn_optax.scale_by_steps(-1.0), "reference must be"),
+        (lambda: agn_optax.scale_by_turnaround(0), "workers must be"),
         (lambda: agn_optax.delayed_nesterov(delay=0), "delay must be"),
         (lambda: agn_optax.delayed_nesterov(delay=4, spread=0.3), "spread must be"),
         (lambda: agn_optax.delayed_nesterov(momentum=1.5, delay=4), "momentum must be"),

@@ -59,6 +59,15 @@ WRAPPERS = {
         ),
         ["codec/residual", "center"],
     ),
+    "public": (
+        agn_optax.easgd(
+            optax.sgd(0.1),
+            3,
+            moving_rate=0.1,
+            codec=codecs.two_way(codecs.identity(), codecs.quantize(8)),
+        ),
+        ["center", "public"],
+    ),
     "plain": (optax.adam(0.1), ["mu", "nu"]),
     "nothing": (optax.sgd(0.1), []),
     "injected": (optax.inject_hyperparams(optax.adam)(0.1), ["mu", "nu"]),

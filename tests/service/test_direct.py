@@ -542,15 +542,15 @@ def test_a_lost_answer_of_a_crowd_is_given_again(wire):
         # As if somebody else's message were always on its way.
         server._servicer._talking += 1
         with connect(server, "socket", rule=rule) as center:
-            receive = center._remote.version_in
+            receive = center._remote.answer_in
 
             def lost(*said):
-                center._remote.version_in = receive
+                center._remote.answer_in = receive
                 receive(*said)
                 send()  # and the center goes on
                 raise errors.CenterUnreachableError("the test has lost it")
 
-            center._remote.version_in = lost
+            center._remote.answer_in = lost
             answer = sessions.exchange(center, ones, anchor_version=0, worker="anna")
             assert (answer.version, server.center.version) == (2, 3)
             for leaf in jax.tree.leaves(answer.params):

@@ -45,18 +45,18 @@ def crash(center):
 def lose_an_answer(center, *, after, dies):
     """The next exchange loses its connection, before or after its answer came."""
     remote = center._remote
-    receive = remote.version_in
+    receive = remote.answer_in
 
-    def lost(said, link, schema):
-        remote.version_in = receive
+    def lost(said, link):
+        remote.answer_in = receive
         if after:
-            receive(said, link, schema)
+            receive(said, link)
         if dies:
             center._connection.stop()  # then it is not tried again
         link.cancel()
         raise errors.CenterUnreachableError("the test has cut it")
 
-    remote.version_in = lost
+    remote.answer_in = lost
 
 
 def members(server):

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from traffic import traffic
 
 import agn_optax
-from agn_optax import errors
+from agn_optax import codecs, errors
 
 P = jax.P
+HALF = codecs.cast("bfloat16")
 SHAPES = [(7,), (3, 4), (), (5, 0), (130,), (2, 3)]
 
 
@@ -54,13 +55,19 @@ WAYS = {
     "buckets": {"bucket_bytes": 100},
     "buckets of two": {"bucket_bytes": 4096, "bucket_leaves": 2},
     "scattered buckets": {"bucket_bytes": 100, "algorithm": "reduce_scatter"},
-    "half": {"wire_dtype": "bfloat16"},
-    "float16": {"wire_dtype": "float16", "algorithm": "reduce_scatter"},
-    "half, summed wide": {"wire_dtype": jnp.bfloat16, "sum_dtype": "float32"},
+    "half": {"codec": HALF},
+    "float16": {"codec": codecs.cast("float16"), "algorithm": "reduce_scatter"},
+    "half, summed wide": {"codec": codecs.cast(jnp.bfloat16), "sum_dtype": "float32"},
     "half buckets": {
-        "wire_dtype": "bfloat16",
+        "codec": HALF,
         "sum_dtype": "float32",
         "bucket_bytes": 64,
+        "algorithm": "reduce_scatter",
+    },
+    "8 bits": {"codec": codecs.quantize(8)},
+    "8 bits in buckets": {"codec": codecs.quantize(8), "bucket_bytes": 100},
+    "8 bits, kept": {
+        "codec": codecs.error_feedback(codecs.quantize(8)),
         "algorithm": "reduce_scatter",
     },
 }
@@ -70,7 +77,7 @@ WAYS = {
     ("way", "reduction"),
     [
         *((way, "mean") for way in WAYS),
-        *((way, "sum") for way in ("buckets", "scattered buckets", "half")),
+        *((way, "sum") for way in ("buckets", "scattered buckets", "half", "8 bits")),
     ],
 )
 def test_every_way_gives_the_same(way, reduction):
@@ -78,7 +85,7 @@ def test_every_way_gives_the_same(way, reduction):
     options, grads = WAYS[way], gradients(3)
     tx = agn_optax.all_reduce("towers", reduction=reduction, **options)
     reduced = program(tx, mesh((3,)))(grads)
-    tolerance = 2e-2 if "wire_dtype" in options else 1e-6
+    tolerance = 0.1 if "8 bits" in way else 2e-2 if "codec" in options else 1e-6
     for name, grad in grads.items():
         expected = getattr(np, reduction)(np.asarray(grad), axis=0)
         for row in np.asarray(reduced[name]):
@@ -88,7 +95,7 @@ def test_every_way_gives_the_same(way, reduction):
 
 
 @pytest.mark.parametrize(
-    "wide", [{}, {"wire_dtype": "float16", "sum_dtype": "float32"}]
+    "wide", [{}, {"codec": codecs.cast("float16"), "sum_dtype": "float32"}]
 )
 def test_hierarchical(wide):
     both = ("hosts", "towers")
@@ -153,14 +160,14 @@ def test_pieces_are_equal_and_bytes_are_the_minimum():
 def test_sixteen_bits_travel_where_they_are_summed_wide(algorithm):
     grads = gradients(8, shapes=[(1024,)])
     tx = agn_optax.all_reduce(
-        "towers", algorithm=algorithm, wire_dtype="bfloat16", sum_dtype="float32"
+        "towers", algorithm=algorithm, codec=HALF, sum_dtype="float32"
     )
     sent = traffic(compiled(tx, mesh(), grads))
     assert sent.bytes_sent == 2 * 7 / 8 * 2 * 1024
     # And it is a better sum than one of 16 bits.
     ones = {"g": jnp.ones((8, 1024)).at[0].set(256.0)}  # 256 + 1 is 256 in bfloat16
     tx = agn_optax.all_reduce(
-        "towers", reduction="sum", wire_dtype="bfloat16", sum_dtype="float32"
+        "towers", reduction="sum", codec=HALF, sum_dtype="float32"
     )
     np.testing.assert_array_equal(program(tx, mesh())(ones)["g"], 264.0)
 
@@ -173,7 +180,7 @@ def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
             "towers",
             reduction="sum",
             algorithm=algorithm,
-            wire_dtype="float32",
+            codec=codecs.cast("float32"),
             sum_dtype="float64",
         )
         reduced = program(tx, mesh())({"g": jnp.broadcast_to(terms[:, None], (8, 5))})
@@ -182,7 +189,7 @@ def test_the_dtype_of_the_sum_is_what_was_asked_for(algorithm):
 
 def test_a_mean_in_float16_does_not_overflow():
     grads = {"g": jnp.full((8, 16), 30000.0)}
-    tx = agn_optax.all_reduce("towers", wire_dtype="float16")
+    tx = agn_optax.all_reduce("towers", codec=codecs.cast("float16"))
     np.testing.assert_allclose(program(tx, mesh())(grads)["g"], 30000.0, rtol=1e-3)
 
 
@@ -253,7 +260,7 @@ def test_rows_of_embeddings_are_gathered(reduction):
 @pytest.mark.parametrize("towers", [1, 12])
 def test_reduced_rows_are_unique(towers):
     values, rows = embedding_gradient(np.random.default_rng(1), towers, 5, (50, 2))
-    tx = agn_optax.all_reduce("towers", wire_dtype="bfloat16")
+    tx = agn_optax.all_reduce("towers", codec=HALF)
 
     def update(values, rows):
         grad = sparse.BCOO((values, rows), shape=(50, 2))
@@ -281,7 +288,23 @@ def test_reduced_rows_are_unique(towers):
         (("t",), {"bucket_bytes": 0}, "bucket_bytes must be a positive int"),
         (("t",), {"bucket_leaves": 3}, "give both"),
         (("t",), {"wire_dtype": "int8"}, "wire_dtype must be a floating dtype"),
+        (
+            ("t",),
+            {"wire_dtype": "int8", "codec": HALF},
+            "wire_dtype must be a floating",
+        ),
+        (("t",), {"wire_dtype": "float16", "codec": HALF}, "leave wire_dtype out"),
         (("t",), {"sum_dtype": "float32"}, "give both"),
+        (
+            ("t",),
+            {"codec": codecs.low_rank(2)},
+            r"low_rank\(2\) makes matrices smaller",
+        ),
+        (
+            ("t",),
+            {"codec": codecs.error_feedback(codecs.low_rank(2))},
+            "quantize",
+        ),
         ((None,), {}, "axis_name must name the axis"),
     ],
 )
@@ -325,7 +348,7 @@ def test_a_mean_of_float16_gradients_does_not_overflow():
 
 def test_constant_gradients_under_vmap():
     tx = agn_optax.all_reduce(
-        "towers", wire_dtype="bfloat16", sum_dtype="float32", reduction="sum"
+        "towers", codec=HALF, sum_dtype="float32", reduction="sum"
     )
 
     def update(x):

@@ -148,7 +148,9 @@ def test_a_shard_map_that_checks_varying_axes():
 def test_one_device_costs_nothing_extra():
     towers = agn_optax.Towers(1)
     tx = optax.chain(
-        agn_optax.all_reduce("towers", bucket_bytes=100, wire_dtype="bfloat16"),
+        agn_optax.all_reduce(
+            "towers", bucket_bytes=100, codec=agn_optax.codecs.cast("bfloat16")
+        ),
         agn_optax.loss_scaling(
             problem.agn(optax.adam(0.1)), axis_name=("workers", "towers")
         ),

@@ -23,8 +23,10 @@ import jax
 import numpy as np
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import check, description, in_background, trees
 from agn_optax.center._ledger import Ledger
+from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
 from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
@@ -277,6 +279,8 @@ class Keeper:
         contributions: Sequence[PyTree] = (),
         staleness: Sequence[int] = (),
         weights: Sequence[float] | None = None,
+        claims: Sequence[Claim] = (),
+        workers: int = 1,
     ) -> int:
         """Something has happened to the center.
 
@@ -285,6 +289,8 @@ class Keeper:
           contributions: that were applied together; none if only the ledger changed.
           staleness: of them.
           weights: of their messages, if they are those of a round.
+          claims: of their workers.
+          workers: that were there.
 
         Returns:
           What to wait for, see `is_kept`.
@@ -294,7 +300,10 @@ class Keeper:
         self._number += 1
         self._exchanges += bool(contributions)
         if self._writer is not None and not self._lost_journal:
-            about = {"ledger": ledger, "staleness": staleness, "weights": weights}
+            about: dict[str, Any] = {"ledger": ledger, "staleness": staleness}
+            about["weights"] = weights
+            if contributions:
+                about |= {"claims": claims, "workers": workers}
             self._writer.append(about, contributions)
         return self.recorded
 
@@ -520,7 +529,7 @@ class Keeper:
             "ledger": ledger,
             "chief": chief,
         }
-        leaves = jax.tree.leaves((state.params, state.center_state))
+        leaves = jax.tree.leaves((state.params, state.center_state, state.public))
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
@@ -533,7 +542,11 @@ def _repeat(record: Record, store: Store) -> None:
         like = [store.contribution_like] * len(staleness)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
         placed = [store.place(contribution) for contribution in contributions]
-        store.apply(placed, staleness, record.about["weights"])
+        # A release before these were told of has had no rule that would ask.
+        claims = [Claim(*claim) for claim in record.about.get("claims", [])]
+        workers = record.about.get("workers", 1)
+        weights = record.about["weights"]
+        store.apply(placed, staleness, weights, claims=claims, workers=workers)
 
 
 def _state(
@@ -563,7 +576,10 @@ def _state(
         raise errors.TreeMismatchError(f"{where} is one of another model: {words}")
     treedef = jax.tree.structure(params)
     restored = jax.tree.unflatten(treedef, snapshot.arrays[:count])
-    state = jax.eval_shape(rule.center.init, restored)
+    state = jax.eval_shape(
+        lambda params: (rule.center.init(params), rounds.init_public(rule, params)),
+        restored,
+    )
     rest = snapshot.arrays[count:]
     shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
     if shapes != [array.shape for array in rest]:
@@ -571,8 +587,8 @@ def _state(
             f"{where} is one of another rule: its center optimizer has another state. "
             "Give it the same optimizer, or another directory"
         )
-    center_state = jax.tree.unflatten(jax.tree.structure(state), rest)
-    return CenterState(restored, center_state, about["version"])
+    center_state, public = jax.tree.unflatten(jax.tree.structure(state), rest)
+    return CenterState(restored, center_state, about["version"], public)
 
 
 def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:

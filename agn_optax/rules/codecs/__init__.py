@@ -9,7 +9,13 @@ encodes its contribution once for each exchange, and the center decodes what it 
 """
 
 from agn_optax.rules.codecs._chain import chain_codecs
-from agn_optax.rules.codecs._codec import Codec, StochasticState, cast, identity
+from agn_optax.rules.codecs._codec import (
+    Codec,
+    StochasticState,
+    cast,
+    identity,
+    two_way,
+)
 from agn_optax.rules.codecs._codec import check_codec as check_codec
 from agn_optax.rules.codecs._error_feedback import ErrorFeedbackState, error_feedback
 from agn_optax.rules.codecs._low_rank import LowRankState, low_rank
@@ -30,4 +36,5 @@ __all__ = [
     "random_k",
     "sign",
     "top_k",
+    "two_way",
 ]

@@ -60,7 +60,15 @@ def chain_codecs(*codecs: Codec) -> Codec:
     answers = next(
         (codec.answers for codec in codecs if codec.answers is not None), None
     )
-    return Codec(made.init, made.encode, made.decode, name=name, answers=answers)
+    return Codec(
+        made.init,
+        made.encode,
+        made.decode,
+        name=name,
+        answers=answers,
+        of_differences=any(codec.of_differences for codec in codecs),
+        is_exact=all(codec.is_exact for codec in codecs),
+    )
 
 
 def _pair(first: Codec, second: Codec) -> Codec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,13 +38,21 @@ class Codec:
       decode: ``(encoded, like) -> contribution``, in the structure and shapes of
         ``like``, which is the center or a piece of it.
       name: what it is, with its settings, as workers and center compare it.
-      answers: floating dtype to which the center is rounded where a worker adopts it at
-        an exchange, and in which it travels back; None leaves it exact.
-      returned: ``(encoded, state) -> state``, of a message that the center has dropped:
-        what it had goes into a later one. None where it is lost.
+      answers: how the center travels back to a worker that adopts it at an exchange;
+        `two_way` sets it. A floating dtype: it is rounded to that. A codec: workers
+        adopt a public center, which follows the exact one by encoded differences. None
+        leaves it exact.
+      returned: ``(encoded, state) -> state``, of a message that the center has dropped
+        or refused: what it had goes into a later one. None where it is lost.
+      of_differences: whether it may leave out most of what it is given, which is right
+        for gradients and displacements alone: of parameters a worker would seem to have
+        zeros. Rules that send parameters refuse it.
+      is_exact: whether all programs that decode a message get the same bits.
 
     Raises:
-      InvalidArgumentError: ``answers`` is not a floating dtype.
+      InvalidTypeError: ``answers`` is neither a codec nor a dtype.
+      InvalidArgumentError: ``answers`` is not a floating dtype, or a codec whose public
+        centers would not be the same everywhere, or would count what it loses twice.
 
     Example:
       A codec that sends signs, and the mean size of a leaf's elements:
@@ -73,10 +82,16 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    of_differences: bool = False
+    is_exact: bool = True
 
     def __post_init__(self) -> None:
-        answers = check.float_dtype(self.answers, f"answers of codec {self.name!r}")
-        object.__setattr__(self, "answers", answers)
+        argument = f"answers of codec {self.name!r}"
+        if isinstance(self.answers, Codec):
+            _check_answers(self.answers, argument)
+        else:
+            answers = check.float_dtype(self.answers, argument)
+            object.__setattr__(self, "answers", answers)
 
     def __str__(self) -> str:
         return self.name
@@ -84,7 +99,44 @@ class Codec:
     @property
     def is_identity(self) -> bool:
         """Whether contributions travel as they are."""
-        return self == _IDENTITY
+        return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether contributions travel in another dtype, and else as they are.
+
+        Only what is sent by such a codec, or as it is, may be added up on its way.
+        """
+        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
+
+    @property
+    def answer_dtype(self) -> Any:
+        """To which the center is rounded as it is adopted; None if to none."""
+        return None if isinstance(self.answers, Codec) else self.answers
+
+    @property
+    def answer_codec(self) -> Codec | None:
+        """Of the differences between public centers; None if there are none."""
+        return self.answers if isinstance(self.answers, Codec) else None
+
+
+def _check_answers(codec: Codec, argument: str) -> None:
+    """Differences between public centers can travel by ``codec``."""
+    why = ""
+    if codec.returned is not None:
+        why = (
+            "a difference is taken from the exact center every time, and so has all "
+            "that was lost before: give the codec without error_feedback"
+        )
+    elif not codec.is_exact:
+        why = (
+            "programs decode it alike only to the last place, and the public center "
+            "must be the same bits at every worker: take another codec"
+        )
+    elif codec.answer_codec is not None:
+        why = "nothing comes back for an answer: give a codec that has no answers"
+    if why:
+        raise errors.InvalidArgumentError(f"{argument} cannot be {codec}: {why}")
 
 
 def check_codec(value: Any, argument: str) -> None:
@@ -150,7 +202,12 @@ def cast(dtype: Any) -> Codec:
     """
     if dtype is None:
         raise errors.InvalidTypeError("dtype must be a floating dtype, got None")
-    dtype = check.float_dtype(dtype, "dtype")
+    return _cast(check.float_dtype(dtype, "dtype"))
+
+
+@functools.cache
+def _cast(dtype: Any) -> Codec:
+    """Always the same one for a dtype."""
 
     def encode(leaf: Any) -> jax.Array:
         # Rounded first: XLA may leave out a cast there and back.
@@ -164,11 +221,72 @@ def cast(dtype: Any) -> Codec:
     )
 
 
+def two_way(codec: Codec, answers: Codec | Any) -> Codec:
+    r"""Contributions travel by one codec, and the center back by another.
+
+    .. math:: d = \text{encode}(c_v - p_{v-1}); \qquad
+        p_v = p_{v-1} + \text{decode}(d); \qquad x \leftarrow \text{adopt}(x, p_v)
+
+    where :math:`c_v` is the center after its :math:`v`-th update and :math:`p_v` the
+    *public* center, which all workers have alike, bit for bit; :math:`p_0 = c_0`. What
+    a difference loses is in the next one, for each is taken from the exact center, so
+    this is error feedback by itself. The exact center is what is saved and evaluated.
+
+    A worker gets the differences since the public center that it has, or the whole
+    public center where that is less. In a round of all workers that is one difference;
+    a worker of n that exchange in turns has missed n.
+
+    Args:
+      codec: of the contributions.
+      answers: of the differences: a codec that is not `error_feedback`, such as
+        `quantize`. Or a floating dtype, to which the center is rounded as it is
+        adopted; None for the exact center.
+
+    Returns:
+      ``codec`` with other answers. By differences, the center keeps the public center
+      besides the exact one, and the last differences, which take less than one more. A
+      worker keeps the public center that it adopted last, as rules that read the anchor
+      do anyway.
+
+    Raises:
+      InvalidTypeError: ``codec`` is not a codec, or ``answers`` none and no dtype.
+      InvalidArgumentError: ``answers`` is a dtype that is not floating, or a codec that
+        does not decode to the same bits everywhere or has an `error_feedback`.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> from agn_optax import codecs
+      >>> rule = agn_optax.rules.downpour(
+      ...     codec=codecs.two_way(codecs.identity(), answers=codecs.quantize(2))
+      ... )
+      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
+      >>> session = center.join("worker-0")
+      >>> answer = session.exchange(1, jnp.array([-1.0, -0.375]), anchor_version=0)
+      >>> print(answer.params, center.pull().params, center.pull(public=True).params)
+      [1. 0.] [1.    0.375] [1. 0.]
+      >>> print(session.exchange(2, jnp.zeros(2), anchor_version=1).params)
+      [1.  0.5]
+      >>> print(session.exchange(3, jnp.zeros(2), anchor_version=2).params)
+      [1.    0.375]
+
+    References:
+      Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, *DoubleSqueeze: Parallel
+      Stochastic Gradient Descent with Double-Pass Error-Compensated Compression*, 2019.
+      Peter Richtárik, Igor Sokolov, Ilyas Fatkhullin, *EF21: A New, Simpler,
+      Theoretically Better, and Practically Faster Error Feedback*, 2021, for
+      differences from a copy that both ends have.
+    """
+    check_codec(codec, "codec")
+    made = dataclasses.replace(codec, answers=answers)
+    name = f"two_way({codec}, answers={made.answers})"
+    return dataclasses.replace(made, name=name)
+
+
 def of_leaves(
     name: str,
     encode: Callable[[Any], PyTree],
     decode: Callable[[PyTree, Any], jax.Array],
-    answers: Any = None,
+    **fields: Any,
 ) -> Codec:
     """A codec without state that treats every leaf alike, and for itself."""
     return Codec(
@@ -176,7 +294,7 @@ def of_leaves(
         lambda contribution, state: (jax.tree.map(encode, contribution), state),
         _leafwise(decode),
         name=name,
-        answers=answers,
+        **fields,
     )
 
 
@@ -186,7 +304,7 @@ class StochasticState(NamedTuple):
     encoded: jax.Array  # int32 scalar: how many contributions
 
 
-def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
+def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Codec:
     """A codec that treats every leaf for itself, each with a random key of its own."""
 
     def encode_all(
@@ -207,6 +325,7 @@ def of_random_leaves(name: str, encode: Any, decode: Any) -> Codec:
         encode_all,
         _leafwise(decode),
         name=name,
+        **fields,
     )
 
 

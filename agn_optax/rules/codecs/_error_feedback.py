@@ -28,8 +28,8 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
 
     So nothing is lost for good where :math:`\beta = 1`: what has been sent and the
     residual :math:`e` are together all that was contributed. What is not finite
-    never enters the residual, and a message that the center has dropped whole goes into
-    it again.
+    never enters the residual, and a message that the center has dropped or refused
+    whole goes into it again.
 
     A worker that is lost takes its residual with it.
 
@@ -100,6 +100,8 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         name=f"error_feedback({codec}{'' if decay == 1.0 else f', decay={decay:g}'})",
         answers=codec.answers,
         returned=returned,
+        of_differences=codec.of_differences,
+        is_exact=codec.is_exact,
     )
 
 

@@ -98,7 +98,14 @@ def low_rank(rank: int = 4) -> Codec:
 
         return jax.tree.map(of_leaf, like, encoded)
 
-    return Codec(init, encode, decode, name=f"low_rank({rank})")
+    return Codec(
+        init,
+        encode,
+        decode,
+        name=f"low_rank({rank})",
+        of_differences=True,
+        is_exact=False,
+    )
 
 
 def _factors(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:

@@ -82,7 +82,8 @@ def top_k(k: int = 64, *, block: int = 4096) -> Codec:
         )
         return blocks.reshape(-1)[:size].reshape(like.shape)
 
-    return of_leaves(f"top_k({k}, block={block})", encode, decode)
+    name = f"top_k({k}, block={block})"
+    return of_leaves(name, encode, decode, of_differences=True)
 
 
 def random_k(k: int = 64, *, block: int = 4096) -> Codec:
@@ -141,7 +142,8 @@ def random_k(k: int = 64, *, block: int = 4096) -> Codec:
         blocks = jnp.zeros((count, length), like.dtype).at[:, positions].set(values)
         return blocks.reshape(-1)[:size].reshape(like.shape)
 
-    return of_random_leaves(f"random_k({k}, block={block})", encode, decode)
+    name = f"random_k({k}, block={block})"
+    return of_random_leaves(name, encode, decode, of_differences=True)
 
 
 def sign(*, block: int = 4096) -> Codec:
@@ -198,7 +200,8 @@ def sign(*, block: int = 4096) -> Codec:
         blocks = blocks_of(signs, block) * sent["scales"][:, None]
         return blocks.reshape(-1)[:size].reshape(like.shape).astype(like.dtype)
 
-    return of_leaves(f"sign(block={block})", encode, decode)
+    name = f"sign(block={block})"
+    return of_leaves(name, encode, decode, of_differences=True)
 
 
 def _sizes(size: int, block: int, k: int) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,13 +45,20 @@ class Travelling(NamedTuple):
     center: Schema  # as it is pulled
     message: Schema  # what workers send
     answer: Schema  # the center as they get it back
+    # One of so many differences between public centers, abstract, and their schema.
+    difference: PyTree = None
+    differences: Callable[[int], Schema] | None = None
 
 
 def travelling(rule: Rule, like: PyTree) -> Travelling:
     """What travels between a center like this and its workers."""
-    center, answers = schema_of(like), rule.codec.answers
+    center, answers = schema_of(like), rule.codec.answer_dtype
     message = schema_of(rounds.contribution_like(rule, like))
-    return Travelling(center, message, center.cast(answers.name if answers else ""))
+    answer = center.cast(answers.name if answers else "")
+    if (one := rounds.difference_like(rule, like)) is None:
+        return Travelling(center, message, answer)
+    differences = functools.lru_cache(64)(lambda count: schema_of([one] * count))
+    return Travelling(center, message, answer, one, differences)
 
 
 def in_order(tree: PyTree) -> bool:

@@ -1,4 +1,4 @@
-"""A center optimizer that optax does not have, for messages that come one by one."""
+"""Nesterov's momentum that waits for as many messages as a round would have."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""Messages that count less where the center has moved since their workers read it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax._internal import check, trees
+
+PyTree = Any
+
+
+class DriftState(NamedTuple):
+    """State of `scale_by_drift`."""
+
+    centers: PyTree  # as the center, [history, ...]: version t at t modulo history
+    applied: jax.Array  # int32 scalar: messages
+
+
+def scale_by_drift(
+    gamma: float = 1e-4, *, history: int
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides each element of a message by how far the center's has moved since.
+
+    .. math:: m \leftarrow \frac{m}{\gamma^{-1} (c_t - c_{t - \tau})^2 + 1}
+
+    where :math:`c_{t - \tau}` is the center as its worker read it. A message that is
+    late but whose parameters nobody has touched counts whole, and one that would come
+    on top of what others did meanwhile counts little: so staleness is measured where it
+    matters, and not by a count. This is Hermans' adaptive rule, ADAG (not dist-keras's,
+    which is `rules.agn_window`). First in the center optimizer of AGN,
+    it takes away the divergence with many workers and short periods.
+
+    The center keeps its last versions, so that no anchor has to travel: messages are
+    those of the rule, with any codec. It takes memory, ``history`` times the center's.
+    A message that is older is compared with the oldest version that is left. Of fresh
+    messages, in rounds or on a mesh, nothing changes.
+
+    It reads one version of several: a center in shards refuses it.
+
+    Args:
+      gamma: :math:`\gamma`, positive: the square of the distance at which an element
+        counts half. The source has the learning rate, or 1e-4.
+      history: versions that are kept, the current one among them: as many as there are
+        workers, if these are of one speed.
+
+    Returns:
+      A transformation with `DriftState`, which needs the parameters and the extra
+      argument ``staleness``, and keeps the dtypes of its updates.
+
+    Raises:
+      InvalidArgumentError: an argument is out of range.
+      MissingArgumentError: by its ``update``, without parameters or ``staleness``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> scale = agn_optax.center_optimizers.scale_by_drift(0.25, history=8)
+      >>> rule = agn_optax.rules.agn(optax.chain(scale, optax.sgd(1.0)))
+      >>> center = agn_optax.LocalCenter(rule, jnp.zeros(1))
+      >>> session = center.join("worker-0")
+      >>> for sequence in (1, 2):  # the second has not seen what the first did
+      ...     answer = session.exchange(sequence, jnp.ones(1), anchor_version=0)
+      >>> print(answer.params)
+      [-1.2]
+
+    References:
+      Joeri Hermans, *On Scalable Deep Learning and Parallelizing Gradient Descent*,
+      Master's thesis, Maastricht University, 2017.
+    """
+    check.rate(gamma, "gamma", low=0.0, high=math.inf, low_open=True)
+    history = check.positive_int(history, "history")
+
+    def init_fn(params: PyTree) -> DriftState:
+        def room(c: Any) -> jax.Array:
+            return jnp.zeros((history, *jnp.shape(c)), jnp.result_type(c))
+
+        return DriftState(jax.tree.map(room, params), jnp.zeros((), jnp.int32))
+
+    def update_fn(
+        updates: PyTree,
+        state: DriftState,
+        params: PyTree = None,
+        *,
+        staleness: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, DriftState]:
+        del extra_args
+        check.params_given(params, "scale_by_drift")
+        if staleness is None:
+            raise errors.MissingArgumentError(
+                "scale_by_drift needs the extra argument staleness: "
+                "update(grads, state, params, staleness=0), got none"
+            )
+        now = state.applied
+        there = jnp.minimum(now, history - 1)  # as old as the oldest one
+        late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, there)
+        centers = jax.tree.map(
+            lambda kept, c: jax.lax.dynamic_update_index_in_dim(
+                kept, jnp.asarray(c, kept.dtype), now % history, 0
+            ),
+            *(state.centers, params),
+        )
+
+        def scale(m: jax.Array, c: jax.Array, kept: jax.Array) -> jax.Array:
+            wide = trees.wider(m.dtype, jnp.float32)
+            read = jax.lax.dynamic_index_in_dim(
+                kept, (now - late) % history, keepdims=False
+            )
+            drift = jnp.asarray(c).astype(wide) - read.astype(wide)
+            return (m.astype(wide) / (drift * drift / gamma + 1)).astype(m.dtype)
+
+        scaled = jax.tree.map(scale, updates, params, centers)
+        return scaled, DriftState(centers, optax.safe_increment(now))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,79 @@
+"""The point to evaluate, of center optimizers whose center is where workers begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax._internal import trees
+from agn_optax.rules.center_optimizers._lookahead import LookaheadState
+from agn_optax.rules.center_optimizers._primal_averaging import PrimalAveragingState
+
+PyTree = Any
+_KINDS = (LookaheadState, PrimalAveragingState, optax.contrib.ScheduleFreeState)
+
+
+def evaluated(center_state: PyTree, center: PyTree) -> PyTree:
+    r"""The parameters to evaluate, where these are not the center.
+
+    Mostly what one evaluates is the center. Some center optimizers have workers begin
+    elsewhere, and with them the center is that place: of `momentum_lookahead` and
+    `heloco` this returns the base point :math:`c + \eta \mu m`, of `primal_averaging`
+    and ``optax.contrib.schedule_free`` the average.
+
+    Args:
+      center_state: the center optimizer's state, such as ``state.center_state`` of a
+        drop-in, or that of ``LocalCenter.save()``.
+      center: the center of the same time.
+
+    Returns:
+      Parameters like the center.
+
+    Raises:
+      InvalidArgumentError: there is no such optimizer in the state, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax
+      >>> outer = agn_optax.center_optimizers.primal_averaging(optax.sgd(1.0))
+      >>> tx = agn_optax.diloco(optax.sgd(0.1), period=1, center=outer)
+      >>> params = jnp.ones(1)
+      >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+      >>> print(state.center)
+      [0.963]
+      >>> x = agn_optax.center_optimizers.evaluated(state.center_state, state.center)
+      >>> print(x)
+      [0.99]
+
+    References:
+      Aaron Defazio et al., *The Road Less Scheduled*, 2024.
+    """
+    found = [node for _, node in trees.nodes(center_state, _KINDS)]
+    if len(found) != 1:
+        names = ", ".join(type(node).__name__ for node in found) or "none"
+        raise errors.InvalidArgumentError(
+            "center_state must have one state of momentum_lookahead, heloco, "
+            f"primal_averaging or schedule_free, got {names}; with other center "
+            "optimizers evaluate the center"
+        )
+    (state,) = found
+    if isinstance(state, optax.contrib.ScheduleFreeState):
+        return optax.contrib.schedule_free_eval_params(state, center)
+
+    def base(c: jax.Array, m: jax.Array) -> jax.Array:
+        wide = trees.wider(c.dtype, jnp.float32)
+        ahead = state.reach.astype(wide) * m.astype(wide)
+        return (c.astype(wide) + ahead).astype(c.dtype)
+
+    def average(c: jax.Array, z: jax.Array) -> jax.Array:
+        wide = trees.wider(c.dtype, jnp.float32)
+        c_wide, z_wide = c.astype(wide), z.astype(wide)
+        part = state.interpolation.astype(wide)
+        return (z_wide + (c_wide - z_wide) / part).astype(c.dtype)
+
+    if isinstance(state, LookaheadState):
+        return jax.tree.map(base, center, state.momentum)
+    return jax.tree.map(average, center, state.z)

@@ -1,0 +1,129 @@
+"""Momentum in which late messages act from where they belong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors
+from agn_optax._internal import check
+
+PyTree = Any
+
+
+class OrderedMomentumState(NamedTuple):
+    """State of `ordered_momentum`."""
+
+    momentum: PyTree  # as the center
+    applied: jax.Array  # int32 scalar: messages
+
+
+def ordered_momentum(
+    learning_rate: float = 0.7, momentum: float = 0.9, *, messages: int
+) -> optax.GradientTransformationExtraArgs:
+    r"""Momentum that takes in messages in the order in which they were begun.
+
+    Rounds of n messages, one after the other, would give
+    :math:`u_b = \beta u_{b-1} + \bar g_b` and :math:`c \leftarrow c - \eta u_b`. A
+    message of round b that comes in round B would by now have moved the center by the
+    sum of its echoes, and have faded in the momentum:
+
+    .. math::
+        u &\leftarrow u + \beta^{B - b} g / n \\
+        c &\leftarrow c - \eta \, (1 + \beta + \dots + \beta^{B - b}) \, g / n
+
+    and when a round begins, :math:`u \leftarrow \beta u` and
+    :math:`c \leftarrow c - \eta u`. The round of a message is told by the version at
+    which its worker began, that is by ``staleness``: that of version t is
+    :math:`\lceil t / n \rceil`, for n workers begin at version 0, and one at each later
+    one.
+
+    So what the same messages make of the center does not depend on the order in which
+    they came, once all of a round are there; plain momentum has an old message push
+    like a new one. With one worker it is ``optax.sgd(learning_rate, momentum)``.
+
+    Args:
+      learning_rate: :math:`\eta`, of a round of n messages.
+      momentum: :math:`\beta`, in [0, 1).
+      messages: n, of a round: as many as there are workers.
+
+    Returns:
+      A center optimizer with `OrderedMomentumState`, which needs the extra argument
+      ``staleness``.
+
+    Raises:
+      InvalidArgumentError: an argument is out of range.
+      MissingArgumentError: by its ``update``, without ``staleness``.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax
+      >>> outer = agn_optax.center_optimizers.ordered_momentum(0.7, 0.9, messages=4)
+      >>> center = agn_optax.LocalCenter(agn_optax.rules.diloco(outer), jnp.zeros(2))
+
+    References:
+      Chang-Wei Shi, Yi-Rui Yang, Wu-Jun Li, *Ordered Momentum for Asynchronous SGD*,
+      2024. The equations are derived here from its idea (gradients ordered by the
+      iteration at which they were begun), and its property is tested.
+      Chang-Wei Shi, Shi-Shang Wang, Wu-Jun Li, *Ordered Local Momentum for Asynchronous
+      Distributed Learning under Arbitrary Delays*, 2026 (OrLoMo): workers make local
+      steps with momentum, as an inner ``optax.sgd(rate, momentum)`` does. What exactly
+      its workers send was not read: here it is the displacement.
+    """
+    check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
+    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    if not check.is_traced(momentum) and momentum == 1:
+        raise errors.InvalidArgumentError(
+            "momentum must be below 1, or messages never fade, got 1"
+        )
+    messages = check.positive_int(messages, "messages")
+
+    def round_of(version: jax.Array) -> jax.Array:
+        return (version + messages - 1) // messages
+
+    def init_fn(params: PyTree) -> OrderedMomentumState:
+        return OrderedMomentumState(
+            optax.tree.zeros_like(params), jnp.zeros((), jnp.int32)
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: OrderedMomentumState,
+        params: PyTree = None,
+        *,
+        staleness: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, OrderedMomentumState]:
+        del params, extra_args
+        if staleness is None:
+            raise errors.MissingArgumentError(
+                "ordered_momentum needs the extra argument staleness: "
+                "update(grads, state, params, staleness=0), got none"
+            )
+        now = state.applied
+        begun = jnp.maximum(now - jnp.asarray(staleness, jnp.int32), 0)
+        begins = round_of(now) > round_of(jnp.maximum(now - 1, 0))
+        late = (round_of(now) - round_of(begun)).astype(jnp.float32)
+        faded = jnp.float32(momentum) ** late
+        # 1 + β + ... + β^late
+        echoes = (1 - momentum * faded) / (1 - momentum)
+
+        def carry_on(u: jax.Array) -> jax.Array:
+            return jnp.where(begins, momentum * u, u).astype(u.dtype)
+
+        def move(u: jax.Array, g: jax.Array) -> jax.Array:
+            pushed = jnp.where(begins, u, jnp.zeros_like(u))
+            return -learning_rate * (pushed + echoes.astype(g.dtype) * (g / messages))
+
+        carried = jax.tree.map(carry_on, state.momentum)
+        moved = optax.tree.cast_like(jax.tree.map(move, carried, updates), updates)
+        taken = jax.tree.map(
+            lambda u, g: (u + faded.astype(u.dtype) * (g / messages)).astype(u.dtype),
+            *(carried, updates),
+        )
+        return moved, OrderedMomentumState(taken, optax.safe_increment(now))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,102 @@
+"""Nesterov's method as an average of iterates, for any optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax._internal import check, trees
+
+PyTree = Any
+
+
+class PrimalAveragingState(NamedTuple):
+    """State of `primal_averaging`."""
+
+    inner_state: PyTree  # the wrapped optimizer's
+    z: PyTree  # as the center: where the wrapped optimizer is
+    interpolation: jax.Array  # float32 scalar: the part of the average in the center
+
+
+def primal_averaging(
+    optimizer: optax.GradientTransformation,
+    *,
+    averaging: float = 0.9,
+    interpolation: float = 0.7,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Generalized primal averaging (GPA) as a center optimizer.
+
+    .. math::
+        z &\leftarrow z + \text{optimizer}(g) \\
+        x &\leftarrow \mu_x x + (1 - \mu_x) z \\
+        c &= \mu_y x + (1 - \mu_y) z
+
+    The optimizer moves :math:`z`, :math:`x` is a mean of the places where it was, and
+    workers begin at the center :math:`c`, between the two. `evaluated` returns
+    :math:`x`. With :math:`\mu_x = 0` it is the optimizer; with :math:`\mu_x = \mu_y`
+    and ``optax.sgd(rate)`` it is ``optax.sgd(rate * (1 - averaging), averaging,
+    nesterov=True)``, DiLoCo's. Schedule-free optimization has :math:`1 - 1 / t` for
+    :math:`\mu_x`: that is ``optax.contrib.schedule_free``, which is a center optimizer
+    as it is.
+
+    Args:
+      optimizer: what moves :math:`z`; it sees :math:`z` as the parameters.
+      averaging: :math:`\mu_x`, in [0, 1). The source has 0.9 where each message is one
+        step, and less where it is many.
+      interpolation: :math:`\mu_y`, in (0, 1].
+
+    Returns:
+      A center optimizer with `PrimalAveragingState`, which needs the parameters.
+
+    Raises:
+      InvalidArgumentError: an argument is out of range.
+      InvalidTypeError: ``optimizer`` is not an optax optimizer.
+      MissingArgumentError: by its ``update``, without the parameters.
+
+    Example:
+      >>> import optax, agn_optax
+      >>> outer = agn_optax.center_optimizers.primal_averaging(optax.sgd(1.0))
+      >>> tx = agn_optax.diloco(optax.adamw(4e-4), period=32, center=outer)
+
+    References:
+      Aaron Defazio, Konstantin Mishchenko, Parameswaran Raman, Hao-Jun Michael Shi, Lin
+      Xiao, *Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs*, 2025.
+      There the optimizer is that of every step; here it is the center's.
+    """
+    optimizer = check.optimizer(optimizer, "optimizer")
+    check.rate(averaging, "averaging", low=0.0, high=1.0)
+    check.rate(interpolation, "interpolation", low=0.0, high=1.0, low_open=True)
+
+    def init_fn(params: PyTree) -> PrimalAveragingState:
+        return PrimalAveragingState(
+            optimizer.init(params),
+            trees.copy(params),
+            jnp.asarray(interpolation, jnp.float32),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: PrimalAveragingState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PrimalAveragingState]:
+        check.params_given(params, "primal_averaging")
+        moved, inner_state = optimizer.update(
+            updates, state.inner_state, state.z, **extra_args
+        )
+        z = optax.apply_updates(state.z, moved)
+
+        # With μ_y x = c - (1 - μ_y) z put into the equations, x need not be known:
+        # c' - c = (1 - μ_x μ_y) (z' - c) - μ_x (1 - μ_y) (z - c)
+        def move(c: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+            ahead = (1 - averaging * interpolation) * (new - c)
+            return (ahead - averaging * (1 - interpolation) * (old - c)).astype(c.dtype)
+
+        center = jax.tree.map(move, params, state.z, z)
+        kept = jnp.asarray(interpolation, jnp.float32)
+        return center, PrimalAveragingState(inner_state, z, kept)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

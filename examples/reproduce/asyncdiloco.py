@@ -1,0 +1,287 @@
+"""The toy of google-deepmind/asyncdiloco: four workers of four speeds, and a center.
+
+Classes are mixtures of Gaussians; a worker makes 20 steps of AdamW, from the center and
+with a new optimizer, and sends how far it came. Who has sent waits for others, as long
+as these come within a time of grace, and then all of them begin at the center as it is.
+Time is simulated: nobody sleeps.
+
+The notebook's check is here: gradients averaged in rounds, and messages one by one that
+are buffered by four, with endless grace, print the same losses. And so is its question:
+what is momentum good for where messages come one by one?
+
+    python examples/reproduce/asyncdiloco.py                    # 128 hidden units
+    python examples/reproduce/asyncdiloco.py --hidden 65000     # as in the notebook
+
+Its numbers are not repeated to the digit, for data and first parameters are drawn by
+another generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import agn_optax
+from agn_optax import center, center_optimizers, rules
+
+PyTree = Any
+DIMENSIONS, CLASSES, CLUSTERS, NOISE = 512, 4, 8, 0.5
+SECONDS = (0.58, 0.75, 1.51, 3.33)  # that a local step takes each worker
+WORKERS, STEPS, BATCH = len(SECONDS), 20, 32
+HIGHEST, LOWEST, DECAY = 2e-4, 1e-6, 1e-3
+
+
+def _by_rate() -> optax.GradientTransformationExtraArgs:
+    """Steps of a rate that ``update`` is told: it depends on the data, not on who."""
+
+    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
+        return jax.tree.map(lambda u: -extra["rate"] * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+INNER = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(DECAY), _by_rate())
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Points and their classes."""
+
+    points: np.ndarray  # float32 [n, DIMENSIONS]
+    classes: np.ndarray  # int32 [n]
+
+
+def make_data(count: int, seed: int) -> Data:
+    """In a random order."""
+    rng = np.random.default_rng(seed)
+    each = count // (CLASSES * CLUSTERS)
+    means = rng.normal(size=(CLASSES * CLUSTERS, DIMENSIONS))
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    of = np.repeat(np.arange(len(means)), each)
+    points = rng.standard_normal((len(of), DIMENSIONS), np.float32) * NOISE
+    points += means[of].astype(np.float32)
+    order = rng.permutation(len(of))
+    return Data(points[order], (of[order] // CLUSTERS).astype(np.int32))
+
+
+def make_params(hidden: int, seed: int) -> PyTree:
+    """Of a network with one hidden layer, as torch draws them."""
+    rng = np.random.default_rng(seed)
+
+    def dense(inputs: int, outputs: int) -> PyTree:
+        most = inputs**-0.5
+        w = rng.uniform(-most, most, (inputs, outputs))
+        b = rng.uniform(-most, most, outputs)
+        return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
+
+    return [dense(DIMENSIONS, hidden), dense(hidden, CLASSES)]
+
+
+def loss_fn(params: PyTree, points: Any, classes: Any) -> jax.Array:
+    """Mean cross entropy."""
+    first, last = params
+    x = jax.nn.relu(points @ first["w"] + first["b"])
+    logits = x @ last["w"] + last["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
+
+
+@functools.cache
+def local_phase(update: Any) -> Any:
+    """All local steps of a round as one program."""
+
+    def step(carry: Any, batch: Any) -> Any:
+        params, state = carry
+        points, classes, rate = batch
+        gradients = jax.grad(loss_fn)(params, points, classes)
+        updates, state = update(gradients, state, params, rate=rate)
+        return (optax.apply_updates(params, updates), state), None
+
+    def phase(params: PyTree, state: PyTree, batches: Any) -> Any:
+        return jax.lax.scan(step, (params, state), batches)[0]
+
+    return jax.jit(phase, donate_argnums=(0, 1))
+
+
+class Shards:
+    """Where the batches come from: always the shard that was visited least."""
+
+    def __init__(self, data: Data, phases: int, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._data, self._last = data, STEPS * phases
+        rows = np.array_split(np.arange(len(data.classes)), WORKERS)
+        self._orders = [self._endless(each) for each in rows]
+        self._visits, self._steps = np.zeros(WORKERS, int), np.zeros(WORKERS, int)
+
+    def _endless(self, rows: np.ndarray) -> Iterator[int]:
+        rng = np.random.default_rng(self._rng.integers(1 << 32))
+        while True:
+            yield from rng.permutation(rows)
+
+    def batches(self) -> Any:
+        """Of a round: points, classes, and the rate that the cosine of a shard has."""
+        least = np.flatnonzero(self._visits == self._visits.min())
+        shard = self._rng.choice(least)
+        step = self._steps[shard] + np.arange(STEPS)
+        self._visits[shard] += 1
+        self._steps[shard] += STEPS
+        part = np.minimum(step / self._last, 1.0)
+        rates = LOWEST + (HIGHEST - LOWEST) * 0.5 * (1 + np.cos(np.pi * part))
+        order = self._orders[shard]
+        rows = np.array([next(order) for _ in range(STEPS * BATCH)])
+        rows = rows.reshape(STEPS, BATCH)
+        return self._data.points[rows], self._data.classes[rows], jnp.float32(rates)
+
+
+class Phase:
+    """What one worker does from one look at the center to its message."""
+
+    def __init__(self, shared: center.Center, number: int, batches: Any) -> None:
+        name = f"worker-{number}"
+        self._worker = agn_optax.Worker(shared, INNER, period=STEPS, name=name)
+        phase = local_phase(self._worker.tx.update)
+        self._loop = phase(*self._worker.start(), batches)
+
+    def send(self) -> None:
+        """The exchange. What the worker adopts it throws away: it begins anew."""
+        self._worker.exchange(*self._loop, steps=STEPS)
+        self._worker.leave()
+
+
+def in_rounds(shared: center.Center, shards: Shards, phases: int) -> Iterator[int]:
+    """All begin at one center and wait for each other; yields the steps so far."""
+    with ThreadPoolExecutor(WORKERS) as threads:
+        for round_ in range(1, phases + 1):
+            there = [Phase(shared, i, shards.batches()) for i in range(WORKERS)]
+            list(threads.map(Phase.send, there))
+            yield round_ * WORKERS * STEPS
+
+
+def one_by_one(
+    shared: center.Center, shards: Shards, phases: int, grace: float
+) -> Iterator[int]:
+    """Messages come as their workers are ready; yields the steps so far."""
+    now, waits_since = 0.0, None  # when the first of those that wait had sent
+    busy: dict[int, tuple[float, Phase]] = {}  # and when each will be ready
+    sent = 0
+    while sent < phases * WORKERS:
+        ready = min(busy, key=lambda i: busy[i][0], default=None)
+        if ready is None or (
+            waits_since is not None and busy[ready][0] - waits_since > grace
+        ):
+            waits_since = None
+            for i in set(range(WORKERS)) - set(busy):
+                phase = Phase(shared, i, shards.batches())
+                busy[i] = now + STEPS * SECONDS[i], phase
+            continue
+        at, phase = busy.pop(ready)
+        now = max(now, at)
+        waits_since = now if waits_since is None else waits_since
+        phase.send()
+        sent += 1
+        yield sent * STEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A center optimizer, and who waits for whom."""
+
+    optimizer: Callable[[], optax.GradientTransformation]
+    grace: float | None = 0.5  # simulated seconds; None: rounds
+
+
+def nesterov(rate: float) -> optax.GradientTransformation:
+    """Of messages one by one, each weighs an n-th times the root of n."""
+    weighed = optax.scale(1 / math.sqrt(WORKERS))
+    return optax.chain(weighed, optax.sgd(rate, momentum=0.9, nesterov=True))
+
+
+METHODS = {
+    "rounds, SGD": Method(lambda: optax.sgd(0.5), None),
+    "buffered by 4, SGD, endless grace": Method(
+        lambda: center_optimizers.buffered(optax.sgd(0.5), WORKERS), math.inf
+    ),
+    "rounds, Nesterov": Method(lambda: optax.sgd(0.7, 0.9, nesterov=True), None),
+    "one by one, Nesterov": Method(lambda: nesterov(0.07)),
+    "one by one, Nesterov, high rate": Method(lambda: nesterov(0.7)),
+    "one by one, delayed Nesterov": Method(
+        lambda: agn_optax.delayed_nesterov(0.7, 0.9, delay=WORKERS)
+    ),
+    "one by one, ordered momentum": Method(
+        lambda: center_optimizers.ordered_momentum(0.7, 0.9, messages=WORKERS)
+    ),
+    "one by one, HeLoCo": Method(
+        lambda: center_optimizers.heloco(0.7, 0.9, messages=WORKERS)
+    ),
+}
+
+
+def losses(
+    method: Method, data: Data, *, hidden: int, phases: int, every: int, seed: int
+) -> list[float]:
+    """Of the center on the first 10,000 points: at first, and after so many phases."""
+    rule = rules.diloco(method.optimizer())
+    mode = center.Synchronous() if method.grace is None else center.Asynchronous()
+    shared = agn_optax.LocalCenter(rule, make_params(hidden, seed), mode=mode)
+    shards = Shards(data, phases, seed)
+    if method.grace is None:
+        steps = in_rounds(shared, shards, phases)
+    else:
+        steps = one_by_one(shared, shards, phases, method.grace)
+    shown = data.points[:10_000], data.classes[:10_000]
+    evaluate = jax.jit(loss_fn)
+    found = [float(evaluate(shared.pull().params, *shown))]
+    for made in steps:
+        if made % (every * WORKERS * STEPS) == 0:
+            found.append(float(evaluate(shared.pull().params, *shown)))
+    return found
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--hidden", type=int, default=128, help="units of the network (default 128)")
+    add("--points", type=int, default=128_000, help="of data (128000)")
+    add("--phases", type=int, default=100, help="of each worker, on average (100)")
+    add("--every", type=int, default=20, help="phases between two losses (20)")
+    add("--seed", type=int, default=42, help="(42)")
+    add("--methods", default="", help="only those whose names have this in them")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the losses of each method."""
+    args = parse(arguments)
+    data = make_data(args.points, args.seed)
+    print(
+        f"{'phases':35}"
+        + "".join(f"{n:10}" for n in range(0, args.phases + 1, args.every))
+    )
+    for name, method in METHODS.items():
+        if args.methods in name:
+            found = losses(
+                method,
+                data,
+                hidden=args.hidden,
+                phases=args.phases,
+                every=args.every,
+                seed=args.seed,
+            )
+            print(f"{name:35}" + "".join(f"{f:10.6f}" for f in found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""EASGD on a quadratic, workers in turns: up to which moving rate is it stable?
+
+Zhang, Choromanska and LeCun (2015) find that it is stable where
+
+    alpha <= (4 - 2 eta) / (4 - eta),    0 <= eta <= 2,
+
+for any number of workers, if each in its turn takes gradient and elastic force at the
+same point. Here that is a worker that exchanges before it applies its gradient. In the
+order of a usual loop, step and then exchange, the force sees the step, and all moving
+rates up to 1 are stable.
+
+    python examples/reproduce/easgd_stability.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax.numpy as jnp
+import optax
+
+import agn_optax
+from agn_optax import rules
+
+
+def distance(
+    eta: float, alpha: float, workers: int, turns: int, *, late: bool
+) -> float:
+    """Of the center from the minimum of x^2 / 2, in units of where it began.
+
+    Args:
+      eta: the learning rate of the local steps.
+      alpha: the moving rate.
+      workers: which take turns, with an exchange in each.
+      turns: of all of them together.
+      late: whether the gradient is that of the point before the exchange, and is
+        applied after it.
+    """
+    center = agn_optax.LocalCenter(rules.easgd(alpha), jnp.ones(1))
+    crew = [agn_optax.Worker(center, optax.sgd(eta), period=1) for _ in range(workers)]
+    loops = [worker.start() for worker in crew]
+    for turn in range(turns):
+        worker, (params, state) = crew[turn % workers], loops[turn % workers]
+        gradient = params + 0.0  # in a buffer of its own: exchanges donate theirs
+        if late:
+            params, state = worker.exchange(params, state)
+        updates, state = worker.tx.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        if not late:
+            params, state = worker.exchange(params, state)
+        loops[turn % workers] = params, state
+    return float(jnp.abs(center.pull().params[0]))
+
+
+def bound(eta: float) -> float:
+    """The largest stable moving rate."""
+    return (4 - 2 * eta) / (4 - eta)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table: distances just below and above the bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--etas", default="0.5,1.0,1.5", help="(default 0.5,1.0,1.5)")
+    parser.add_argument("--turns", type=int, default=300, help="of the workers (300)")
+    args = parser.parse_args(arguments)
+    print("eta  workers  bound   0.05 below  0.05 above  step first, 0.05 above")
+    for eta in map(float, args.etas.split(",")):
+        for workers in (1, 3):
+            edge = bound(eta)
+            found = [
+                distance(eta, edge + by, workers, args.turns, late=late)
+                for by, late in ((-0.05, True), (0.05, True), (0.05, False))
+            ]
+            below, above, first = (f"{each:.1e}" for each in found)
+            print(
+                f"{eta:<4} {workers:7}  {edge:.3f} {below:>12}{above:>12}{first:>16}",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

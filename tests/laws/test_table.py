@@ -1,0 +1,387 @@
+"""The table: every rule with every codec, in every placement, in every dtype.
+
+Whatever meets in a row, it comes to the known minimum of a convex function, keeps the
+types of its state, compiles once, and goes on from what was saved bit for bit. A new
+method is a new line of `RULES` or of `CODECS`. All rows would be thousands: there are
+as many as it takes for every value to be there once and, among the slow tests, for
+every two values to meet.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import shared
+from support import assert_identical, nothing_compiles
+
+import agn_optax
+from agn_optax import center_optimizers as outer
+from agn_optax import codecs, errors, service
+
+PERIOD = 2
+WORKERS = 2
+INNER = shared.sgd(0.25)
+MOMENTUM = shared.sgd(0.5, momentum=0.5)
+
+RULES = {
+    "agn": functools.partial(shared.agn, shared.sgd(0.5)),
+    "agn_window": shared.agn_window,
+    "average": shared.average,
+    "diloco": functools.partial(shared.diloco, MOMENTUM),
+    "downpour": shared.downpour,
+    "dynsgd": shared.dynsgd,
+    "easgd": functools.partial(shared.easgd, 0.4),
+    "easgd_rho": functools.partial(shared.easgd, 0.4, rho=0.2),
+    **{
+        name: functools.partial(shared.diloco, center)
+        for name, center in {
+            "buffered": outer.buffered(shared.sgd(1.0), 2),
+            "delayed": outer.delayed_nesterov(1.0, 0.5, delay=2),
+            "drift": optax.chain(outer.scale_by_drift(1.0, history=2), shared.sgd(0.8)),
+            "heloco": outer.heloco(0.8, 0.5),
+            "lookahead": outer.momentum_lookahead(0.8, 0.5),
+            "ordered": outer.ordered_momentum(0.5, 0.5, messages=2),
+            "primal": outer.primal_averaging(shared.sgd(1.0), averaging=0.5),
+            "restarts": outer.restart_momentum(MOMENTUM, 5),
+        }.items()
+    },
+}
+# Those that look at whole leaves, or at older centers.
+ACROSS = ("drift", "heloco")
+CODECS = {
+    "identity": codecs.identity(),
+    "cast": codecs.cast("bfloat16"),
+    "quantize": codecs.quantize(8, block=4),
+    "stochastic": codecs.quantize(8, block=4, rounding="stochastic"),
+    "feedback": codecs.error_feedback(codecs.quantize(4, block=4)),
+    "e3m0": codecs.error_feedback(codecs.quantize(4, block=4, format="e3m0")),
+    "top_k": codecs.error_feedback(
+        codecs.chain_codecs(
+            codecs.top_k(2, block=4), codecs.quantize(2, format="codebook")
+        ),
+        decay=0.95,
+    ),
+    "random_k": codecs.error_feedback(codecs.random_k(3, block=4)),
+    "sign": codecs.error_feedback(codecs.sign(block=4)),
+    "low_rank": codecs.error_feedback(codecs.low_rank(1)),
+}
+DTYPES = ["float32", "bfloat16"]
+# What is left of the way to the minimum at most, after so many rounds.
+ROUNDS = 40
+LEFT = {"float32": 0.02, "bfloat16": 0.05}
+
+BEST = {"w": np.linspace(-1, 1, 12).reshape(3, 4), "b": np.array(0.5)}
+STEEP = {"w": np.linspace(0.5, 1, 12).reshape(3, 4), "b": np.array(1.0)}
+
+
+def first_params(dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x + 1, dtype), BEST)
+
+
+def local_step(tx, params, state):
+    """A step towards the minimum."""
+    grads = jax.tree.map(
+        lambda x, best, steep: (x - best.astype(x.dtype)) * steep.astype(x.dtype),
+        *(params, BEST, STEEP),
+    )
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@dataclasses.dataclass
+class Run:
+    """A loop in some placement."""
+
+    loop: Any
+    round: Callable[[Any], Any]  # a period, and the exchange that ends it
+    center: Callable[[Any], Any]
+    # What begins such a run with the numbers of this one; None where a center's journal
+    # does so.
+    again: Callable[[Any], Any] | None = None
+    # What ends an exchange that is in flight.
+    flush: Callable[[Any], Any] = lambda loop: loop
+
+
+# Every placement is a context, as some of them have servers.
+
+
+def in_program(loop, one_round, center):
+    """A loop whose state is all that there is."""
+
+    def again(loop):
+        saved = jax.device_get(loop)
+        like = jax.tree.map(lambda x: x.sharding, loop)
+        return dataclasses.replace(run, loop=jax.device_put(saved, like))
+
+    run = Run(loop, one_round, center, again)
+    return run
+
+
+donated = functools.partial(jax.jit, donate_argnums=(0, 1))
+
+
+@contextlib.contextmanager
+def drop_in(rule, params):
+    tx = agn_optax.exchange_every(INNER, rule, PERIOD)
+    local = donated(functools.partial(local_step, tx))
+
+    def one_round(loop):
+        for _ in range(PERIOD):
+            loop = local(*loop)
+        return loop
+
+    loop = (params, tx.init(params))
+    yield in_program(loop, one_round, lambda loop: agn_optax.center_params(loop[1]))
+
+
+@contextlib.contextmanager
+def split(rule, params):
+    tx = agn_optax.phases(INNER, rule)
+    local = donated(functools.partial(local_step, tx))
+    exchange = donated(tx.exchange)
+
+    def one_round(loop):
+        for _ in range(PERIOD):
+            loop = local(*loop)
+        return exchange(*loop)
+
+    loop = (params, tx.init(params))
+    yield in_program(loop, one_round, lambda loop: loop[1].center)
+
+
+def scan(tx):
+    """A round as one program."""
+    return agn_optax.scan_round(
+        lambda params, state, _: (*local_step(tx, params, state), ()), tx.exchange
+    )
+
+
+@contextlib.contextmanager
+def scanned(rule, params):
+    tx = agn_optax.phases(INNER, rule)
+    feed = jnp.zeros(PERIOD)
+    run = donated(scan(tx))
+    loop = (params, tx.init(params))
+    yield in_program(
+        loop, lambda loop: run(*loop, feed)[:2], lambda loop: loop[1].center
+    )
+
+
+def of_first(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+@contextlib.contextmanager
+def over_vmap(rule, params):
+    tx = agn_optax.phases(INNER, rule, axis_name="workers")
+    run = donated(
+        jax.vmap(scan(tx), in_axes=(0, 0, None), axis_name="workers"),
+    )
+    feed = jnp.zeros(PERIOD)
+    params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
+    loop = (params, jax.vmap(tx.init, axis_name="workers")(params))
+    yield in_program(
+        loop, lambda loop: run(*loop, feed)[:2], lambda loop: of_first(loop[1].center)
+    )
+
+
+@contextlib.contextmanager
+def on_towers(rule, params, placement=None):
+    towers = agn_optax.Towers(WORKERS, workers=WORKERS)
+    tx = agn_optax.phases(INNER, rule, axis_name="workers", placement=placement)
+    run = towers.round(
+        lambda state, _: (local_step(tx, *state), ()),
+        PERIOD,
+        exchange=lambda state: tx.exchange(*state),
+    )
+    feed = towers.shard_round([np.zeros(WORKERS)] * PERIOD)
+    loop = towers.create(lambda params: (params, tx.init(params)), params)
+    yield in_program(
+        loop,
+        lambda loop: run(loop, feed)[0],
+        lambda loop: towers.center_params(loop[1]),
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def step_of(tx):
+    """Compiled once for workers of all kinds of centers."""
+    return donated(functools.partial(local_step, tx))
+
+
+def with_worker(center, **settings):
+    worker = agn_optax.Worker(center, INNER, period=PERIOD, name="anna", **settings)
+    local = step_of(worker.tx)
+
+    def one_round(loop):
+        for _ in range(PERIOD):
+            loop = worker.exchange(*local(*loop))
+        return loop
+
+    def flush(loop):
+        return worker.flush(*loop)
+
+    def of_center(_):
+        return center.pull().params
+
+    parts = {"round": one_round, "center": of_center, "flush": flush}
+    return worker, parts
+
+
+@contextlib.contextmanager
+def embedded(rule, params, **settings):
+    center = agn_optax.LocalCenter(rule, params)
+    worker, parts = with_worker(center, **settings)
+
+    def again(loop):
+        both = jax.device_get((center.save(), worker.save(*loop)))
+        other = agn_optax.LocalCenter.restore(rule, both[0])
+        restored, parts = with_worker(other, **settings)
+        return Run(restored.restore(both[1]), **parts)
+
+    yield Run(worker.start(), again=again, **parts)
+
+
+overlapping = functools.partial(embedded, overlap=True, patience=1)
+
+
+@contextlib.contextmanager
+def served(rule, params, shards=1, **settings):
+    with contextlib.ExitStack() as stack:
+        addresses = [
+            stack.enter_context(service.serve(rule, **settings)).address
+            for _ in range(shards)
+        ]
+        where = addresses if shards > 1 else addresses[0]
+        center = stack.enter_context(
+            contextlib.closing(service.connect(where, rule, timeout=60))
+        )
+        worker, parts = with_worker(center)
+        stack.enter_context(worker)
+        yield Run(worker.start(params, chief=True), **parts)
+
+
+PLACES = {
+    "drop-in": drop_in,
+    "split": split,
+    "scanned": scanned,
+    "vmap": over_vmap,
+    "towers": on_towers,
+    "shards of towers": functools.partial(
+        on_towers, placement=agn_optax.Placement(shard_axis="workers")
+    ),
+    "embedded": embedded,
+    "overlapping": overlapping,
+    "served": served,
+    "in shards": functools.partial(served, shards=2),
+}
+
+
+def way_left(center):
+    """Of the way to the minimum, which is of length 1 in each dimension."""
+    pairs = zip(jax.tree.leaves(center), jax.tree.leaves(BEST), strict=True)
+    return max(np.abs(np.asarray(x, np.float64) - best).max() for x, best in pairs)
+
+
+def types(loop):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), loop)
+
+
+def check(rule, codec, place, dtype):
+    made = RULES[rule](codec=CODECS[codec])
+    with PLACES[place](made, first_params(dtype)) as run:
+        loop = run.loop
+        for _ in range(4):  # overlap begins late
+            loop = run.round(loop)
+        loop = run.flush(loop)
+        kept = types(loop)
+        resumed = run.again(loop) if run.again else None
+        with nothing_compiles():
+            loop = run.round(loop)
+        assert types(loop) == kept
+        if resumed is not None:
+            assert_identical(resumed.round(resumed.loop), loop)
+        for _ in range(ROUNDS - 5):
+            loop = run.round(loop)
+        run.flush(loop)
+        assert way_left(run.center(loop)) <= LEFT[dtype] + unseen(rule, codec)
+
+
+def unseen(rule, codec):
+    """How far the parameters that a rule sends may be from what the center sees.
+
+    Gradients and displacements go to zero, and what a codec changes of them goes, too.
+    """
+    if not rule.startswith("easgd"):
+        return 0.0
+    codec, params = CODECS[codec], jax.tree.map(jnp.float32, BEST)
+    sent, _ = codec.encode(params, codec.init(params))
+    lost = way_left(codec.decode(sent, params))
+    # Error feedback adds to the next one what this one has lost.
+    return lost if codec.returned is None else 2 * lost
+
+
+def refused(rule, codec, place, dtype):
+    """What the error says where these do not go together; None where they do."""
+    del dtype
+    if rule.startswith("easgd") and CODECS[codec].of_differences:
+        return "must send all elements"
+    if place == "shards of towers" and codec not in ("identity", "cast"):
+        return "cannot move a center in shards"
+    if place in ("shards of towers", "in shards") and rule in ACROSS:
+        return "cannot move a center in shards"
+    return None
+
+
+def check_or_refuse(row):
+    why = refused(*row)
+    if why is None:
+        check(*row)
+    else:
+        with pytest.raises(errors.InvalidArgumentError, match=why):
+            check(*row)
+
+
+def each_once(*axes):
+    """Rows in which every value is there."""
+    longest = max(map(len, axes))
+    return [tuple(values[i % len(values)] for values in axes) for i in range(longest)]
+
+
+def every_two(*axes):
+    """Rows in which every two values of different axes meet, found greedily."""
+
+    def pairs(row):
+        return set(itertools.combinations(enumerate(row), 2))
+
+    meetings = {row: pairs(row) for row in itertools.product(*axes)}
+    missing, rows = set().union(*meetings.values()), []
+    while missing:
+        rows.append(max(meetings, key=lambda row: len(meetings[row] & missing)))
+        missing -= meetings[rows[-1]]
+    return rows
+
+
+AXES = [list(RULES), list(CODECS), list(PLACES), DTYPES]
+SOME = each_once(*AXES)
+
+
+@pytest.mark.parametrize("row", SOME, ids=", ".join)
+def test_every_value(row):
+    check_or_refuse(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [row for row in every_two(*AXES) if row not in SOME], ids=", ".join
+)
+def test_every_two_values(row):
+    check_or_refuse(row)
