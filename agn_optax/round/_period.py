@@ -23,9 +23,10 @@ def as_schedule(period: Any) -> PeriodSchedule:
     """
     if isinstance(period, DynamicPeriod):
         raise errors.InvalidTypeError(
-            "dynamic_period(...) is the period of an agn_optax.Worker, whose center "
-            "measures it; the workers of one program make their steps together, and "
-            "take an int or a function of the exchanges made so far"
+            "dynamic_period(...) is the period of an agn_optax.Worker without "
+            "fragments, whose center measures it; all others take an int or a function "
+            "of the exchanges made so far: the workers of one program make their steps "
+            "together, and fragments have their turns within one period"
         )
     if not callable(period):
         constant = check.positive_int(period, "period")
@@ -69,7 +70,8 @@ def dynamic_period(longest: int, *, first: int | None = None) -> DynamicPeriod:
 
     Returns:
       For the argument ``period`` of a `Worker`, and of no optimizer: in one program all
-      workers make their steps together.
+      workers make their steps together. A worker with fragments refuses it, as these
+      have their turns within one period.
 
     Raises:
       InvalidArgumentError: one of them is not a positive int, or ``first`` is more than

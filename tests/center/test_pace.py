@@ -360,6 +360,12 @@ def test_a_period_that_only_a_worker_can_have():
     for make in (
         lambda: agn_optax.agn(optax.sgd(0.1), period),
         lambda: agn_optax.exchange_every(optax.sgd(0.1), shared.downpour(), period),
+        lambda: agn_optax.Worker(
+            agn_optax.LocalCenter(shared.downpour(), jnp.ones(3)),
+            shared.sgd(0.1),
+            period=period,
+            fragments=agn_optax.Fragments(1),
+        ),
     ):
         with pytest.raises(errors.InvalidTypeError, match=r"agn_optax\.Worker"):
             make()

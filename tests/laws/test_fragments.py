@@ -577,7 +577,7 @@ def test_what_does_not_go_with_fragments():
     with refused(errors.InvalidArgumentError, match="'easgd' adopts it in its own way"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
     median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
-    with refused(errors.InvalidArgumentError, match="'average' combines messages in a"):
+    with refused(errors.InvalidArgumentError, match="of rule 'average' no message"):
         make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
     with refused(errors.InvalidArgumentError, match="the center whole on every device"):
         make(
