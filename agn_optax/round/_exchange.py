@@ -505,7 +505,7 @@ def depart(
     was before the message does so now, and with eager updates (the state says so)
     everybody adopts the center as this worker's own share of the message will move it.
 
-    Args, of a center that is whole, and returns as `exchange`.
+    Args and returns as `exchange`; the center is whole.
     """
     layout.check_met(rule.name)
     local, center = state.local, state.center
