@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -668,7 +667,7 @@ class Ledger:
         """How fast a worker was in its last rounds."""
         before, member.speeds = member.speed, speeds
         # One of three may have been suspended, or have had its steps made before.
-        member.speed = statistics.median_high(speeds) if speeds else 0.0
+        member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
         if self._fastest is not None and max(before, member.speed) >= self._fastest:
             self._fastest = None
 

@@ -126,6 +126,12 @@ class Refusal(NamedTuple):
     is_last: bool = False  # its worker is told by an error
 
 
+def _claims_more(kind: str, claimed: float | None, most: float) -> Refusal:
+    return Refusal(
+        kind, f"it claims {kind} of {claimed:g}, and this center takes {most:g} at most"
+    )
+
+
 class Refusals:
     """The decisions of a center.
 
@@ -163,14 +169,10 @@ class Refusals:
           claim: of it.
         """
         refuse = self.refuse
-        for kind, claimed in claim._asdict().items():
-            most = getattr(refuse, kind)
-            if most is not None and claimed is not None and claimed > most:
-                return Refusal(
-                    kind,
-                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
-                    "at most",
-                )
+        if refuse.steps is not None and claim.steps > refuse.steps:
+            return _claims_more("steps", claim.steps, refuse.steps)
+        if refuse.weight is not None and (claim.weight or 0.0) > refuse.weight:
+            return _claims_more("weight", claim.weight, refuse.weight)
         if refuse.staleness is not None and missed > refuse.staleness:
             return Refusal(
                 "staleness",

@@ -291,16 +291,19 @@ class Store:
           MessageRefusedError: it would not be; nothing has changed.
         """
         before, programs = self.current, self._programs
-        steps, own = _claimed(claims or [UNSAID] * len(contributions))
+        claims = claims or [UNSAID] * len(contributions)
         abouts = [
-            _about(before.number, *each, workers)
-            for each in zip(staleness, steps, own, strict=True)
+            _about(before.number, stale, claim.steps, claim.weight, workers)
+            for stale, claim in zip(staleness, claims, strict=True)
         ]
         if weights is None:
             (one,), move = contributions, programs.move
             about: Any = abouts[0]
         else:
             one, move, count = None, programs.move_round, len(contributions)
+            # Of those that say nothing, 1.
+            steps = [max(1, claim.steps) for claim in claims]
+            own = [1.0 if claim.weight is None else claim.weight for claim in claims]
             is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
             counted = []
             for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
@@ -463,22 +466,18 @@ class _About(NamedTuple):
 _VERSIONS = 256  # in a block: so rarely something new goes to the device
 
 
-def _about(version: int, stale: int, steps: int, weight: float, workers: int) -> _About:
+def _about(
+    version: int, stale: int, steps: int, weight: float | None, workers: int
+) -> _About:
     since = min(max(version - stale, 0), _MOST_INT)
     rest = since % _VERSIONS
     return _About(
         _on_device(stale),
-        _on_device(steps),
-        _on_device(weight),
+        _on_device(steps or 1),
+        _on_device(1.0 if weight is None else weight),
         (_on_device(since - rest), _on_device(rest)),
         _on_device(workers),
     )
-
-
-def _claimed(claims: Sequence[Claim]) -> tuple[list[int], list[float]]:
-    """Steps and weights of messages: of those that say nothing, 1."""
-    steps = [max(1, claim.steps) for claim in claims]
-    return steps, [1.0 if claim.weight is None else claim.weight for claim in claims]
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
