@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from processes import Process
 
 import agn_optax
-from agn_optax import codecs, rules
+from agn_optax import rules
 
 PyTree = Any
 
@@ -33,8 +33,8 @@ def connect(
 
 @functools.cache  # one and the same is compared once with that of the other side
 def rule(codec: str = "") -> rules.Rule:
-    """Of all centers here; "" is for the codec that sends contributions as they are."""
-    return rules.downpour(codec=codecs.cast(codec) if codec else None)
+    """Of all centers here, with a codec of that name; "" sends contributions as is."""
+    return rules.downpour(codec=rules.CODECS[codec] if codec else None)
 
 
 def tree(size: float, leaves: int, value: float = 0.0) -> PyTree:
@@ -96,7 +96,11 @@ def seconds_of_one(exchange: Callable[[], None], window: float) -> float:
 
 
 def exchanging(
-    center: Any, contribution: PyTree, worker: str, version: Any = 0
+    center: Any,
+    contribution: PyTree,
+    worker: str,
+    version: Any = 0,
+    encode: Callable[[PyTree], PyTree] = lambda contribution: contribution,
 ) -> Callable[[], None]:
     """One exchange after the other, each of a worker that is up to date."""
     session = center.join(worker)
@@ -105,12 +109,25 @@ def exchanging(
     def run() -> None:
         nonlocal version
         snapshot = session.exchange(
-            next(sequences), contribution, anchor_version=version
+            next(sequences), encode(contribution), anchor_version=version
         )
         jax.block_until_ready(snapshot.params)
         version = snapshot.version
 
     return run
+
+
+def encoding(codec: str, like: PyTree) -> Callable[[PyTree], PyTree]:
+    """What a worker makes of its contributions, one after the other, to be sent."""
+    its_own = rule(codec).codec
+    encode, state = jax.jit(its_own.encode, donate_argnums=1), its_own.init(like)
+
+    def encoded(contribution: PyTree) -> PyTree:
+        nonlocal state
+        sent, state = encode(contribution, state)
+        return sent
+
+    return encoded
 
 
 def worker(

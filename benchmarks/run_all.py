@@ -37,6 +37,7 @@ BENCHMARKS = (
     "journal",
     "encoding",
     "streaming",
+    "quality",
     "scale",
     "startup",
 )

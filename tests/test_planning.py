@@ -166,7 +166,10 @@ def test_a_new_rule_is_planned_as_it_is():
 
 
 SLOW = Machine(overhead=0.25, endpoint_rate=4e6, apply_rate=8e6)
-NAMES = {"latency", "worker link", "center link", "ends", "arithmetic", "journal"}
+NAMES = {
+    *("latency", "worker link", "center link", "ends", "arithmetic"),
+    *("codec", "journal"),
+}
 
 
 def test_shards_by_hand():
@@ -373,6 +376,65 @@ def test_totals():
     assert cost.worker.waiting == (1 + 1 + 2) * 4_000_000  # x, a, message and answer
     assert cost.worker.overlapping == cost.worker.waiting + 4_000_000
     assert cost.center.total == (1 + 1 + 1 + 3) * 4_000_000
+
+
+INT8 = rules.downpour(codec=codecs.quantize(8))
+CODING = dataclasses.replace(FREE, encode_rate=8e6, decode_rate=16e6)
+SLOW_CODING = dataclasses.replace(SLOW, encode_rate=1e6)
+
+
+def test_a_codec_by_hand():
+    message = 1_000_000 + 4 * 250  # a scale for each 4000, which divides the leaf
+    slow = dataclasses.replace(LINK, machine=CODING)
+    cost = plan(INT8, cluster=slow)
+    coding = cost.coding
+    assert (cost.message, coding.contribution) == (message, 4_000_000)
+    assert coding.encode == pytest.approx(4 / 8)
+    assert coding.decode == pytest.approx(2 * 4 / 16)  # for its norm, too
+    assert cost.exchange == pytest.approx((message + 4e6) / 1e6 + 1)
+    assert coding.pays_below == pytest.approx(4e6 - message)  # saved in a second
+    two = plan(INT8, cluster=dataclasses.replace(slow, shards=2))
+    assert two.coding.decode == pytest.approx(coding.decode / 2)  # each has its part
+    assert plan(cluster=slow).coding is None
+
+
+@pytest.mark.parametrize("machine", [CODING, SLOW_CODING])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_where_a_codec_pays(machine, shards):
+    """There an exchange takes as long as without it, and less over slower links."""
+
+    def longer(bandwidth):
+        cluster = dataclasses.replace(
+            LINK, bandwidth=bandwidth, machine=machine, shards=shards
+        )
+        return plan(INT8, cluster).exchange - plan(cluster=cluster).exchange
+
+    below = plan(
+        INT8, dataclasses.replace(LINK, machine=machine, shards=shards)
+    ).coding.pays_below
+    assert longer(below) == pytest.approx(0, abs=1e-6)
+    assert longer(0.9 * below) < 0 < longer(1.1 * below)
+
+
+def test_where_a_codec_always_or_never_pays():
+    slow_ends = dataclasses.replace(SLOW, endpoint_rate=1e5)
+    cluster = dataclasses.replace(LINK, machine=slow_ends)
+    assert plan(INT8, cluster).coding.pays_below is None
+    rounded = plan(rules.downpour(codec=codecs.cast("bfloat16")), cluster).coding
+    assert (rounded.encode, rounded.decode, rounded.pays_below) == (0, 0, None)
+    longer = codecs.random_k(4096)  # all of them, and their positions
+    assert plan(rules.downpour(codec=longer), cluster).coding.pays_below == 0
+
+
+def test_a_codec_may_be_the_bottleneck():
+    slow = dataclasses.replace(FREE, encode_rate=1e5)
+    assert plan(INT8, dataclasses.replace(LINK, machine=slow)).bottleneck == "codec"
+    slow = dataclasses.replace(FREE, decode_rate=1e5)
+    crowd = dataclasses.replace(LINK, workers=9, machine=slow)
+    cost = plan(INT8, crowd)
+    assert (cost.bottleneck, cost.service) == ("codec", pytest.approx(80))
+    kept = plan(INT8, dataclasses.replace(crowd, disk=Disk(bandwidth=1e9, size=4e6)))
+    assert kept.kept.replay == pytest.approx(4e6 / cost.message * 40, rel=0.01)
 
 
 def test_all_reduce_by_hand():

@@ -64,7 +64,8 @@ class ShardedCenter:
             )
         self.rule = centers[0].rule
         how = self.rule.combine
-        if isinstance(how, robust.Combine) and not how.elementwise:
+        is_cut = len(centers) > 1
+        if isinstance(how, robust.Combine) and not how.elementwise and is_cut:
             raise errors.InvalidArgumentError(
                 f"rule {self.rule.name!r} cannot move a center in shards: "
                 f"{how} looks at whole messages, and a shard has a part "

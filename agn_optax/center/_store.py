@@ -335,17 +335,17 @@ class Store:
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
         run = move.in_place if in_place else move.anew
-        params, self._center_state, *told = run(
+        params, self._center_state, public, made = run(
             one, about, before.params, self._center_state, before.public
         )
-        self._becomes(params, *told)
+        self._becomes(params, public, made)
 
-    def _becomes(self, params: PyTree, public: Public | None, told: PyTree) -> None:
+    def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
         number = self.current.number + 1
         self.current = Version(params, number, public=public)
         if public is not None:
-            self._differences.append((number, told))
+            self._differences.append((number, made))
 
     @functools.cached_property
     def _reach(self) -> tuple[float | None, float]:
@@ -354,8 +354,8 @@ class Store:
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
-        if self._rule.codec.answer_codec is not None:
-            return None, most / 2  # a narrow difference may have no room, say
+        if _is_narrower(self.difference_like, self.like):
+            return None, most / 2  # a difference may have no room
         return growth(self._rule, self.current.params), most / 2
 
     def _is_bounded(self, norm: float) -> bool:
@@ -436,6 +436,17 @@ def _by_blocks(
         return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
 
     return jax.lax.fori_loop(0, -(-count // size), add, jnp.zeros((), dtype))
+
+
+def _floats(tree: PyTree) -> list[Any]:
+    leaves = jax.tree.leaves(tree)
+    return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _is_narrower(difference: PyTree, center: PyTree) -> bool:
+    """Whether something of a difference has room for smaller numbers only."""
+    most = min((jnp.finfo(x.dtype).maxexp for x in _floats(center)), default=0)
+    return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
 class _About(NamedTuple):
@@ -597,19 +608,17 @@ def _programs(rule: Rule) -> SimpleNamespace:
         def stays_finite(
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
         ) -> Any:
-            moved, moved_state, moved_public, _ = whole(
-                one, about, center, state, public
-            )
+            moved, moved_state, _, made = whole(one, about, center, state, public)
             # As workers adopt it: a narrow answer has no room for a large center.
-            old = jax.tree.leaves((rounds.answer_of(rule, center), state, public))
-            new = jax.tree.leaves(
-                (rounds.answer_of(rule, moved), moved_state, moved_public)
-            )
+            old = jax.tree.leaves((rounds.answer_of(rule, center), state))
+            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
                 for n, o in zip(new, old, strict=True)
                 if jnp.issubdtype(n.dtype, jnp.floating)
             ]
+            if _is_narrower(made, center):
+                stay += [jnp.isfinite(x).all() for x in _floats(made)]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
         # The center optimizer's state has no readers, so it is always updated in place.

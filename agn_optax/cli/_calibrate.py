@@ -8,6 +8,7 @@ process, tells which part of a byte's time that is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -23,14 +24,21 @@ import optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Center, Store
 from agn_optax.planning import Cluster, Cost, Machine, abstract, plan
+from agn_optax.rules import codecs
 
 _SIZES = (1_000, 10_000_000)  # float32 parameters
+_CODED = 4_000_000  # ... of which a codec's times are measured
 _REPEATS = 9
 _ROUNDS = 5  # of so many repeats, until there is a line
 _SERVE = (*("-m", "agn_optax.cli", "serve"), *("--rule", "downpour", "--json"))
 
 
-def calibrate(sizes: Sequence[int] = _SIZES, repeats: int = _REPEATS) -> Machine:
+def calibrate(
+    codec: codecs.Codec | None = None,
+    *,
+    sizes: Sequence[int] = _SIZES,
+    repeats: int = _REPEATS,
+) -> Machine:
     r"""Measures the constants of `agn_optax.planning.Machine`, in a few seconds.
 
     .. math::
@@ -49,7 +57,11 @@ def calibrate(sizes: Sequence[int] = _SIZES, repeats: int = _REPEATS) -> Machine
     it nearer; a median has in it whatever went on just then. The four are measured in
     turns, so that a slow spell hits all of them.
 
+    What a codec takes for a vector of normal numbers is measured alone, in this
+    process; `Machine` has defaults for it where none is given that takes any time.
+
     Args:
+      codec: how contributions will travel.
       sizes: two numbers of float32 parameters.
       repeats: samples of each time, and five times as many at most, if what was found
         is no line.
@@ -74,7 +86,7 @@ def calibrate(sizes: Sequence[int] = _SIZES, repeats: int = _REPEATS) -> Machine
                 least = np.minimum(least, [form() for form in forms])
             here, there = least[:2].tolist(), least[2:].tolist()
             if (found := _line(costs, here, there)) is not None:
-                return found
+                return dataclasses.replace(found, **coding_rates(codec, repeats))
     raise errors.CenterError(
         f"exchanges of {sizes[0]} and {sizes[1]} parameters took {there} s with a "
         f"center in another process, and their arithmetic {here} s in this one, which "
@@ -99,6 +111,37 @@ def _line(
         endpoint_rate=endpoint_rate,
         apply_rate=apply_rate,
     )
+
+
+def coding_rates(
+    codec: codecs.Codec | None, repeats: int = _REPEATS
+) -> dict[str, float]:
+    """Bytes a second, as they are, that a codec encodes and decodes: for `Machine`."""
+    if codec is None or codec.is_identity:
+        return {}
+    numbers = np.random.default_rng(0).standard_normal(_CODED, np.float32)
+    params, state = jnp.asarray(numbers), jax.jit(codec.init)(numbers)
+    encode = jax.jit(codec.encode, donate_argnums=1)
+    # Into memory that is there, as a center's programs do.
+    decode = jax.jit(codec.decode, donate_argnums=1, keep_unused=True)
+    into = jnp.zeros_like(params)
+    sent, state = encode(params, state)
+
+    def encoding() -> object:
+        nonlocal state
+        sent, state = encode(params, state)
+        return sent, state
+
+    def decoding() -> object:
+        nonlocal into
+        into = decode(sent, into)
+        return into
+
+    forms = {"encode_rate": _timed(encoding), "decode_rate": _timed(decoding)}
+    return {
+        name: numbers.nbytes / min(form() for _ in range(repeats))
+        for name, form in forms.items()
+    }
 
 
 def _cost(size: int) -> Cost:

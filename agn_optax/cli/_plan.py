@@ -15,6 +15,7 @@ from agn_optax.cli import _calibrate, _options, _rules, _table, _units
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.planning import (
     Cluster,
+    Coding,
     Cost,
     Disk,
     Kept,
@@ -23,6 +24,7 @@ from agn_optax.planning import (
     Remedies,
     Tree,
 )
+from agn_optax.rules import codecs
 
 T = TypeVar("T")
 _Column = Callable[[Cost], str]
@@ -58,6 +60,12 @@ _HELP = (
     "and the period then;\nso many shards, or levels of centers, at which a center has "
     "time for everybody while one worker exchanges."
 )
+_CODING: dict[str, Callable[[Coding], str]] = {
+    "as it is": lambda coding: _table.size(coding.contribution),
+    "encode": lambda coding: _seconds(coding.encode),
+    "decode": lambda coding: _seconds(coding.decode),
+    "pays below": lambda coding: _below(coding.pays_below),
+}
 _LEVELS: dict[str, Callable[[Level], str]] = {
     "centers": lambda level: str(level.centers),
     "each has": lambda level: str(level.children),
@@ -89,6 +97,10 @@ def _seconds(number: float) -> str:
     return f"{number:.3g} s"
 
 
+def _below(rate: float | None) -> str:
+    return "any rate" if rate is None else _rate(rate) if rate else "none"
+
+
 def _number(number: int | None) -> str:
     return "-" if number is None else str(number)
 
@@ -100,6 +112,8 @@ _DEFAULT = Machine()
     overhead=str(_DEFAULT.overhead),
     endpoint=_rate(_DEFAULT.endpoint_rate),
     apply=_rate(_DEFAULT.apply_rate),
+    encode=_rate(_DEFAULT.encode_rate),
+    decode=_rate(_DEFAULT.decode_rate),
 )
 class MachineOptions:
     """What an exchange takes beside the links.
@@ -108,12 +122,16 @@ class MachineOptions:
       overhead SECONDS [{overhead}]: Of an exchange of nothing.
       endpoint_rate RATE [{endpoint}]: Message and answer, through both ends.
       apply_rate RATE [{apply}]: What the center's arithmetic reads and writes.
+      encode_rate RATE [{encode}]: Of contributions as they are, that --codec encodes.
+      decode_rate RATE [{decode}]: ... and decodes.
       measure: Measure these on this machine, with a center in another process.
     """
 
     overhead: float | None = None
     endpoint_rate: str | None = None
     apply_rate: str | None = None
+    encode_rate: str | None = None
+    decode_rate: str | None = None
     measure: bool | None = _options.switch()
 
 
@@ -188,23 +206,14 @@ def plan(
 
     With --fan-out or --levels the center is a tree of centers, and each level has a
     row. With --disk the center keeps a journal, and what that writes and how long a
-    restart takes is said as well.
+    restart takes is said as well. With --codec it says what encoding and decoding take,
+    and the rate of a link below which they pay.
 
     Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
     --workers 8
     """
     optimizer = _rules.inner(options.inner)
     params = planning.abstract(options.parameters, options.dtype)
-    cluster = Cluster(
-        step_time=options.step_time,
-        workers=options.workers,
-        latency=options.latency,
-        machine=_machine(machine),
-        shards=options.shards,
-        tree=_tree(options),
-        disk=_disk(options),
-        **_rates(options, "bandwidth", "center_bandwidth"),
-    )
     codec = _rules.codec(rule)
     if _rules.is_given(rule):
         planned = [_rules.make(rule)]
@@ -214,6 +223,16 @@ def plan(
             dataclasses.replace(each, codec=codec)
             for each in planning.built_in_rules(optimizer, options.workers)
         ]
+    cluster = Cluster(
+        step_time=options.step_time,
+        workers=options.workers,
+        latency=options.latency,
+        machine=_machine(machine, planned[0].codec),
+        shards=options.shards,
+        tree=_tree(options),
+        disk=_disk(options),
+        **_rates(options, "bandwidth", "center_bandwidth"),
+    )
     costs = [
         planning.plan(
             each,
@@ -241,11 +260,11 @@ def plan(
         _table.console().print(_of(costs, cluster))
 
 
-def _machine(options: MachineOptions) -> Machine:
+def _machine(options: MachineOptions, codec: codecs.Codec) -> Machine:
     if options.measure:
         _options.refuse(options, "does not go with --measure", but=("measure",))
-        return _calibrate.calibrate()
-    rates = _rates(options, "endpoint_rate", "apply_rate")
+        return _calibrate.calibrate(codec)
+    rates = _rates(options, "endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
     return Machine(**(_options.given(options) | rates))
 
 
@@ -295,6 +314,7 @@ def _as_dict(cost: Cost) -> dict[str, Any]:
         "levels": [level._asdict() for level in cost.levels],
         "kept": kept and kept._asdict() | {"restart": kept.restart},
         "remedies": remedies and remedies._asdict(),
+        "coding": cost.coding and cost.coding._asdict(),
     }
 
 
@@ -307,6 +327,8 @@ def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
         _HELP,
         _as_table(_those(costs, lambda cost: cost.remedies), _REMEDIES),
     ]
+    if coded := _those(costs, lambda cost: cost.coding):
+        said += [_codec(cluster), _as_table(coded, _CODING)]
     if cluster.tree is not None:
         said.append(
             "Centers, from those that have workers to the root; exchanges overlap with "
@@ -324,6 +346,15 @@ def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
     said.append(_as_table(whole, _MEMORY))
     said.append(_memory(cluster))
     return rich.console.Group(*said)
+
+
+def _codec(cluster: Cluster) -> str:
+    machine = cluster.machine
+    return (
+        f"What the codec takes of contributions as they are, at "
+        f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} to "
+        "decode;\nand the rate of a link below which an exchange is shorter with it."
+    )
 
 
 def _memory(cluster: Cluster) -> str:

@@ -19,6 +19,21 @@ that takes `D` bytes a second and `y` seconds to sync, of a journal that a snaps
     utilization          p t / R
     hidden               where max(e, n s) <= p t
 
+A codec makes `m` of the `w` bytes of a contribution. The center decodes it twice, for
+its norm and to apply it, as it reads one twice that travels as it is:
+
+    an exchange          + w / encode_rate + 2 w / (k decode_rate)
+    the center, of it    + 2 w / (k decode_rate), with u
+
+It pays where an exchange is shorter than `e'`, that of a rule without one, whose
+messages have `w` bytes and whose answers `b'`. With everything but the links in `o` and
+`o'`, so that `e = o + (m + b) / min(B, k C)`, that is
+
+    pays below           min(B, k C) < (w + b' - m - b) / (o - o')
+
+or over any link where `o <= o'`. One that only rounds to another dtype takes no time of
+its own: it is a part of writing the numbers down.
+
 With one shard and no journal an exchange takes `overhead + latency + (m + b) / min(B,
 C) + (m + b) / endpoint_rate + u / apply_rate`.
 
@@ -46,6 +61,7 @@ and sends again what had not been answered.
 from agn_optax.planning._cluster import Cluster, Disk, Machine, Tree
 from agn_optax.planning._cost import (
     CenterMemory,
+    Coding,
     Cost,
     Kept,
     Level,
@@ -57,6 +73,7 @@ from agn_optax.planning._plan import abstract, all_reduce, built_in_rules, plan
 __all__ = [
     "CenterMemory",
     "Cluster",
+    "Coding",
     "Cost",
     "Disk",
     "Kept",

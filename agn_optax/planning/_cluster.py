@@ -21,6 +21,10 @@ class Machine:
       endpoint_rate: bytes a second, message and answer, through worker and center:
         copies, frames and gRPC at both ends.
       apply_rate: bytes a second that the center's arithmetic reads and writes.
+      encode_rate: bytes a second of contributions, as they are, that a worker encodes.
+        The default, and that of the next, is about what ``quantize`` to 4 bits with
+        error feedback takes on one core; other codecs take more or less.
+      decode_rate: bytes a second of contributions, as they are, that a center decodes.
 
     Raises:
       InvalidArgumentError: a constant is not a positive number (``overhead`` may be 0).
@@ -34,10 +38,12 @@ class Machine:
     overhead: float = 0.002
     endpoint_rate: float = 1e9
     apply_rate: float = 5e9
+    encode_rate: float = 1e9
+    decode_rate: float = 5e9
 
     def __post_init__(self) -> None:
         _not_negative(self, "overhead")
-        _positive(self, "endpoint_rate", "apply_rate")
+        _positive(self, "endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

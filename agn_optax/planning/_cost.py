@@ -72,6 +72,17 @@ class Kept(NamedTuple):
         return self.read + self.replay + self.rejoin
 
 
+class Coding(NamedTuple):
+    """What a codec takes for an exchange, and over which links it makes up for that."""
+
+    contribution: int  # bytes of it, as it is
+    encode: float  # seconds, at the worker
+    decode: float  # seconds, at the center
+    # Bytes a second of the link, below which an exchange is shorter than without the
+    # codec; 0 if it never is, None if it is over every link.
+    pays_below: float | None
+
+
 class Remedies(NamedTuple):
     """What each of them would have to be, for workers to wait less, by itself.
 
@@ -102,10 +113,11 @@ class Cost(NamedTuple):
     worker: WorkerMemory
     center: CenterMemory
     # What keeps the period from being shorter, or one that was given from hiding:
-    # "latency", "worker link", "center link", "ends", "arithmetic", "journal", or
-    # "nothing".
+    # "latency", "worker link", "center link", "ends", "arithmetic", "codec",
+    # "journal", or "nothing".
     bottleneck: str = "nothing"
     hosts: int = 0  # of all centers
     levels: tuple[Level, ...] = ()  # from those that have workers to the root
     kept: Kept | None = None  # of a center that keeps a journal
     remedies: Remedies | None = None
+    coding: Coding | None = None  # of a rule with a codec

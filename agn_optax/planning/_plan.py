@@ -16,7 +16,14 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.planning import _times
 from agn_optax.planning._cluster import Cluster
-from agn_optax.planning._cost import CenterMemory, Cost, Level, Remedies, WorkerMemory
+from agn_optax.planning._cost import (
+    CenterMemory,
+    Coding,
+    Cost,
+    Level,
+    Remedies,
+    WorkerMemory,
+)
 from agn_optax.planning._times import Times, Work
 from agn_optax.rules import Rule, check_rule, codecs
 
@@ -142,12 +149,15 @@ def plan(
         levels=levels,
         kept=kept,
         remedies=_remedies(work, narrow, cluster, asked),
+        coding=_coding(rule, work, (center, params, children), cluster),
     )
 
 
 def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
     """Bytes of an exchange of parameters with a center of so many workers."""
-    message = trees.nbytes(rounds.contribution_like(rule, center, params))
+    sent = rounds.contribution_like(rule, center, params)
+    as_it_is = rounds.contribution_like(_plain(rule), center, params)
+    message = trees.nbytes(sent)
     state = jax.eval_shape(
         lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
         center,
@@ -165,7 +175,30 @@ def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
         # optimizer's state go there and back.
         applied=2 * (message + snapshot),
         snapshot=snapshot,
+        # To round numbers is a part of writing them down.
+        coded=0 if _shapes_of(sent) == _shapes_of(as_it_is) else trees.nbytes(as_it_is),
     )
+
+
+def _plain(rule: Rule) -> Rule:
+    """The rule whose contributions travel as they are."""
+    return dataclasses.replace(rule, codec=codecs.identity())
+
+
+def _shapes_of(tree: PyTree) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def _coding(
+    rule: Rule, work: Work, place: tuple[PyTree, PyTree, int], cluster: Cluster
+) -> Coding | None:
+    """What the codec takes and saves, if the rule has one."""
+    if rule.codec.is_identity and rule.codec.answers is None:
+        return None
+    plain = _work(_plain(rule), *place)
+    encode, decode = _times.coding(work, cluster)
+    below = _times.pays_below(work, plain, cluster)
+    return Coding(plain.message, encode, decode, below)
 
 
 def _hiding(took: Times, cluster: Cluster) -> int:

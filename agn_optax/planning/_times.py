@@ -22,6 +22,7 @@ class Work(NamedTuple):
     answer: int
     applied: int  # that the center's arithmetic reads and writes
     snapshot: int  # of the center with its optimizer's state
+    coded: int = 0  # of the contribution as it is, where a codec has work with it
 
 
 class Link(NamedTuple):
@@ -68,22 +69,49 @@ def times(work: Work, cluster: Cluster, link: Link, disk: Disk | None) -> Times:
     center_ends = (machine.overhead + both / (k * machine.endpoint_rate)) / 2
     ends = (1 + k) * center_ends  # the worker's own has to do with all shards
     arithmetic = work.applied / (k * machine.apply_rate)
-    # Ends and arithmetic are one processor's, who has to do both.
-    processor = "ends" if center_ends > arithmetic else "arithmetic"
+    encoding, decoding = coding(work, cluster)
+    # All of this is one processor's, who has to do it one after the other.
+    at_center = {"ends": center_ends, "arithmetic": arithmetic, "codec": decoding}
+    processor = max(at_center, key=lambda name: at_center[name])
     exchange = {
         "latency": link.latency,
         "worker link" if is_workers else "center link": wide,
         "ends": ends,
         "arithmetic": arithmetic,
+        "codec": encoding + decoding,
     }
     service = {
         "center link": max(work.message, work.answer) / (k * link.shared),
-        processor: center_ends + arithmetic,
+        processor: sum(at_center.values()),
     }
     if disk is not None:
         exchange["journal"] = disk.sync + work.message / (k * disk.bandwidth)
         service["journal"] = written(work, k, disk) / disk.bandwidth
     return Times(exchange, service)
+
+
+def coding(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a worker that encodes, and of a center that decodes: twice."""
+    machine = cluster.machine
+    decoded = 2 * work.coded / cluster.shards
+    return work.coded / machine.encode_rate, decoded / machine.decode_rate
+
+
+def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
+    """Bytes a second of the link at which a codec costs what it saves.
+
+    ``plain`` is the work without it. None where the link does not matter.
+    """
+    saved = plain.message + plain.answer - work.message - work.answer
+    if saved <= 0:
+        return 0.0
+
+    def beside_link(work: Work) -> float:
+        took = times(work, cluster, *lowest(cluster)).exchange
+        return sum(took[name] for name in took if not name.endswith("link"))
+
+    more = beside_link(work) - beside_link(plain)
+    return saved / more if more > 0 else None
 
 
 def written(work: Work, shards: int, disk: Disk) -> float:
@@ -145,7 +173,7 @@ def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
     k, machine = cluster.shards, cluster.machine
     message, snapshot = work.message / k, work.snapshot / k
     journal = disk.journal(snapshot, message)
-    apply = work.applied / k / machine.apply_rate
+    apply = (work.applied / machine.apply_rate + work.coded / machine.decode_rate) / k
     return Kept(
         written=root.exchanges * written(work, k, disk),
         snapshot=math.ceil(snapshot),

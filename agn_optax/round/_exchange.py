@@ -266,11 +266,16 @@ def publish(
     """The next public center, and the encoded difference that makes it of the last.
 
     What a difference loses is in the next one, as each is taken from the exact center.
+    What is not finite of it stays out, and the rest of its block goes on.
     """
     codec = rule.codec.answer_codec
     if codec is None or public is None:
         return None, None
-    difference = jax.tree.map(jnp.subtract, center, public.params)
+
+    def differ(c: jax.Array, p: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(c - p), c - p, jnp.zeros_like(p))
+
+    difference = jax.tree.map(differ, center, public.params)
     encoded, codec_state = codec.encode(difference, public.codec_state)
     return Public(follow(rule, public.params, encoded), codec_state), encoded
 
@@ -279,7 +284,12 @@ def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
     """The public center after ``params``, by a difference: the same bits everywhere."""
     codec: Any = rule.codec.answer_codec
     decoded = codec.decode(encoded, params)
-    return jax.tree.map(lambda p, d: p + d.astype(p.dtype), params, decoded)
+
+    def add(p: jax.Array, d: jax.Array) -> jax.Array:
+        moved = p + d.astype(p.dtype)
+        return jnp.where(jnp.isfinite(moved), moved, p)
+
+    return jax.tree.map(add, params, decoded)
 
 
 def difference_like(rule: Rule, center: PyTree) -> PyTree:
@@ -495,7 +505,7 @@ def depart(
     was before the message does so now, and with eager updates (the state says so)
     everybody adopts the center as this worker's own share of the message will move it.
 
-    Args, of a center that is whole, and returns as `exchange`.
+    Args and returns as `exchange`; the center is whole.
     """
     layout.check_met(rule.name)
     local, center = state.local, state.center

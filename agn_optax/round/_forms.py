@@ -457,13 +457,13 @@ def exchange_every(
     ) -> tuple[PyTree, ExchangeState]:
         """Where it is due, of a whole tree or of a fragment."""
 
-        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
-            updates, state = carry
-            stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchange.exchange(
-                rule, layout, stepped, state, extra_args, mixing=mixing
+        def exchange(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
+            return _exchange.exchange(
+                rule, layout, params, state, extra_args, mixing=mixing
             )
-            return optax.tree.sub(adopted, params), state
+
+        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
+            return _of_updates(exchange, carry, params)
 
         if not reads_center_only:
             carry, owners = (updates, state), functools.partial(_owners, rule, state)
@@ -484,19 +484,19 @@ def exchange_every(
     ) -> tuple[PyTree, ExchangeState]:
         """The same in two halves, with local steps between them."""
 
-        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
-            updates, state = carry
-            stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchange.land(
-                rule, layout, stepped, state, extra_args, mixing=mixing
+        def land(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
+            return _exchange.land(
+                rule, layout, params, state, extra_args, mixing=mixing
             )
-            return optax.tree.sub(adopted, params), state
+
+        def depart(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
+            return _exchange.depart(rule, layout, params, state, extra_args)
+
+        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
+            return _of_updates(land, carry, params)
 
         def departed(carry: Any) -> tuple[PyTree, ExchangeState]:
-            updates, state = carry
-            stepped = optax.apply_updates(params, updates)
-            adopted, state = _exchange.depart(rule, layout, stepped, state, extra_args)
-            return optax.tree.sub(adopted, params), state
+            return _of_updates(depart, carry, params)
 
         if reads_center_only:
             updates, state = center_alone(lands, landed, updates, state, params)
@@ -729,6 +729,15 @@ def _goes_on(node: PyTree) -> bool:
         return True
     level = jax.tree_util.default_registry.flatten_one_level(node)
     return level is not None and any(map(_goes_on, level[0]))
+
+
+def _of_updates(
+    act: Callable[[PyTree, Any], tuple[PyTree, ExchangeState]], carry: Any, params: Any
+) -> tuple[PyTree, ExchangeState]:
+    """``act(params, state)`` in updates, which are about to be applied."""
+    updates, state = carry
+    adopted, state = act(optax.apply_updates(params, updates), state)
+    return optax.tree.sub(adopted, params), state
 
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:

@@ -22,7 +22,7 @@ from agn_optax.round import _exchange, _parts, _period
 from agn_optax.round._exchange import ExchangeState, LocalState
 from agn_optax.round._parts import Parts
 from agn_optax.round._placement import WHOLE, Layout, Placement
-from agn_optax.rules import Rule
+from agn_optax.rules import Rule, robust
 
 PyTree = Any
 
@@ -228,6 +228,18 @@ class Fragments:
             raise errors.InvalidArgumentError(
                 f"eager updates adopt the whole center, and {of_rule} adopts it in its "
                 "own way"
+            )
+        how = rule.combine
+        if isinstance(how, robust.Combine) and not how.elementwise:
+            raise errors.InvalidArgumentError(
+                f"{of_rule} looks at whole messages ({how}), and a fragment has a part "
+                "of each. Exchange the whole tree, or take robust.median() or "
+                "robust.trimmed_mean(), which take each element for itself"
+            )
+        if self.eager and not rule.is_summed:
+            raise errors.InvalidArgumentError(
+                f"eager updates adopt a worker's own share of a message, and by {how} "
+                f"of {of_rule} no message has one"
             )
 
     def is_due(

@@ -82,6 +82,11 @@ class StreamingWorker(Worker):
                 "on meanwhile, and keeps all local steps. Got fragments with delay="
                 f"{fragments.delay}, mixing={fragments.mixing}"
             )
+        if isinstance(period, rounds.DynamicPeriod):
+            raise errors.InvalidTypeError(
+                "dynamic_period(...) is for a worker that exchanges all at once: the "
+                "offsets of fragments are in a period that is known before it begins"
+            )
         lengths = rounds.as_schedule(period)
         fragments.check_period(int(lengths(0)))
         self.fragments = fragments

@@ -129,6 +129,19 @@ def test_a_center_that_is_not_finite_already_takes_messages():
     np.testing.assert_array_equal(center.pull().params["a"], 0.5 * ONES["a"])
 
 
+def test_a_public_center_follows_where_the_center_is_finite():
+    codec = agn_optax.codecs.two_way(
+        agn_optax.codecs.identity(), agn_optax.codecs.quantize(8)
+    )
+    params = times(1.0)
+    params["b"][2] = np.nan
+    center = agn_optax.LocalCenter(shared.downpour(codec=codec), params)
+    sessions.exchange(center, times(0.5), anchor_version=0, worker="a")
+    exact, public = center.pull().params, center.pull(public=True).params
+    np.testing.assert_array_equal(public["a"], 0.5 * ONES["a"])
+    np.testing.assert_array_equal(public["b"], exact["b"])
+
+
 def test_over_a_wire():
     rule = shared.agn(shared.sgd(1e25))
     with (

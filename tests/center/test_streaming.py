@@ -265,6 +265,8 @@ def test_what_cannot_be_is_refused():
             )
     with pytest.raises(errors.InvalidArgumentError, match="overlap=True goes on"):
         worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
+    with pytest.raises(errors.InvalidTypeError, match="that exchanges all at once"):
+        worker_of(shards(), period=agn_optax.dynamic_period(8))
     with pytest.raises(errors.InvalidTypeError, match="fragments must be an agn_optax"):
         worker_of(shards(), fragments=2)
     with pytest.raises(errors.InvalidArgumentError, match="offsets=\\(1, 9\\)"):

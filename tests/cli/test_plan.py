@@ -89,6 +89,21 @@ def test_the_bottleneck_and_what_would_help():
     assert re.search(r"diloco +\u2502 +208 +\u2502 +- ", said)
 
 
+def test_what_a_codec_takes_and_where_it_pays():
+    options = ["--rule=diloco", "--codec=int8"]
+    rates = ["--encode-rate=1GB", "--decode-rate=5.2GB"]
+    said = json.loads(succeeds(*PLAN, *options, *rates, "--json"))
+    coding = said["rules"][0]["coding"]
+    assert coding["encode"] == pytest.approx(5.2)
+    assert coding["decode"] == pytest.approx(2.0)
+    assert said["rules"][1]["coding"] is None
+    text = succeeds(*PLAN, *options, *rates)
+    assert "1 GB/s to encode and 5.2 GB/s to decode" in text
+    assert re.search(r"diloco +\u2502 +5.2 GB +\u2502 +5.2 s +\u2502 +2 s ", text)
+    assert "pays below" not in succeeds(*PLAN, "--rule=diloco")
+    assert "any rate" in succeeds(*PLAN, "--rule=diloco", "--codec=bfloat16")
+
+
 def test_one_rule_with_settings():
     options = ["--rule=easgd", "--moving-rate=0.5", "--rho=0.1", "--dtype=bfloat16"]
     said = json.loads(succeeds(*PLAN, *options, "--codec=float16", "--json"))
@@ -174,11 +189,11 @@ def test_no_rates(text):
 
 @pytest.mark.slow
 def test_the_constants_of_this_machine(monkeypatch):
-    machine = _calibrate.calibrate((1_000, 4_000_000), repeats=5)
+    machine = _calibrate.calibrate(sizes=(1_000, 4_000_000), repeats=5)
     assert 0 < machine.overhead < 1
     assert 1e7 < machine.endpoint_rate < 1e12
     assert 1e7 < machine.apply_rate < 1e13
-    monkeypatch.setattr(_calibrate, "calibrate", lambda: machine)
+    monkeypatch.setattr(_calibrate, "calibrate", lambda codec: machine)
     said = json.loads(succeeds(*PLAN, "--measure", "--json"))
     assert said["machine"] == vars(machine)
 
@@ -235,14 +250,27 @@ def test_what_is_no_line_is_measured_again(machine):
     assert machine.measured == 2 * 4 * 3
 
 
+@pytest.mark.usefixtures("machine")
+def test_what_a_codec_takes_is_measured(monkeypatch):
+    monkeypatch.setattr(_calibrate, "_CODED", 10_000)
+    measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
+    assert 1e6 < measured.encode_rate < 1e12
+    assert 1e6 < measured.decode_rate < 1e12
+    assert measured.encode_rate != MACHINE.encode_rate
+    others = vars(measured) | {
+        name: getattr(MACHINE, name) for name in ("encode_rate", "decode_rate")
+    }
+    assert others == pytest.approx(vars(MACHINE))
+
+
 def test_times_that_are_no_line(machine):
     machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
     with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
-        _calibrate.calibrate((1, 2), repeats=3)
+        _calibrate.calibrate(sizes=(1, 2), repeats=3)
     assert machine.measured == _calibrate._ROUNDS * 4 * 3
 
 
 def test_a_center_that_does_not_start(monkeypatch):
     monkeypatch.setattr(_calibrate, "_SERVE", ("-c", "pass"))
     with pytest.raises(errors.CenterError, match="did not start"):
-        _calibrate.calibrate((1, 2))
+        _calibrate.calibrate(sizes=(1, 2))

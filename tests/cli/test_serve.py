@@ -259,12 +259,33 @@ def test_a_center_that_cannot_be_kept_ends(address, tmp_path, monkeypatch):
         )
 
 
+def test_a_robust_round(address):
+    rule = dataclasses.replace(rules.average(), combine=agn_optax.robust.krum())
+
+    def exchange(center):
+        workers = [center.join(f"worker-{i}") for i in range(5)]
+        center.initialize(jnp.zeros(2), worker="worker-0")
+        for i, worker in enumerate(workers):
+            sent = jnp.full(2, -1e9 if i == 2 else 1.0 + i)
+            worker.submit(1, sent, anchor_version=0)
+        answer = workers[0].collect(1)
+        assert jnp.array_equal(answer.params, [-2.0, -2.0])
+
+    options = ["--rule=average", "--combine=krum", "--mode=synchronous"]
+    serve(address, rule, *options, then=exchange)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--mode=fast"], "--mode must be one of asynchronous, bounded, synchronous"),
         (["--mode=bounded"], "needs --max-versions-behind, --max-rounds-ahead or both"),
         (["--quorum=2"], "--quorum applies to --mode synchronous, and the mode is"),
+        (
+            ["--combine=mode"],
+            "--combine must be one of sum, mean, median, trimmed_mean",
+        ),
+        (["--combine=median"], "by median, and a center in mode Asynchronous() takes"),
         (["--mode=synchronous", "--max-rounds-ahead=1"], "applies to --mode bounded"),
         (["--mode=synchronous", "--late=never"], "late must be 'next'"),
         (["--mode=synchronous", "--quorum=0"], "quorum must be a whole number >= 1"),

@@ -675,14 +675,14 @@ def test_a_contribution_of_another_codec_is_refused():
     center = agn_optax.LocalCenter(
         shared.downpour(codec=codecs.quantize()), jnp.ones(3)
     )
-    right = {"codes": jnp.zeros(3, jnp.uint8), "scales": jnp.ones(1)}
+    right = {"codes": jnp.zeros((1, 3), jnp.uint8), "scales": jnp.ones(1)}
     for wrong, where in (
         (jnp.ones(3), "different trees"),
         (
             {**right, "codes": jnp.zeros(4, jnp.uint8)},
             r"contribution has \['codes'\] uint8",
         ),
-        ({**right, "codes": jnp.zeros(3, jnp.int32)}, "uint8 is expected"),
+        ({**right, "codes": jnp.zeros((1, 3), jnp.int32)}, "uint8 is expected"),
     ):
         with pytest.raises(errors.TreeMismatchError, match=where):
             exchange(center, wrong, anchor_version=0, worker="w")

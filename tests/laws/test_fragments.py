@@ -426,6 +426,24 @@ def test_an_eager_worker_alone_has_no_delay():
     assert_close(later[2], now[2], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_message_that_lands_at_once_is_an_exchange(rule):
+    """The two halves are the whole, whatever is exchanged."""
+    late = agn_optax.Fragments(2, delay=1)
+    params = tree()
+    made = []
+    for fragments in (TURNS, late):
+        local, exchange = programs(split(rule, fragments))
+        loop = params, split(rule, fragments).init(params)
+        for i in range(4):
+            loop = local(*loop, at(steps_of(params), i))
+            loop = exchange(*loop, fragment=i % 2)
+            if fragments is late:
+                loop = exchange(*loop, landing=i % 2)
+        made.append((loop[0], agn_optax.center_params(loop[1]), loop[1].inner_state))
+    assert_close(made[1], made[0], tolerance=1e-6)
+
+
 def test_a_landing_without_a_message_does_nothing():
     tx = split("diloco", LATE)
     params = tree()
@@ -558,6 +576,9 @@ def test_what_does_not_go_with_fragments():
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, mixing=0.5))
     with refused(errors.InvalidArgumentError, match="'easgd' adopts it in its own way"):
         make(shared.easgd(0.3), fragments=agn_optax.Fragments(2, delay=1, eager=True))
+    median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
+    with refused(errors.InvalidArgumentError, match="of rule 'average' no message"):
+        make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
     with refused(errors.InvalidArgumentError, match="the center whole on every device"):
         make(
             shared.downpour(),

@@ -10,12 +10,17 @@ import numpy as np
 import optax
 import pytest
 import shared
-from support import assert_close
+from support import assert_close, assert_identical
 from traffic import traffic
 
 import agn_optax
 from agn_optax import codecs, errors, robust, rules
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Journal,
+    Synchronous,
+)
 from agn_optax.center._core import Core
 from agn_optax.center._sharded import ShardedCenter
 from agn_optax.round import _leafwise
@@ -95,8 +100,8 @@ def grads_workers(grads):
     return jax.tree.leaves(grads)[0].shape[1]
 
 
-def over_vmap(made, grads=GRADS):
-    tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers")
+def over_vmap(made, grads=GRADS, **options):
+    tx = agn_optax.exchange_every(INNER, made, PERIOD, axis_name="workers", **options)
 
     def run(params, grads):
         def body(carry, grads):
@@ -289,6 +294,26 @@ def test_a_round_of_too_few_moves_nothing():
     np.testing.assert_array_equal(center.pull().params, 0.0)
 
 
+@pytest.mark.parametrize("name", ["median", "krum"])
+def test_a_journal_repeats_a_round(name, tmp_path):
+    keeps = {"mode": Synchronous(late="weighted"), "durability": Journal(tmp_path)}
+    center = agn_optax.LocalCenter(rule(name), jnp.ones(3), **keeps)
+    sessions = [center.join(f"worker-{i}") for i in range(WORKERS)]
+    rng = np.random.default_rng(0)
+    for version in range(2):
+        for session in sessions:
+            message = rng.normal(size=3).astype("f4")
+            session.submit(version + 1, message, anchor_version=version)
+        for session in sessions:
+            assert session.collect(version + 1).version == version + 1
+            session.acknowledge(version + 1)
+    expected = center.pull()
+    center.close()
+    again = agn_optax.LocalCenter(rule(name), jnp.ones(3), **keeps)
+    assert_identical(again.pull(), expected)
+    again.close()
+
+
 def test_a_mesh_of_too_few_is_refused():
     grads = jax.tree.map(lambda g: g[:, :4], GRADS)
     with pytest.raises(errors.InvalidArgumentError, match="and here are 4"):
@@ -302,11 +327,37 @@ def test_shards_cannot_look_at_whole_messages():
     ]
     with pytest.raises(errors.InvalidArgumentError, match=r"krum\(2\) looks at whole"):
         ShardedCenter(centers)
+    assert ShardedCenter(centers[:1]).rule.combine is rule("krum").combine
     medians = [
         agn_optax.LocalCenter(rule("median"), jnp.ones(3), mode=Synchronous())
         for _ in range(2)
     ]
     assert ShardedCenter(medians).rule.combine is rule("median").combine
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments", "why"),
+    [
+        ("krum", {}, r"looks at whole messages \(krum\(2\)\), and a fragment"),
+        ("median", {"delay": 1, "eager": True}, "by median of rule 'average' no mes"),
+    ],
+)
+def test_fragments_of_what_needs_the_whole(name, fragments, why):
+    with pytest.raises(errors.InvalidArgumentError, match=why):
+        agn_optax.phases(
+            INNER,
+            rule(name),
+            axis_name="workers",
+            fragments=agn_optax.Fragments(2, **fragments),
+        )
+
+
+def test_all_fragments_at_once_are_the_whole_for_a_median():
+    expected = over_vmap(rule("median"))
+    found = over_vmap(
+        rule("median"), fragments=agn_optax.Fragments(2, offsets=(PERIOD, PERIOD))
+    )
+    assert_close(found, expected, tolerance=1e-6)
 
 
 def test_a_site_does_not_send_its_parent_what_it_leaves_out():

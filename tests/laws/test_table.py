@@ -1,4 +1,4 @@
-"""The table: every rule with every codec, in every placement, in every dtype.
+"""The table: every rule with every codec, placement, dtype and way of fragments.
 
 Whatever meets in a row, it comes to the known minimum of a convex function, keeps the
 types of its state, compiles once, and goes on from what was saved bit for bit. A new
@@ -24,7 +24,8 @@ from support import assert_identical, nothing_compiles
 
 import agn_optax
 from agn_optax import center_optimizers as outer
-from agn_optax import codecs, errors, service
+from agn_optax import codecs, errors, robust, service
+from agn_optax.center import ShardedCenter
 
 PERIOD = 2
 WORKERS = 2
@@ -53,6 +54,9 @@ RULES = {
             "restarts": outer.restart_momentum(MOMENTUM, 5),
         }.items()
     },
+    "median": lambda codec: dataclasses.replace(
+        shared.average(codec=codec), combine=robust.median()
+    ),
 }
 # Those that look at whole leaves, or at older centers.
 ACROSS = ("drift", "heloco")
@@ -72,8 +76,18 @@ CODECS = {
     "random_k": codecs.error_feedback(codecs.random_k(3, block=4)),
     "sign": codecs.error_feedback(codecs.sign(block=4)),
     "low_rank": codecs.error_feedback(codecs.low_rank(1)),
+    "two_way": codecs.two_way(
+        codecs.error_feedback(codecs.quantize(8, block=4)),
+        answers=codecs.quantize(4, block=4),
+    ),
 }
 DTYPES = ["float32", "bfloat16"]
+FRAGMENTS = {
+    "whole": None,
+    "fragments": agn_optax.Fragments(2),
+    "delayed": agn_optax.Fragments(2, delay=1, mixing=0.25),
+    "eager": agn_optax.Fragments(2, delay=1, eager=True),
+}
 # What is left of the way to the minimum at most, after so many rounds.
 ROUNDS = 40
 LEFT = {"float32": 0.02, "bfloat16": 0.05}
@@ -129,8 +143,8 @@ donated = functools.partial(jax.jit, donate_argnums=(0, 1))
 
 
 @contextlib.contextmanager
-def drop_in(rule, params):
-    tx = agn_optax.exchange_every(INNER, rule, PERIOD)
+def drop_in(rule, params, fragments):
+    tx = agn_optax.exchange_every(INNER, rule, PERIOD, fragments=fragments)
     local = donated(functools.partial(local_step, tx))
 
     def one_round(loop):
@@ -143,35 +157,46 @@ def drop_in(rule, params):
 
 
 @contextlib.contextmanager
-def split(rule, params):
-    tx = agn_optax.phases(INNER, rule)
+def split(rule, params, fragments):
+    tx = agn_optax.phases(INNER, rule, fragments=fragments)
     local = donated(functools.partial(local_step, tx))
-    exchange = donated(tx.exchange)
+    exchange = donated(tx.exchange, static_argnames=("fragment", "landing"))
+
+    def due(step):
+        if fragments is None:
+            return [{}] if step == PERIOD else []
+        return fragments.due(PERIOD + step, PERIOD)  # as after the first round
 
     def one_round(loop):
-        for _ in range(PERIOD):
+        for step in range(1, PERIOD + 1):
             loop = local(*loop)
-        return exchange(*loop)
+            for which in due(step):
+                loop = exchange(*loop, **which)
+        return loop
 
     loop = (params, tx.init(params))
-    yield in_program(loop, one_round, lambda loop: loop[1].center)
+    yield in_program(loop, one_round, lambda loop: agn_optax.center_params(loop[1]))
 
 
-def scan(tx):
+def scan(tx, fragments):
     """A round as one program."""
     return agn_optax.scan_round(
-        lambda params, state, _: (*local_step(tx, params, state), ()), tx.exchange
+        lambda params, state, _: (*local_step(tx, params, state), ()),
+        tx.exchange,
+        fragments=fragments,
     )
 
 
 @contextlib.contextmanager
-def scanned(rule, params):
-    tx = agn_optax.phases(INNER, rule)
+def scanned(rule, params, fragments):
+    tx = agn_optax.phases(INNER, rule, fragments=fragments)
     feed = jnp.zeros(PERIOD)
-    run = donated(scan(tx))
+    run = donated(scan(tx, fragments))
     loop = (params, tx.init(params))
     yield in_program(
-        loop, lambda loop: run(*loop, feed)[:2], lambda loop: loop[1].center
+        loop,
+        lambda loop: run(*loop, feed)[:2],
+        lambda loop: agn_optax.center_params(loop[1]),
     )
 
 
@@ -180,27 +205,32 @@ def of_first(tree):
 
 
 @contextlib.contextmanager
-def over_vmap(rule, params):
-    tx = agn_optax.phases(INNER, rule, axis_name="workers")
+def over_vmap(rule, params, fragments):
+    tx = agn_optax.phases(INNER, rule, axis_name="workers", fragments=fragments)
     run = donated(
-        jax.vmap(scan(tx), in_axes=(0, 0, None), axis_name="workers"),
+        jax.vmap(scan(tx, fragments), in_axes=(0, 0, None), axis_name="workers"),
     )
     feed = jnp.zeros(PERIOD)
     params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
     loop = (params, jax.vmap(tx.init, axis_name="workers")(params))
     yield in_program(
-        loop, lambda loop: run(*loop, feed)[:2], lambda loop: of_first(loop[1].center)
+        loop,
+        lambda loop: run(*loop, feed)[:2],
+        lambda loop: of_first(agn_optax.center_params(loop[1])),
     )
 
 
 @contextlib.contextmanager
-def on_towers(rule, params, placement=None):
+def on_towers(rule, params, fragments, placement=None):
     towers = agn_optax.Towers(WORKERS, workers=WORKERS)
-    tx = agn_optax.phases(INNER, rule, axis_name="workers", placement=placement)
+    tx = agn_optax.phases(
+        INNER, rule, axis_name="workers", placement=placement, fragments=fragments
+    )
     run = towers.round(
         lambda state, _: (local_step(tx, *state), ()),
         PERIOD,
-        exchange=lambda state: tx.exchange(*state),
+        exchange=lambda state, **which: tx.exchange(*state, **which),
+        fragments=fragments,
     )
     feed = towers.shard_round([np.zeros(WORKERS)] * PERIOD)
     loop = towers.create(lambda params: (params, tx.init(params)), params)
@@ -230,14 +260,20 @@ def with_worker(center, **settings):
         return worker.flush(*loop)
 
     def of_center(_):
-        return center.pull().params
+        return worker.center.pull().params
 
     parts = {"round": one_round, "center": of_center, "flush": flush}
     return worker, parts
 
 
 @contextlib.contextmanager
-def embedded(rule, params, **settings):
+def embedded(rule, params, fragments, **settings):
+    if fragments is not None:
+        shards = [agn_optax.LocalCenter(rule) for _ in range(len(fragments))]
+        center = ShardedCenter(shards)
+        worker, parts = with_worker(center, fragments=fragments, **settings)
+        yield Run(worker.start(params, chief=True), **parts)
+        return
     center = agn_optax.LocalCenter(rule, params)
     worker, parts = with_worker(center, **settings)
 
@@ -254,17 +290,17 @@ overlapping = functools.partial(embedded, overlap=True, patience=1)
 
 
 @contextlib.contextmanager
-def served(rule, params, shards=1, **settings):
+def served(rule, params, fragments, shards=1):
+    shards = shards if fragments is None else len(fragments)
     with contextlib.ExitStack() as stack:
         addresses = [
-            stack.enter_context(service.serve(rule, **settings)).address
-            for _ in range(shards)
+            stack.enter_context(service.serve(rule)).address for _ in range(shards)
         ]
         where = addresses if shards > 1 else addresses[0]
         center = stack.enter_context(
             contextlib.closing(service.connect(where, rule, timeout=60))
         )
-        worker, parts = with_worker(center)
+        worker, parts = with_worker(center, fragments=fragments)
         stack.enter_context(worker)
         yield Run(worker.start(params, chief=True), **parts)
 
@@ -295,9 +331,9 @@ def types(loop):
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.aval.weak_type), loop)
 
 
-def check(rule, codec, place, dtype):
+def check(rule, codec, place, dtype, fragments):
     made = RULES[rule](codec=CODECS[codec])
-    with PLACES[place](made, first_params(dtype)) as run:
+    with PLACES[place](made, first_params(dtype), FRAGMENTS[fragments]) as run:
         loop = run.loop
         for _ in range(4):  # overlap begins late
             loop = run.round(loop)
@@ -329,15 +365,29 @@ def unseen(rule, codec):
     return lost if codec.returned is None else 2 * lost
 
 
-def refused(rule, codec, place, dtype):
+def refused(rule, codec, place, dtype, fragments):
     """What the error says where these do not go together; None where they do."""
     del dtype
+    outside = ("embedded", "overlapping", "served", "in shards")
     if rule.startswith("easgd") and CODECS[codec].of_differences:
         return "must send all elements"
+    if rule == "median" and place in outside:
+        return "one by one"
+    if fragments in ("delayed", "eager"):
+        if place in outside:
+            return "center outside the program answers when it does"
+        if place == "shards of towers":
+            return "with a delay need the center whole"
+        if rule.startswith("easgd"):
+            return "mixing would take|eager updates adopt"
+    if fragments == "eager" and rule == "median":
+        return "eager"
+    in_shards = place in ("shards of towers", "in shards")
+    in_shards |= place in outside and fragments == "fragments"
+    if in_shards and rule in ACROSS:
+        return "cannot move a center in shards"
     if place == "shards of towers" and codec not in ("identity", "cast"):
-        return "cannot move a center in shards"
-    if place in ("shards of towers", "in shards") and rule in ACROSS:
-        return "cannot move a center in shards"
+        return "cannot move a center in shards|where the center is whole"
     return None
 
 
@@ -370,7 +420,7 @@ def every_two(*axes):
     return rows
 
 
-AXES = [list(RULES), list(CODECS), list(PLACES), DTYPES]
+AXES = [list(RULES), list(CODECS), list(PLACES), DTYPES, list(FRAGMENTS)]
 SOME = each_once(*AXES)
 
 

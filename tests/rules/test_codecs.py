@@ -48,6 +48,40 @@ def test_small_numbers_come_back_from_their_bytes(bits, numbers):
     np.testing.assert_array_equal(_packing.unpacked(data, bits, len(codes)), codes)
 
 
+@pytest.mark.parametrize(
+    ("bits", "size", "lengths"),
+    [
+        *((4, 0, []), (2, 1, [1]), (4, 7, [7]), (8, 16, [8, 8])),
+        *((2, 21, [7, 7, 7]), (4, 11, [8, 3]), (8, 26, [8, 8, 8, 2])),
+    ],
+)
+def test_blocks_of_any_leaf(bits, size, lengths):
+    """Of 8, or of more than 4 that divide the leaf, or the last one is shorter."""
+    x = jnp.asarray(np.random.default_rng(size).normal(size=size), jnp.float32)
+    codec = codecs.quantize(bits, block=8)
+    sent, _ = codec.encode(x, codec.init(x))
+    scales = [*sent["scales"], *sent.get("rest", {"scales": []})["scales"]]
+    assert len(scales) == len(lengths)
+    of_each = np.repeat(scales, lengths) if lengths else np.zeros(0)
+    most = 2 ** (bits - 1) - 1
+    steps = np.clip(np.round(x / of_each), -most, most)
+    np.testing.assert_array_equal(codec.decode(sent, x), steps * of_each)
+    peaks = [abs(part).max() for part in np.split(x, np.cumsum(lengths))[:-1]]
+    assert all(peak <= most * scale for peak, scale in zip(peaks, scales, strict=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 5, 4095])
+def test_the_peak_of_a_row_tells_what_is_not_finite(bad, at):
+    """Also where a maximum passes over it; and the other rows are as they are."""
+    rows = np.random.default_rng(0).normal(size=(3, 4096)).astype(np.float32)
+    expected = np.abs(rows).max(axis=1)
+    rows[1, at] = bad
+    peaks = jax.jit(_packing.peaks_of)(rows)
+    assert not np.isfinite(peaks[1])
+    np.testing.assert_array_equal(peaks[::2], expected[::2])
+
+
 # Of a normal distribution: bits a parameter, scales included, and the part of the
 # squares that is lost. For codebooks Max's table has 0.1175 (2 bits), 0.009497 (4).
 TABLE = [

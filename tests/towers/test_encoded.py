@@ -19,8 +19,8 @@ TOWERS = 4
 
 
 def dyadic(*shape, seed=0):
-    """Multiples of 1/64, of which float32 holds all sums."""
-    return np.random.default_rng(seed).integers(-200, 201, shape).astype("f4") / 64
+    """Multiples of 1/512, of which float32 holds all sums."""
+    return np.random.default_rng(seed).integers(-2000, 2001, shape).astype("f4") / 512
 
 
 def reducer(tx, towers=None):
@@ -94,10 +94,25 @@ def residuals(state, size):
     return of_sender, np.asarray(owner.residual, "f8").reshape(-1)[:size]
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_what_came_out_and_the_residuals_are_what_went_in(reduction):
+@pytest.mark.parametrize(
+    ("codec", "reduction"),
+    [
+        (KEPT, "sum"),
+        (KEPT, "mean"),
+        (codecs.error_feedback(codecs.cast("bfloat16")), "sum"),
+        (codecs.error_feedback(codecs.random_k(2, block=8)), "sum"),
+        (
+            codecs.error_feedback(
+                codecs.chain_codecs(codecs.top_k(2, block=8), codecs.quantize(2))
+            ),
+            "mean",
+        ),
+    ],
+    ids=str,
+)
+def test_what_came_out_and_the_residuals_are_what_went_in(codec, reduction):
     size, steps = 70, 5
-    tx = agn_optax.all_reduce("towers", codec=KEPT, reduction=reduction)
+    tx = agn_optax.all_reduce("towers", codec=codec, reduction=reduction)
     step, begin = reducer(tx)
     state, out = begin(jnp.zeros(size)), np.zeros(size)
     grads = dyadic(steps, TOWERS, size)
@@ -152,7 +167,7 @@ def test_signs_converge_with_error_feedback_and_not_without():
         assert towers.towers_agree(state)
         errors_[codec] = error(state)
     alone, kept = errors_.values()
-    assert kept < 0.05 < 0.5 < alone
+    assert kept < 0.1 < 0.5 < alone
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1000}, {"delay": 1}], ids=str)

@@ -44,8 +44,8 @@ def primal_averaging(
 
     Args:
       optimizer: what moves :math:`z`; it sees :math:`z` as the parameters.
-      averaging: :math:`\mu_x`, in [0, 1). The source has 0.9 where each message is one
-        step, and less where it is many.
+      averaging: :math:`\mu_x`, in [0, 1]. The source averages at every local step, with
+        0.9967 for what a center does every 32 steps with 0.9 (their 32nd power).
       interpolation: :math:`\mu_y`, in (0, 1].
 
     Returns:

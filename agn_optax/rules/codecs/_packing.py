@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,34 +23,76 @@ def blocks_of(leaf: jax.Array, block: int) -> jax.Array:
     return rows(leaf, min(block, max(leaf.size, 1)))
 
 
+@functools.lru_cache(maxsize=1024)
+def block_length(size: int, block: int) -> int:
+    """Elements of each block of a leaf of that size, of at most ``block``.
+
+    No less than half of that, if it divides the size, or ``block``.
+    """
+    if size <= block:
+        return max(size, 1)
+    lengths = range(block, block // 2, -1)
+    return next((length for length in lengths if size % length == 0), block)
+
+
+def whole_blocks(x: jax.Array, block: int) -> list[jax.Array]:
+    """All elements in blocks as rows, and a last one that is shorter, if there is one.
+
+    Most leaves divide into equal ones. Their rows are the leaf itself, where others are
+    cut off or filled up first: a pass over the memory, and as much of it besides.
+    """
+    flat = x.reshape(-1)
+    length = block_length(flat.size, block)
+    full = flat.size // length * length
+    if full == flat.size:
+        return [flat.reshape(-1, length)]
+    return [flat[:full].reshape(-1, length), flat[full:][None]]
+
+
 def peaks_of(blocks: jax.Array) -> jax.Array:
     """The largest absolute value of each row, or one that is not finite.
 
-    Of their bits as whole numbers, which rise as they do, and NaN is beyond infinity:
-    on CPUs, a maximum of a long row of floats may pass over a NaN.
+    On CPUs a maximum of a long row of floats may pass over a NaN. A sum does not.
     """
-    width = 8 * blocks.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), f"uint{width}")
-    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), blocks.dtype)
+    high = jnp.maximum(jnp.max(blocks, axis=1), -jnp.min(blocks, axis=1))
+    return jnp.where(jnp.isnan(jnp.sum(blocks, axis=1)), jnp.nan, high)
 
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
-    """Whole numbers below ``2**bits``, one after the other in bytes (uint8)."""
+    """Whole numbers below ``2**bits``, in bytes (uint8) along the last axis.
+
+    The first of them have the lowest bits of all bytes, the next ones those above, and
+    so on: each byte is made of numbers that are far apart, and so is a whole register
+    of bytes of whole registers of numbers.
+    """
     if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        spread = rows(codes.astype(jnp.uint8), len(shifts)) << shifts
-        return spread.sum(axis=1, dtype=jnp.uint8)
-    digits = (codes.reshape(-1)[:, None] >> np.arange(bits)) & 1
-    return packed(digits.reshape(-1), 1)
+        each = 8 // bits
+        *outer, length = codes.shape
+        width = -(-length // each)
+        filled = jnp.pad(
+            codes.astype(jnp.uint8),
+            [*((0, 0) for _ in outer), (0, each * width - length)],
+        )
+        planes = [
+            filled[..., i * width : (i + 1) * width] << (i * bits) for i in range(each)
+        ]
+        return functools.reduce(jnp.bitwise_or, planes)
+    digits = (codes[..., None] >> np.arange(bits)) & 1
+    return packed(digits.reshape(*codes.shape[:-1], -1), 1)
 
 
 def unpacked(data: jax.Array, bits: int, count: int) -> jax.Array:
-    """So many whole numbers that `packed` took (uint8, or int32 of odd bits)."""
+    """So many whole numbers, along the last axis, that `packed` took.
+
+    In uint8, or int32 of odd bits.
+    """
+    outer = data.shape[:-1]
     if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        return ((data[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:count]
-    digits = unpacked(data, 1, count * bits).reshape(count, bits).astype(jnp.int32)
-    return (digits << np.arange(bits)).sum(axis=1, dtype=jnp.int32)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        planes = (data[..., None, :] >> shifts) & (2**bits - 1)
+        return planes.reshape(*outer, len(shifts) * data.shape[-1])[..., :count]
+    digits = unpacked(data, 1, count * bits).reshape(*outer, count, bits)
+    return (digits.astype(jnp.int32) << np.arange(bits)).sum(axis=-1, dtype=jnp.int32)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:

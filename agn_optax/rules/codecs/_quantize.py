@@ -16,12 +16,13 @@ from agn_optax._internal import check, trees
 from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
-    blocks_of,
+    block_length,
     packed,
     peaks_of,
     power_of_two,
     short,
     unpacked,
+    whole_blocks,
 )
 
 PyTree = Any
@@ -68,16 +69,19 @@ def quantize(
 
     Args:
       bits: of an element: 8, 4 or 2.
-      block: elements that share a scale, a positive int; blocks do not span leaves.
+      block: elements that share a scale, a positive int; blocks do not span leaves. In
+        a leaf that it does not divide they have the next smaller number that does, if
+        that is more than half of it.
       rounding: ``"nearest"``, or ``"stochastic"``, which draws other random numbers
         for every message.
       format: ``"linear"``, ``"e3m0"`` or ``"codebook"``.
 
     Returns:
       A codec, with `StochasticState` if it draws random numbers and without any if not,
-      which sends for each leaf its ``codes`` (uint8, of ``8 // bits`` elements each)
-      and their ``scales`` (float32, one for each block). A block that is not finite has
-      a scale that is not.
+      which sends for each leaf its ``codes`` (uint8 [blocks, bytes], of ``8 // bits``
+      elements each) and their ``scales`` (float32 [blocks]), and the same of a last
+      block that is shorter as its ``rest``. A block that is not finite has a scale that
+      is not.
 
     Raises:
       InvalidArgumentError: an argument is none of these, or ``block`` not positive.
@@ -118,35 +122,54 @@ def quantize(
         squares = jnp.mean(jnp.square(blocks / peaks[:, None]), axis=1)
         return jnp.maximum(short(peaks * jnp.sqrt(squares), _SHORT), TINY)
 
-    def encode(leaf: Any, key: Any = None) -> PyTree:
-        leaf = jnp.asarray(leaf)
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        blocks = blocks_of(wide, block)  # [blocks, block]
+    # What is sent of a block stays a row: XLA reads its scale once for the whole row.
+    def encode_blocks(blocks: jax.Array, key: Any) -> PyTree:
         peaks = peaks_of(blocks)  # [blocks]
         finite = jnp.isfinite(peaks)
         scales = scales_of(blocks, peaks)
         x = blocks * (1 / scales)[:, None]
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
         if levels is None:
-            near = jnp.round(x) if noise is None else jnp.floor(x + noise)
-            codes = near.clip(-largest, largest) + largest
+            # Rounded, no |x| is more than the largest: its scale has seen to that.
+            if noise is None:
+                near = jnp.round(x)
+            else:
+                near = jnp.floor(x + noise).clip(-largest, largest)
+            codes = near + largest
         else:
             codes = _nearest(x, levels, noise)
         codes = jnp.where(finite[:, None], codes, 0).astype(jnp.uint8)
         return {
-            "codes": packed(codes.reshape(-1)[: leaf.size], bits),
+            "codes": packed(codes, bits),  # [blocks, bytes]
             "scales": jnp.where(finite, scales, peaks).astype(jnp.float32),
         }
 
-    def decode(sent: PyTree, like: Any) -> jax.Array:
-        size = math.prod(like.shape)
-        codes = unpacked(sent["codes"], bits, size)
+    def encode(leaf: Any, key: Any = None) -> PyTree:
+        leaf = jnp.asarray(leaf)
+        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
+        first, *rest = whole_blocks(wide, block)
+        sent = encode_blocks(first, key)
+        if rest:
+            own = None if key is None else jax.random.fold_in(key, 1)
+            sent["rest"] = encode_blocks(rest[0], own)
+        return sent
+
+    def decode_blocks(sent: PyTree, length: int) -> jax.Array:
+        codes = unpacked(sent["codes"], bits, length)
         if levels is None:
             numbers = codes.astype(jnp.float32) - largest
         else:
             numbers = jnp.asarray(levels)[codes]
-        blocks = blocks_of(numbers, block) * sent["scales"][:, None]
-        return blocks.reshape(-1)[:size].reshape(like.shape).astype(like.dtype)
+        return numbers * sent["scales"][:, None]
+
+    def decode(sent: PyTree, like: Any) -> jax.Array:
+        size = math.prod(like.shape)
+        length = block_length(size, block)
+        numbers = decode_blocks(sent, length).reshape(-1)
+        if "rest" in sent:
+            rest = decode_blocks(sent["rest"], size % length)
+            numbers = jnp.concatenate([numbers, rest.reshape(-1)])
+        return numbers.reshape(like.shape).astype(like.dtype)
 
     name = f"quantize({bits}, block={block}"
     name += "" if format == "linear" else f", format={format}"
