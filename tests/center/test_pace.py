@@ -367,7 +367,7 @@ def test_a_period_that_only_a_worker_can_have():
             fragments=agn_optax.Fragments(1),
         ),
     ):
-        with pytest.raises(errors.InvalidTypeError, match=r"agn_optax\.Worker"):
+        with pytest.raises(errors.InvalidTypeError, match=r"^dynamic_period"):
             make()
     for wrong in ((0,), (2.5,), (10, 0), (10, 11)):
         longest, *first = wrong
