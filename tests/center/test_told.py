@@ -275,6 +275,7 @@ CODECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_mesh_weighs_as_a_round_does(codec):
     weights = jnp.array([1.0, 2.5, 4.0])

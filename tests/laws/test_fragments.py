@@ -114,6 +114,7 @@ EVERY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_8_drop_in_split_and_round_give_the_same_numbers(name):
     rule, fragments = name.split()[0], EVERY[name]
@@ -270,6 +271,7 @@ def over_vmap(tx):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["agn", "diloco", "easgd_rho", "diloco late", "diloco eager", "agn eager"]
 )
@@ -426,6 +428,7 @@ def test_an_eager_worker_alone_has_no_delay():
     assert_close(later[2], now[2], tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_message_that_lands_at_once_is_an_exchange(rule):
     """The two halves are the whole, whatever is exchanged."""

@@ -159,6 +159,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("name", "of"),
@@ -173,6 +174,7 @@ def test_a_mesh_is_a_synchronous_center(place, name, of):
     assert_close(found, at_a_center(name, of), tolerance=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_axis", ["towers", ("towers", "workers"), "workers"])
 @pytest.mark.parametrize("name", ["median", "krum"])
 def test_islands(name, shard_axis):

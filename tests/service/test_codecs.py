@@ -345,6 +345,7 @@ def in_turns(kind, name, overlap):
         return jax.tree.map(np.asarray, (loops, *both_of(center)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "overlap"),
     [

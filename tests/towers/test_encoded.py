@@ -94,6 +94,7 @@ def residuals(state, size):
     return of_sender, np.asarray(owner.residual, "f8").reshape(-1)[:size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "reduction"),
     [
@@ -157,6 +158,7 @@ def descent(codec, towers, steps=60, rate=0.2, **options):
     return run, state, error
 
 
+@pytest.mark.slow
 def test_signs_converge_with_error_feedback_and_not_without():
     towers = agn_optax.Towers(TOWERS)
     signs = codecs.sign(block=16)
@@ -170,6 +172,7 @@ def test_signs_converge_with_error_feedback_and_not_without():
     assert kept < 0.1 < 0.5 < alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1000}, {"delay": 1}], ids=str)
 def test_what_is_kept_is_saved_and_restored(options):
     towers = agn_optax.Towers(TOWERS)
@@ -241,6 +244,7 @@ def test_gradients_of_half_precision_keep_their_dtype():
     np.testing.assert_allclose(reduced, 30000.0, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_constant_gradients_and_random_codecs_under_vmap():
     codec = codecs.quantize(8, block=4, rounding="stochastic")
     tx = agn_optax.all_reduce("towers", codec=codec, reduction="sum")
