@@ -32,8 +32,8 @@ class RuleOptions:
       answers NAME: How the center travels back: {answers}. A float rounds it; by any
         other, workers hear of differences.
       combine NAME: How the messages of a round become one, if not as the rule says:
-        {combinations}. The last three stand bad messages, of a quarter of the workers
-        (krum: of one), and need --mode synchronous.
+        {combinations}. All but the first two need --mode synchronous; median,
+        trimmed_mean (of a quarter) and krum (of one) stand bad messages.
 
     Center optimizer:
       center_optimizer NAME: Of agn and diloco: one of {optimizers}.

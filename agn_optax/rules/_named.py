@@ -68,6 +68,7 @@ COMBINATIONS: dict[str, Any] = {
     "median": robust.median(),
     "trimmed_mean": robust.trimmed_mean(),
     "krum": robust.krum(),
+    "radial": robust.radial(),
 }
 # What a setting of an optimizer may be at most; 0 is the least.
 _HIGHEST = {

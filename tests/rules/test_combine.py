@@ -174,6 +174,25 @@ def test_names_for_the_command_line():
     )
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_lengths_and_directions_are_averaged_apart(count):
+    tree = messages(count, spread=3.0)
+
+    def of_leaf(rows):
+        flat = rows.reshape(count, -1).astype("f8")
+        lengths = np.linalg.norm(flat, axis=1)
+        way = (flat / np.maximum(lengths, 1e-300)[:, None]).sum(axis=0)
+        size = np.linalg.norm(way)
+        way = way / size if size else way
+        return (lengths.mean() * way).reshape(rows.shape[1:])
+
+    expected = jax.tree.map(of_leaf, tree)
+    assert_close(one_of(robust.radial(), tree), expected, tolerance=1e-5)
+    zeros = jax.tree.map(np.zeros_like, tree)
+    found = one_of(robust.radial(), zeros)
+    assert not any(np.any(x) for x in jax.tree.leaves(found))
+
+
 def test_float64_stays_what_it_is():
     with jax.enable_x64(True):
         tree = jax.tree.map(lambda x: jnp.asarray(x, "f8"), messages(5))
