@@ -382,9 +382,10 @@ def refused(rule, codec, place, dtype, fragments):
             return "mixing would take|eager updates adopt"
     if fragments == "eager" and rule == "median":
         return "eager"
-    in_shards = place in ("shards of towers", "in shards")
-    in_shards |= place in outside and fragments == "fragments"
-    if in_shards and rule in ACROSS:
+    # A fragment has whole leaves; a shard may have a piece of one.
+    if rule in ACROSS and (
+        place == "shards of towers" or (place, fragments) == ("in shards", "whole")
+    ):
         return "cannot move a center in shards"
     if place == "shards of towers" and codec not in ("identity", "cast"):
         return "cannot move a center in shards|where the center is whole"
