@@ -33,7 +33,7 @@ BATCH = 32
 
 def settings(count: int, delay: int, period: int) -> dict[str, Fragments | None]:
     """What is compared, by name."""
-    late = round(0.9 * period)
+    late = min(round(0.9 * period), period - 1)
     return {
         "all at once": None,
         f"{count} fragments": Fragments(count),

@@ -313,6 +313,7 @@ def trained(place, codec):
     return place(observed_rule(codec), PARAMS, GRADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", OBSERVED)
 def test_12_an_encoded_message_is_the_same_in_every_placement(codec):
     for group in ([drop_in, split, scanned, embedded], MANY):
@@ -393,6 +394,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ANSWERS)
 def test_12_a_public_center_is_the_same_in_every_placement(rule):
     """Also where a worker adopts the one before, or where nobody reads the anchor."""
@@ -446,6 +448,7 @@ def test_a_newcomer_starts_from_the_public_center():
         assert_identical(newcomer, center.pull().params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [drop_in, split, embedded])
 @pytest.mark.parametrize("codec", CODECS)
 def test_10_dtypes_and_leaves_pass_unharmed(place, codec):
@@ -625,6 +628,7 @@ def test_a_codec_of_blocks_has_no_shards_on_a_mesh():
         over_shard_map(rule, PARAMS, GRADS, shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_packed_center_gives_the_same_numbers(codec):
     rule = shared.agn(shared.adam(0.5), codec=CODECS[codec]())

@@ -40,6 +40,7 @@ def test_split_and_round(rule):
     jax.jit(scanned)(params, split.init(params), feeds(params, PERIOD))
 
 
+@pytest.mark.slow
 @rules
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_worker(rule, overlap):
@@ -59,6 +60,7 @@ def test_a_worker(rule, overlap):
     assert worker.exchanges == 3
 
 
+@pytest.mark.slow
 @rules
 def test_towers(rule):
     towers = agn_optax.Towers(4, workers=2)

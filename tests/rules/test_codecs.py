@@ -48,6 +48,7 @@ def test_small_numbers_come_back_from_their_bytes(bits, numbers):
     np.testing.assert_array_equal(_packing.unpacked(data, bits, len(codes)), codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "size", "lengths"),
     [

@@ -53,6 +53,7 @@ def nearest(tree, faulty, keep):
     return jax.tree.map(lambda x: x[best].mean(axis=0), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, 6, 9, 32, 33])
 def test_the_equations(count):
     tree = messages(count)

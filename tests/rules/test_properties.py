@@ -104,6 +104,7 @@ def test_does_not_recompile_on_the_second_call(name, dtype):
     assert types(loop) == types((params, state))
 
 
+@pytest.mark.slow
 @drop_ins
 @dtypes
 def test_types_are_stable(name, dtype):

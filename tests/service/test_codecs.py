@@ -107,6 +107,7 @@ def placed(stack, place, codec, tmp_path):
     return connect(serve(start()).address, transports=[place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_law_12_the_same_bits_in_every_place(place, codec, tmp_path):
     with contextlib.ExitStack() as stack:
@@ -130,6 +131,7 @@ def test_what_is_sent_is_as_small_as_the_codec_makes_it(codec):
         )  # leaves are aligned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_law_9_a_center_goes_on_from_its_journal(codec, killed, tmp_path):
     """What was sent is what is replayed, and the worker's residual is its own."""

@@ -92,6 +92,7 @@ def test_who_has_left_does_not_come_back_with_a_message_in_flight(transport):
         worker.start()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_after_giving_up_nothing_is_lost(transport):

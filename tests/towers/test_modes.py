@@ -23,6 +23,7 @@ def make(inner, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inner", "dtype"), [("sgd", "bfloat16"), ("adam", "float32")])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_train_step_serves_every_mode(mode, inner, dtype):
@@ -48,6 +49,7 @@ def test_one_train_step_serves_every_mode(mode, inner, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", support.RULES)
 def test_every_rule_on_islands(rule):
     towers, data = agn_optax.Towers(4, workers=2), problem.batches(4)

@@ -35,6 +35,7 @@ def make(rule, placement=None, period=3, inner=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", support.RULES)
 def test_shards_give_the_same_numbers(rule):
     """Over all axes for every rule; over one for a sum, a mean and a penalty."""
@@ -233,6 +234,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_by_name(name):
             towers.create(tx.init, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "center",
     [
@@ -356,6 +358,7 @@ def elements(saved, like):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "shapes"),
     [
