@@ -297,6 +297,16 @@ def params_given(params: PyTree, who: str) -> None:
         )
 
 
+def extra_argument_given(value: Any, such_as: str, who: str) -> None:
+    """``value`` is there, an extra argument of ``update`` such as ``staleness=0``."""
+    if value is None:
+        name = such_as.partition("=")[0]
+        raise errors.MissingArgumentError(
+            f"{who} needs the extra argument {name}: "
+            f"update(grads, state, params, {such_as}), got none"
+        )
+
+
 def axis_bound(axis_name: Any, hint: str | None = None) -> None:
     """``axis_name`` is bound where this is traced."""
     if axis_name is None:

@@ -21,7 +21,6 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
-from agn_optax.rules import robust
 
 PyTree = Any
 T = TypeVar("T")
@@ -64,8 +63,7 @@ class ShardedCenter:
             )
         self.rule = centers[0].rule
         how = self.rule.combine
-        is_cut = len(centers) > 1
-        if isinstance(how, robust.Combine) and not how.elementwise and is_cut:
+        if not self.rule.combines_elements and len(centers) > 1:
             raise errors.InvalidArgumentError(
                 f"rule {self.rule.name!r} cannot move a center in shards: "
                 f"{how} looks at whole messages, and a shard has a part "

@@ -52,9 +52,7 @@ class Departed(NamedTuple):
     steps: jax.Array  # int32 scalar: local steps that it was made of
     weight: jax.Array  # float32 scalar: the mean weight of the workers' rounds
     message: PyTree  # of all workers together, as the center
-    adopted: (
-        PyTree  # the parameters as they were set then; None unless updates are eager
-    )
+    adopted: PyTree  # the parameters as they were then set; None if it is not eager
 
 
 class ExchangeState(NamedTuple):

@@ -253,30 +253,20 @@ def phases(
         params: PyTree, own: ExchangeState, extra_args: dict[str, Any], *, lands: bool
     ) -> tuple[PyTree, ExchangeState]:
         """Of a whole tree, or of a fragment."""
-
-        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
-            params, own = carry
-            return _exchange.land(rule, layout, params, own, extra_args, mixing=mixing)
-
-        def exchanged(carry: Any, _: PyTree) -> tuple[PyTree, ExchangeState]:
-            params, own = carry
-            return _exchange.exchange(
-                rule, layout, params, own, extra_args, mixing=mixing
-            )
-
-        mixing = 0.0 if fragments is None else fragments.mixing
+        exchange, depart, land = _halves(rule, layout, extra_args, fragments)
         if own.departed is not None:
-            in_flight = own.departed.in_flight
-            params, own = _collectives.when(in_flight, landed, (params, own))
-            if lands:
-                return params, own
-            return _exchange.depart(rule, layout, params, own, extra_args)
+            params, own = _collectives.when(
+                own.departed.in_flight, lambda carry: land(*carry), (params, own)
+            )
+            return (params, own) if lands else depart(params, own)
         if rule.adopts == "before":  # then both sides move, each by what both were
             owners = functools.partial(_owners, rule, own)
             return _leafwise.when(
-                None, exchanged, (params, own), params, owners, own.exchanges
+                None,
+                lambda carry, _: exchange(*carry),
+                *((params, own), params, owners, own.exchanges),
             )
-        return exchanged((params, own), params)
+        return exchange(params, own)
 
     def exchange_fn(
         params: PyTree,
@@ -456,23 +446,15 @@ def exchange_every(
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
         """Where it is due, of a whole tree or of a fragment."""
-
-        def exchange(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
-            return _exchange.exchange(
-                rule, layout, params, state, extra_args, mixing=mixing
-            )
-
-        def exchanged(carry: Any, params: PyTree) -> tuple[PyTree, ExchangeState]:
-            return _of_updates(exchange, carry, params)
-
+        exchange, *_ = _halves(rule, layout, extra_args, fragments)
+        exchanged = functools.partial(_of_updates, exchange)
         if not reads_center_only:
             carry, owners = (updates, state), functools.partial(_owners, rule, state)
             return _leafwise.when(
                 due, exchanged, carry, params, owners, state.exchanges
             )
-        return center_alone(
-            due, lambda carry: exchanged(carry, params), updates, state, params
-        )
+        exchanged = functools.partial(exchanged, params=params)
+        return center_alone(due, exchanged, updates, state, params)
 
     def exchange_late(
         due: jax.Array,
@@ -483,21 +465,9 @@ def exchange_every(
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
         """The same in two halves, with local steps between them."""
-
-        def land(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
-            return _exchange.land(
-                rule, layout, params, state, extra_args, mixing=mixing
-            )
-
-        def depart(params: PyTree, state: Any) -> tuple[PyTree, ExchangeState]:
-            return _exchange.depart(rule, layout, params, state, extra_args)
-
-        def landed(carry: Any) -> tuple[PyTree, ExchangeState]:
-            return _of_updates(land, carry, params)
-
-        def departed(carry: Any) -> tuple[PyTree, ExchangeState]:
-            return _of_updates(depart, carry, params)
-
+        _, depart, land = _halves(rule, layout, extra_args, fragments)
+        landed = functools.partial(_of_updates, land, params=params)
+        departed = functools.partial(_of_updates, depart, params=params)
         if reads_center_only:
             updates, state = center_alone(lands, landed, updates, state, params)
         else:
@@ -731,9 +701,28 @@ def _goes_on(node: PyTree) -> bool:
     return level is not None and any(map(_goes_on, level[0]))
 
 
-def _of_updates(
-    act: Callable[[PyTree, Any], tuple[PyTree, ExchangeState]], carry: Any, params: Any
-) -> tuple[PyTree, ExchangeState]:
+_Act = Callable[[PyTree, Any], tuple[PyTree, ExchangeState]]
+
+
+def _halves(
+    rule: Rule,
+    layout: Layout,
+    extra_args: dict[str, Any],
+    fragments: Fragments | None,
+) -> tuple[_Act, _Act, _Act]:
+    """``exchange``, and its halves ``depart`` and ``land``, of parameters and state."""
+    exchange = functools.partial(_exchange.exchange, rule, layout)
+    depart = functools.partial(_exchange.depart, rule, layout)
+    land = functools.partial(_exchange.land, rule, layout)
+    mixing = 0.0 if fragments is None else fragments.mixing
+    return (
+        functools.partial(exchange, extra_args=extra_args, mixing=mixing),
+        functools.partial(depart, extra_args=extra_args),
+        functools.partial(land, extra_args=extra_args, mixing=mixing),
+    )
+
+
+def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeState]:
     """``act(params, state)`` in updates, which are about to be applied."""
     updates, state = carry
     adopted, state = act(optax.apply_updates(params, updates), state)

@@ -22,7 +22,7 @@ from agn_optax.round import _exchange, _parts, _period
 from agn_optax.round._exchange import ExchangeState, LocalState
 from agn_optax.round._parts import Parts
 from agn_optax.round._placement import WHOLE, Layout, Placement
-from agn_optax.rules import Rule, robust
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -230,7 +230,7 @@ class Fragments:
                 "own way"
             )
         how = rule.combine
-        if isinstance(how, robust.Combine) and not how.elementwise:
+        if not rule.combines_elements:
             raise errors.InvalidArgumentError(
                 f"{of_rule} looks at whole messages ({how}), and a fragment has a part "
                 "of each. Exchange the whole tree, or take robust.median() or "

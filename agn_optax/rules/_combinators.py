@@ -178,11 +178,7 @@ def elastic_pull(rate: Any) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[PyTree, optax.EmptyState]:
         del extra_args
         check.params_given(params, "elastic_pull")
-        if center is None:
-            raise errors.MissingArgumentError(
-                "elastic_pull needs the extra argument center: "
-                "update(grads, state, params, center=center), got none"
-            )
+        check.extra_argument_given(center, "center=center", "elastic_pull")
         check.same_tree(updates, params, "updates", "params")
         check.same_tree(center, params, "center", "params")
 
@@ -246,11 +242,7 @@ def scale_by_staleness(
         **extra_args: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         del params, extra_args
-        if staleness is None:
-            raise errors.MissingArgumentError(
-                "scale_by_staleness needs the extra argument staleness: "
-                "update(grads, state, params, staleness=0), got none"
-            )
+        check.extra_argument_given(staleness, "staleness=0", "scale_by_staleness")
         if not check.is_traced(staleness) and staleness < 0:
             raise errors.InvalidArgumentError(
                 f"staleness must not be negative, got {staleness}"

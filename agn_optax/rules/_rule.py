@@ -154,6 +154,11 @@ class Rule:
         """Whether the messages of a round may be added up on their way."""
         return not isinstance(self.combine, Combine)
 
+    @property
+    def combines_elements(self) -> bool:
+        """Whether each element of a round's message is made of that element alone."""
+        return not isinstance(self.combine, Combine) or self.combine.elementwise
+
 
 def check_rule(value: Any) -> None:
     """``value`` is a rule."""

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 
 PyTree = Any
@@ -205,11 +204,7 @@ def scale_by_turnaround(
 
 
 def _given(value: Any, name: str, who: str) -> jax.Array:
-    if value is None:
-        raise errors.MissingArgumentError(
-            f"{who} needs the extra argument {name}: "
-            f"update(grads, state, params, {name}=1), got none"
-        )
+    check.extra_argument_given(value, f"{name}=1", who)
     return jnp.asarray(value, jnp.float32)
 
 

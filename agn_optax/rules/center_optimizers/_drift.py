@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check, trees
 
 PyTree = Any
@@ -91,11 +90,7 @@ def scale_by_drift(
     ) -> tuple[PyTree, DriftState]:
         del extra_args
         check.params_given(params, "scale_by_drift")
-        if staleness is None:
-            raise errors.MissingArgumentError(
-                "scale_by_drift needs the extra argument staleness: "
-                "update(grads, state, params, staleness=0), got none"
-            )
+        check.extra_argument_given(staleness, "staleness=0", "scale_by_drift")
         now = state.applied
         there = jnp.minimum(now, history - 1)  # as old as the oldest one
         late = jnp.clip(jnp.asarray(staleness, jnp.int32), 0, there)

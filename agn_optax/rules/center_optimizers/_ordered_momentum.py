@@ -98,11 +98,7 @@ def ordered_momentum(
         **extra_args: Any,
     ) -> tuple[PyTree, OrderedMomentumState]:
         del params, extra_args
-        if staleness is None:
-            raise errors.MissingArgumentError(
-                "ordered_momentum needs the extra argument staleness: "
-                "update(grads, state, params, staleness=0), got none"
-            )
+        check.extra_argument_given(staleness, "staleness=0", "ordered_momentum")
         now = state.applied
         begun = jnp.maximum(now - jnp.asarray(staleness, jnp.int32), 0)
         begins = round_of(now) > round_of(jnp.maximum(now - 1, 0))
