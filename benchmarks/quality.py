@@ -1,14 +1,17 @@
 """What codecs cost in quality: bits a parameter, and the loss at the end of training.
 
 Four workers make local steps with AdamW and average what they have moved (`rules.
-average`), on two problems: scikit-learn's digits with a perceptron, and characters of
-Python's own source with the transformer of examples/towers.py. Workers are rows of
+average`), or do so in pairs that have no center ("pairs"; "NoLoCo", beside "momentum",
+which has one), on two problems: scikit-learn's digits with a perceptron, and characters
+of Python's own source with the transformer of examples/towers.py. Workers are rows of
 `vmap`, each round is one program (`scan_round`), and every codec sees the same first
 parameters and batches, seed by seed. "above" is how much its loss on held-out data is
-above that of float32 with the same seed: mean, least and most of the seeds.
+above that of float32 with the same seed: mean, least and most of the seeds. Of pairs it
+is the mean of their centers that is tested.
 
     python benchmarks/quality.py
     python benchmarks/quality.py --only text --codecs top_k --rounds 400 --period 5
+    python benchmarks/quality.py --codecs pairs momentum NoLoCo --workers 8
 """
 
 from __future__ import annotations
@@ -48,6 +51,23 @@ CODECS = {
     "codebook2": codecs.error_feedback(codecs.quantize(2, format="codebook")),
 }
 COMPARED = ("int8", "int4", "codebook2", "top_k")
+
+
+class Method(NamedTuple):
+    """What workers exchange, and with whom."""
+
+    rule: rules.Rule
+    placement: agn_optax.Placement | None = None
+
+
+PAIRS = agn_optax.Placement(gossip=1.0)
+MOMENTUM = rules.diloco(optax.sgd(0.7, momentum=0.5))
+METHODS = {
+    **{name: Method(rules.average(codec=codec)) for name, codec in CODECS.items()},
+    "pairs": Method(rules.average(), PAIRS),
+    "momentum": Method(MOMENTUM),
+    "NoLoCo": Method(MOMENTUM, PAIRS),
+}
 
 
 class Problem(NamedTuple):
@@ -124,11 +144,11 @@ class Trained(NamedTuple):
 
 
 def training(
-    problem: Problem, codec: codecs.Codec, args: argparse.Namespace
+    problem: Problem, method: Method, args: argparse.Namespace
 ) -> Callable[[int], Trained]:
     """Trains with a seed; all seeds share the compiled programs."""
     tx = agn_optax.phases(
-        problem.inner, rules.average(codec=codec), axis_name="workers"
+        problem.inner, method.rule, axis_name="workers", placement=method.placement
     )
 
     def loss(params: PyTree, batch: PyTree) -> jax.Array:
@@ -161,7 +181,11 @@ def training(
         rng = np.random.default_rng(seed)
         for _ in range(args.rounds):
             params, state, _ = run(params, state, problem.draw(rng))
-        center = jax.tree.map(lambda x: x[0], agn_optax.center_params(state))
+        centers = agn_optax.center_params(state)
+        if method.placement is None:  # all have the same
+            center = jax.tree.map(lambda x: x[0], centers)
+        else:
+            center = jax.tree.map(lambda x: x.mean(axis=0), centers)
         return Trained(*map(float, measured(center)))
 
     return train
@@ -184,7 +208,7 @@ def rows_of(
     params = jax.eval_shape(problem.init, jax.random.key(0))
     plain: list[Trained] = []
     for name in (AS_IT_IS, *args.codecs):
-        train = training(problem, CODECS[name], args)
+        train = training(problem, METHODS[name], args)
         seeds = track(range(args.seeds), name, console=report.console, transient=True)
         found = [train(seed) for seed in seeds]
         plain = plain or found
@@ -195,7 +219,7 @@ def rows_of(
         ]
         yield {
             "codec": name,
-            "bits": round(bits_of(CODECS[name], params), 3),
+            "bits": round(bits_of(METHODS[name].rule.codec, params), 3),
             "loss": float(np.mean(losses)),
             "of_seeds": [min(losses), max(losses)],
             "above_%": float(np.mean(more)),
@@ -208,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loss at the end, for each codec.")
     add = functools.partial(parser.add_argument, type=int)
     add("--only", nargs="+", type=str, choices=PROBLEMS, default=tuple(PROBLEMS))
-    add("--codecs", nargs="+", type=str, choices=CODECS, default=COMPARED)
+    add("--codecs", nargs="+", type=str, choices=METHODS, default=COMPARED)
     add("--seeds", default=3)
     add("--workers", default=4)
     add("--period", default=10, help="local steps of a round")

@@ -224,7 +224,7 @@ def nothing_compiles():
         yield
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compiled
+    assert not compiled, compiled
 
 
 def assert_close(actual, expected, dtype=None, tolerance=None):

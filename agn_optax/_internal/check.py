@@ -309,11 +309,7 @@ def extra_argument_given(value: Any, such_as: str, who: str) -> None:
 
 def axis_bound(axis_name: Any, hint: str | None = None) -> None:
     """``axis_name`` is bound where this is traced."""
-    if axis_name is None:
-        return
-    try:
-        jax.lax.axis_size(axis_name)
-    except NameError:
+    if axis_name is not None and not is_bound(axis_name):
         raise errors.UnboundAxisError(
             f"axis_name {axis_name!r} is not bound here: "
             + (
@@ -321,4 +317,13 @@ def axis_bound(axis_name: Any, hint: str | None = None) -> None:
                 or "call update inside jax.shard_map, jax.pmap or jax.vmap with that "
                 "axis name, or leave axis_name out for a single worker"
             )
-        ) from None
+        )
+
+
+def is_bound(axis_name: Any) -> bool:
+    """Whether it is the name of an axis, or of several, around what is traced."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -118,6 +118,62 @@ def pieces(x: jax.Array, axes: Axes) -> jax.Array:
     return all_to_all(cut(x, size(axes)), axes)
 
 
+def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
+    """What the member has that this one meets at ``turn``, in one of the `pairings`."""
+    axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
+    # Under vmap, JAX takes pairs among several axes for pairs among the others.
+    if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
+        raise errors.InvalidArgumentError(
+            f"workers of several axes, {axes}, meet in pairs on one mesh (shard_map), "
+            "and one of these is of a vmap: give axis_name one axis for all workers"
+        )
+
+    def at(others: list[int]) -> Callable[[PyTree], PyTree]:
+        pairs = list(enumerate(others))
+        return lambda tree: jax.tree.map(lambda x: _sent(x, axes, pairs), tree)
+
+    ways = pairings(size(axes))
+    return jax.lax.switch(turn % len(ways), list(map(at, ways)), tree)
+
+
+def _manual_axes() -> Axes:
+    """Those of the meshes of all shard_maps around this."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_alone(axes: Axes, turn: jax.Array) -> jax.Array:
+    """Whether this member meets nobody, as one of an odd number does."""
+    if size(axes) % 2 == 0:
+        return jnp.zeros((), bool)
+    ways = jnp.asarray(pairings(size(axes)), jnp.int32)
+    return ways[turn % len(ways), index(axes)] == index(axes)
+
+
+def pairings(members: int) -> list[list[int]]:
+    """Ways to bring members together in pairs, about log2(members): who meets whom.
+
+    Of 2, 4, 8, ... members two meet that are a power of two apart, so that everyone has
+    heard of everyone when all ways were taken. Others are mirrored at places that are
+    powers of two apart, and then most have; nobody is left out of an even number, and
+    one of an odd number.
+    """
+    powers = [1 << k for k in range((members - 1).bit_length())]
+    if members & (members - 1) == 0:
+        return [[i ^ power for i in range(members)] for power in powers]
+    places = ((2 * power + 1 - members % 2) % members for power in (0, *powers))
+    mirrors = dict.fromkeys(places)
+    return [[(mirror - i) % members for i in range(members)] for mirror in mirrors]
+
+
+def apart(tree: PyTree, axes: Axes) -> PyTree:
+    """The same as varying over ``axes``, where a shard_map checks what does."""
+    return jax.tree.map(lambda x: _vary(x, axes), tree) if checked(axes) else tree
+
+
+def _sent(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
+    return _as(jax.lax.ppermute(_narrow(x), axes, pairs), x.dtype)
+
+
 def cut(x: jax.Array, count: int) -> jax.Array:
     """The elements in so many equal pieces, the last ones filled up: [count, ...]."""
     flat = x.reshape(-1)
@@ -150,8 +206,12 @@ def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
 
 def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
-    missing = varying(old) - varying(new)
-    return jax.lax.pcast(new, tuple(missing), to="varying") if missing else new
+    return _vary(new, varying(old))
+
+
+def _vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    missing = tuple(name for name in axes if name not in varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def check_alike(tree: PyTree, axis_name: Any) -> None:

@@ -29,7 +29,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, trees
-from agn_optax.round._placement import WHOLE, Layout
+from agn_optax.round._placement import WHOLE, Layout, held
 from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
@@ -310,7 +310,7 @@ def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTre
 
 def adopted_last(state: ExchangeState) -> PyTree:
     """The anchor of a worker that keeps none of its own."""
-    return state.center if state.public is None else state.public.params
+    return held(state.center) if state.public is None else state.public.params
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
@@ -412,7 +412,9 @@ def exchange(
         live if state.public is None else state.public.params,
     )
     share, said = _said(rule, layout, state, extra_args)
-    message = _combined(rule, layout, params, contribution, kept, live, share)
+    message = _combined(
+        rule, layout, params, contribution, kept, live, share, state.exchanges
+    )
     moved, center_state = _descend(
         rule, message, kept, center_state, {**extra_args, **said}
     )
@@ -444,14 +446,14 @@ def _said(
     said: dict[str, Any] = {
         "steps": state.local.local_steps,
         "since": state.exchanges,
-        "workers": layout.count,
+        "workers": layout.count(state.exchanges),
     }
     weight = extra_args.get("weight")
     if weight is None:
         return None, said
     check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
     own = jnp.asarray(weight, jnp.float32)
-    mean = layout.mean(own)
+    mean = layout.mean(own, state.exchanges)
     return own / mean if rule.combine == "mean" else None, {**said, "weight": mean}
 
 
@@ -463,6 +465,7 @@ def _combined(
     kept: PyTree,
     live: PyTree,
     share: jax.Array | None,
+    turn: jax.Array,
 ) -> PyTree:
     """One message, cut as ``kept``, of the contributions of all workers of a mesh."""
 
@@ -473,7 +476,7 @@ def _combined(
         own = message(contribution, kept if live is None else live)
         if share is not None:
             own = jax.tree.map(lambda m: (m * share).astype(m.dtype), own)
-        return layout.combine(own, rule.combine, params)
+        return layout.combine(own, rule.combine, params, kept, turn)
     return layout.combine_encoded(
         contribution, lambda each: message(each, kept), rule.combine, params, share
     )
@@ -510,14 +513,17 @@ def depart(
     contribution, codec_state = contribute(rule, local, params, adopted_last(state))
     local = local._replace(codec_state=codec_state)
     share, said = _said(rule, layout, state, extra_args)
-    message = _combined(rule, layout, params, contribution, center, center, share)
+    message = _combined(
+        rule, layout, params, contribution, center, center, share, state.exchanges
+    )
     message = optax.tree.cast_like(message, center)
     assert state.departed is not None
     is_eager, adopted = state.departed.adopted is not None, None
     if is_eager:
         own = message_of(rule, contribution, center)
         if rule.combine == "mean":
-            part = (1.0 if share is None else share) / layout.count
+            count = layout.count(state.exchanges)
+            part = (1.0 if share is None else share) / count
             own = jax.tree.map(lambda m: (m * part).astype(m.dtype), own)
         more = {**extra_args, **said}
         moved, _ = _descend(rule, own, center, state.center_state, more)
@@ -553,7 +559,7 @@ def land(
     said = {
         "steps": departed.steps,
         "since": state.exchanges - 1,
-        "workers": layout.count,
+        "workers": layout.count(state.exchanges - 1),
         "weight": departed.weight,
     }
     center, center_state = _descend(

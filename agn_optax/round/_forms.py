@@ -156,10 +156,13 @@ def phases(
 
     if rule.codec.answer_codec is not None and layout.placement != Placement():
         raise errors.InvalidArgumentError(
-            f"codec {rule.codec} answers in differences, which are taken where the "
+            f"codec {rule.codec} answers in differences, which are taken where one "
             f"center is whole, on the device; got placement={layout.placement}. Leave "
             "the placement out, or give the codec other answers"
         )
+
+    if layout.in_pairs:
+        _check_gossip(rule, layout)
 
     def begin(
         params: PyTree, inner: optax.GradientTransformationExtraArgs
@@ -168,9 +171,9 @@ def phases(
         if layout.sharded:
             piece = jax.eval_shape(layout.piece, params)
             _elementwise.check(rule, params, [piece])
-        whole = trees.copy(params, center_dtype)
+        whole = layout.own(trees.copy(params, center_dtype))
         piece = layout.piece(whole)
-        center_state = rule.center.init(trees.copy(piece))
+        center_state = layout.own(rule.center.init(trees.copy(piece)))
         departed = None
         if fragments is not None and fragments.delay:
             departed = _exchange.nothing_departed(params, piece, eager=fragments.eager)
@@ -298,7 +301,7 @@ def phases(
         params: PyTree, state: PyTree, *, fragment: int | None = None
     ) -> dict[str, jax.Array]:
         check.params_given(params, rule.name)
-        if layout.placement != Placement():
+        if layout.sharded or layout.on_host:
             raise errors.InvalidArgumentError(
                 "measure needs the center whole on every device, got placement="
                 f"{layout.placement}"
@@ -316,7 +319,8 @@ def phases(
             params = fragments.divide(params).take(fragment, params)
             own = own.fragments[fragment]
         anchor = _exchange.adopted_last(own)
-        return measure(rule, own.local, params, own.center, own.center_state, anchor)
+        center = _placement.held(own.center)
+        return measure(rule, own.local, params, center, own.center_state, anchor)
 
     return Phases(init_fn, update_fn, exchange_fn, measure_fn)
 
@@ -628,6 +632,8 @@ def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
     Returns:
       The center, with the structure and shapes of the parameters and the center's
       dtypes. These are the arrays of the state itself: copy them if you donate it.
+      Where every worker has a center of its own (``Placement(gossip=...)``), their mean
+      if the workers' axis is bound here, else that of the state.
 
     Raises:
       CenterNotFoundError: there is none.
@@ -751,6 +757,30 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
         exchanges=_parts.SHARED,
         public=public,
     )
+
+
+def _check_gossip(rule: Rule, layout: Layout) -> None:
+    """The rule's messages can be those of two workers.
+
+    Raises:
+      InvalidArgumentError: they cannot, or there is nobody to meet.
+    """
+    gossip = layout.placement.gossip
+    if not layout.workers:
+        raise errors.InvalidArgumentError(
+            f"gossip={gossip} needs the axis of the workers that meet: give axis_name"
+        )
+    if not rule.codec.is_identity:
+        raise errors.InvalidArgumentError(
+            f"gossip={gossip} sends centers along with messages, which codec "
+            f"{rule.codec} of rule {rule.name!r} would lose bits of: leave the codec "
+            "out, or gossip"
+        )
+    if not rule.is_summed:
+        raise errors.InvalidArgumentError(
+            f"gossip={gossip} brings two workers together, and combine={rule.combine} "
+            f"of rule {rule.name!r} chooses among more: it must be 'sum' or 'mean'"
+        )
 
 
 def _placement_of(value: Any) -> Placement:

@@ -216,7 +216,7 @@ class Fragments:
         of_rule = f"rule {rule.name!r}"
         if self.delay and placement != Placement():
             raise errors.InvalidArgumentError(
-                "fragments with a delay need the center whole on every device, got "
+                "fragments with a delay need one center, whole on every device, got "
                 f"placement={placement}"
             )
         if self.mixing and rule.adopts == "before":

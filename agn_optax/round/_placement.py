@@ -1,12 +1,14 @@
 """Where the center of a mesh lives: whole on every tower, in shards, or on the host.
 
+Or nowhere: with every worker one of its own, which meet in pairs.
+
 `Placement` is the caller's choice, `Layout` the same with the axis of the workers. The
 round (`_exchange`) asks the layout for what it needs and knows of no case:
 
     part        what this tower keeps of a tree that its worker's towers all have alike
     piece       the part of a part that is this worker's; what is kept of the center
     combine     the messages of all workers as one, each tower its piece; also of what
-                workers have sent encoded
+                workers have sent encoded, and of two workers that meet
     unite       the part back from the workers' pieces
     whole       the tree back from the towers' parts
 
@@ -48,15 +50,46 @@ class Placement:
     a whole tree or a whole leaf (global-norm clipping, trust ratios, matrix
     orthogonalization) is refused by name when the state is made.
 
+    With ``gossip``, there is no center that all have. Every worker i keeps one of its
+    own, and at an exchange meets one other worker j:
+
+    .. math::
+        m_i = \tfrac12 (m(x_i, c_i) + m(x_j, c_j))
+            + \gamma \left(c_i - \tfrac12 (c_i + c_j)\right); \qquad
+        c_i' = c_i + \text{center}(m_i); \qquad x_i \leftarrow c_i'
+
+    (a rule that sums has the sum of the two messages). No collective is of more than
+    two workers, and each sends one model in float32, or in the center's dtype if that
+    is wider, however many there are. With ``rules.average()`` and 1 this is gossip
+    averaging, :math:`c_i' = (x_i + x_j) / 2`; with 1 and DiLoCo's rule under plain
+    momentum, ``rules.diloco(optax.sgd(0.7, momentum=0.5))``, it is NoLoCo. Partners
+    change by turns: of n = 2, 4, 8, ... workers everyone has heard of everyone after
+    log2(n) exchanges, of other numbers nearly so (and of an odd number one at a time
+    meets nobody). NoLoCo draws its pairs at random; by turns the program has about
+    log2(n) ways of sending and not n - 1.
+
+    The pull goes through the center optimizer, as in NoLoCo, so momentum can swing
+    centers apart. With 0.9 and a rate of 0.7, a gossip of 1 does so with 5 workers
+    (with random pairs: 6), and 0.3 holds 64 together; with 0.5, a gossip of 1 holds as
+    many as were tried (96), and without momentum any below 2 does, at rates up to 1.
+
+    The centers stay different, so parameters and states do, too: keep them with a row
+    for each worker, as `Towers` does; a checkpoint of the rows goes on as it was.
+    `Towers.center_params` gives their mean. `Towers.unreplicate` and an elastic load go
+    on from the means of centers and of their optimizers' states.
+
     Args:
       shard_axis: mesh axis, or tuple of axes, over which the center is divided; None
         keeps it whole on every tower. Leaves with fewer elements than towers stay
         whole.
       memory: ``"device"``, or ``"host"``: center and center optimizer's state wait in
         the host's pinned memory and visit the device for the exchange.
+      gossip: :math:`\gamma > 0`, how far two centers that meet pull at each other, as
+        part of the message; None for one center that all workers have.
 
     Raises:
-      InvalidArgumentError: ``memory`` is neither.
+      InvalidArgumentError: ``memory`` is neither, or ``gossip`` is out of range or
+        given with ``shard_axis``.
 
     Example:
       >>> import optax, agn_optax
@@ -75,12 +108,27 @@ class Placement:
     References:
       Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He, *ZeRO: Memory
       Optimizations Toward Training Trillion Parameter Models*, 2020.
+
+      Jari Kolehmainen et al., *NoLoCo: No-all-reduce Low Communication Training Method
+      for Large Models*, 2025 (the equation as in its authors' program, where the pull
+      of the centers goes through the center optimizer with the message).
+
+      Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, *Exponential
+      Graph is Provably Efficient for Decentralized Deep Training*, 2021 (the turns).
     """
 
     shard_axis: Any = None
     memory: Literal["device", "host"] = "device"
+    gossip: float | None = None
 
     def __post_init__(self) -> None:
+        if self.gossip is not None:
+            check.rate(self.gossip, "gossip", low=0.0, high=math.inf, low_open=True)
+            if self.shard_axis is not None:
+                raise errors.InvalidArgumentError(
+                    "gossip keeps a whole center with every worker: leave out "
+                    f"shard_axis={self.shard_axis!r}, or gossip={self.gossip}"
+                )
         if self.memory not in ("device", "host"):
             raise errors.InvalidArgumentError(
                 f"memory must be 'device' or 'host', got {check.show(self.memory)}"
@@ -101,6 +149,17 @@ class ShardedCenter:
     # The worker's own, and those of the workers.
     axes: tuple[_collectives.Axes, _collectives.Axes]
     cut: tuple[int, int]  # into how many pieces by each
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["center"], meta_fields=["axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class OwnCenter:
+    """One worker's own center, where each has another one."""
+
+    center: PyTree  # as the parameters
+    axes: _collectives.Axes  # of the workers
 
 
 @jax.tree_util.register_dataclass
@@ -147,6 +206,17 @@ class Layout:
     def on_host(self) -> bool:
         return self.placement.memory == "host"
 
+    @property
+    def in_pairs(self) -> bool:
+        return self.placement.gossip is not None
+
+    def own(self, tree: PyTree) -> PyTree:
+        """What every worker has for itself, where the center is one of its own."""
+        bound = all(map(check.is_bound, self.workers))
+        if not (self.in_pairs and bound):
+            return tree
+        return _collectives.apart(tree, self.workers)
+
     def check_bound(self) -> None:
         """Every axis that this needs is bound where this is traced."""
         hint = None
@@ -191,21 +261,31 @@ class Layout:
 
         return jax.tree.map(own, tree)
 
-    @property
-    def count(self) -> int:
-        """Workers of the mesh."""
-        return _collectives.size(self.workers)
+    def count(self, turn: jax.Array) -> Any:
+        """Workers that an exchange brings together."""
+        workers = _collectives.size(self.workers)
+        if not self.in_pairs or workers == 1:
+            return workers
+        return 2 - _collectives.is_alone(self.workers, turn).astype(jnp.int32)
 
-    def mean(self, number: jax.Array) -> jax.Array:
-        """Of a scalar that each worker has, over all of them."""
-        return _collectives.psum(number, self.workers) / self.count
+    def mean(self, number: jax.Array, turn: jax.Array) -> jax.Array:
+        """Of a scalar that each worker has, over those of an exchange."""
+        count = _collectives.size(self.workers)
+        if self.in_pairs and count > 1:  # who is alone meets itself
+            return (number + _collectives.met(number, self.workers, turn)) / 2
+        return _collectives.psum(number, self.workers) / count
 
-    def combine(self, message: PyTree, how: How, like: PyTree) -> PyTree:
+    def combine(
+        self, message: PyTree, how: How, like: PyTree, center: PyTree, turn: jax.Array
+    ) -> PyTree:
         """This tower's piece of all workers' messages, each given as a part.
 
         Where they cannot be summed on their way, pieces of them go all to all, so that
-        each tower has all messages of its piece.
+        each tower has all messages of its piece. Where workers meet in pairs, ``turn``
+        says who meets whom, and their centers pull at each other.
         """
+        if self.in_pairs:
+            return self._combine_two(message, how, center, turn)
         count = _collectives.size(self.workers)
         if isinstance(how, robust.Combine):
             pieces = jax.tree.map(self._collect, like, message)
@@ -222,6 +302,33 @@ class Layout:
             return m / count if how == "mean" else m
 
         return jax.tree.map(combine, message, like)
+
+    def _combine_two(
+        self, message: PyTree, how: How, center: PyTree, turn: jax.Array
+    ) -> PyTree:
+        """As `combine`, of two workers that meet, with the pull of their centers.
+
+        What pulls at the other goes with the message, so that one model travels: with
+        gossip 1, a sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. The other's message is
+        rounded to the last bit of its center, one's own is not.
+        """
+        if _collectives.size(self.workers) == 1:
+            return message
+        _check_apart(self.workers, center)
+        mean = how == "mean"
+        assert self.placement.gossip is not None
+        pull = self.placement.gossip if mean else self.placement.gossip / 2
+        message = jax.tree.map(_messages.wide, message)
+        center = jax.tree.map(_messages.wide, center)
+        sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
+        heard = _collectives.met(sent, self.workers, turn)
+        alone = _collectives.is_alone(self.workers, turn)
+
+        def both(m: jax.Array, other: jax.Array, c: jax.Array) -> jax.Array:
+            total = m + (other + pull * c)
+            return jnp.where(alone, m, total / 2 if mean else total)
+
+        return jax.tree.map(both, message, heard, center)
 
     def combine_encoded(
         self,
@@ -377,6 +484,8 @@ class Layout:
             else:
                 shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(like))
                 center = ShardedCenter(center, shapes, *self._cut())
+        if self.in_pairs:
+            center = OwnCenter(center, self.workers)
         if self.on_host:
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)
@@ -393,7 +502,7 @@ class Layout:
             center, center_state = _to(
                 jax.memory.Space.Device, (center.tree, center_state.tree)
             )
-        return center.pieces if self.sharded else center, center_state
+        return held(center), center_state
 
     def check_memory(self) -> None:
         """The backend has the memory that was asked for."""
@@ -416,13 +525,21 @@ class Layout:
         """Parameters and the center of a state belong together."""
         on_host, center = unwrapped(center)
         sharded = isinstance(center, ShardedCenter)
-        if (sharded, on_host) != (self.sharded, self.on_host):
+        is_own = isinstance(center, OwnCenter)
+        here = (self.sharded, self.in_pairs, self.on_host)
+        if (sharded, is_own, on_host) != here:
+            how = "in shards" if sharded else "each worker's own" if is_own else "whole"
             raise errors.TreeMismatchError(
-                f"the state's center is {'in shards' if sharded else 'whole'} on the "
+                f"the state's center is {how}, on the "
                 f"{'host' if on_host else 'device'}, but the placement is "
                 f"{self.placement}"
             )
-        whole = self.check_cut(center) if sharded else center
+        if is_own and center.axes != self.workers:
+            raise errors.TreeMismatchError(
+                f"the state has a center for each worker of {center.axes}, and here "
+                f"the workers are those of axis_name={self.axis_name!r}"
+            )
+        whole = self.check_cut(center) if sharded else held(center)
         check.same_tree(params, whole, "params", "center")
 
     def check_cut(self, center: ShardedCenter) -> PyTree:
@@ -457,6 +574,8 @@ def whole_center(center: PyTree) -> PyTree:
     on_host, center = unwrapped(center)
     if on_host:
         center = _to(jax.memory.Space.Device, center)
+    if isinstance(center, OwnCenter):
+        return _mean_center(center)
     if not isinstance(center, ShardedCenter):
         return center
     within, across = center.axes
@@ -466,6 +585,36 @@ def whole_center(center: PyTree) -> PyTree:
     layout = Layout(across, Placement(shard_axis=axes))
     like = layout.check_cut(center)
     return layout.whole(layout.unite(center.pieces, like), like)
+
+
+def _mean_center(center: OwnCenter) -> PyTree:
+    """Of all workers where they can be heard, else this one's."""
+    if not any(map(check.is_bound, center.axes)):
+        return center.center  # the rows of a state, or one of them
+    check.axis_bound(center.axes, "or leave all of them out for this worker's own")
+    workers = _collectives.size(center.axes)
+
+    def mean(c: jax.Array) -> jax.Array:
+        total = _collectives.psum(_messages.wide(c), center.axes)
+        return (total / workers).astype(c.dtype)
+
+    return jax.tree.map(mean, center.center)
+
+
+def _check_apart(axes: _collectives.Axes, center: PyTree) -> None:
+    """Of centers that workers have of their own, no mesh takes them for one.
+
+    Raises:
+      InvalidArgumentError: one does.
+    """
+    for leaf in jax.tree.leaves(center) if _collectives.checked(axes) else []:
+        if missing := [n for n in axes if n not in _collectives.varying(leaf)]:
+            raise errors.InvalidArgumentError(
+                "with gossip every worker has a center of its own, and this state is "
+                f"one for all of {missing[0]!r}: make it inside, or give shard_map "
+                "in_specs and out_specs with a row of the state for each worker, "
+                f"PartitionSpec({missing[0]!r})"
+            )
 
 
 @functools.cache
@@ -481,6 +630,14 @@ def unwrapped(center: PyTree) -> tuple[bool, PyTree]:
     if isinstance(center, OnHost):
         return True, center.tree
     return False, center
+
+
+def held(center: PyTree) -> PyTree:
+    """What a state holds of a center, as a tree like the parameters."""
+    _, center = unwrapped(center)
+    if isinstance(center, OwnCenter):
+        return center.center
+    return center.pieces if isinstance(center, ShardedCenter) else center
 
 
 def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:

@@ -15,7 +15,7 @@ from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round._exchange import ExchangeState, LocalState
 from agn_optax.round._fragments import FragmentsState
-from agn_optax.round._placement import ShardedCenter, unwrapped
+from agn_optax.round._placement import held, unwrapped
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
@@ -100,7 +100,7 @@ def _put_together(state: FragmentsState) -> ExchangeState:
     """The states of all fragments as that of a whole tree."""
     apart = [
         each._replace(
-            center=_pieces(each.center), center_state=unwrapped(each.center_state)[1]
+            center=held(each.center), center_state=unwrapped(each.center_state)[1]
         )
         for each in state.fragments
     ]
@@ -116,7 +116,7 @@ def _put_together(state: FragmentsState) -> ExchangeState:
 def _known(opt_state: PyTree) -> Iterator[PyTree]:
     """Trees in a state that are like the parameters, but for masks."""
     for _, state in trees.nodes(opt_state, ExchangeState):
-        yield _pieces(state.center)
+        yield held(state.center)
     for _, local in trees.nodes(opt_state, LocalState):
         if local.anchor is not None:
             yield local.anchor
@@ -133,12 +133,6 @@ def _structure_of(known: list[PyTree]) -> PyTree:
             "Call slots(opt_state, params)"
         )
     return whole[0]
-
-
-def _pieces(center: PyTree) -> PyTree:
-    """A stored center as a tree like the parameters."""
-    _, center = unwrapped(center)
-    return center.pieces if isinstance(center, ShardedCenter) else center
 
 
 def _children(node: PyTree) -> list[tuple[Any, Any]]:
@@ -226,7 +220,7 @@ def _of_round(
 
     if isinstance(state, ExchangeState):
         yield from _of_round(state.local, path, is_slot)
-        yield from whole("center", _pieces(state.center))
+        yield from whole("center", held(state.center))
         if state.public is not None:
             yield from whole("public", state.public.params)
         center_state = unwrapped(state.center_state)[1]

@@ -22,6 +22,7 @@ from agn_optax._internal import trees
 from agn_optax.round import (
     ExchangeState,
     OnHost,
+    OwnCenter,
     ShardedCenter,
     collectives,
     piece_length,
@@ -62,14 +63,14 @@ class PerTower:
 
 
 def tell_flax() -> None:
-    """Has flax.serialization, where it is used, take what `unreplicate` gives.
+    """Has flax.serialization, where it is used, take the states of towers.
 
     It looks types up in a list of its own, and not in JAX's.
     """
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
-    for kind in (ShardedCenter, OnHost, OnTheWay, PerTower):
+    for kind in (ShardedCenter, OwnCenter, OnHost, OnTheWay, PerTower):
         field = dataclasses.fields(kind)[0].name  # the arrays
 
         def to(node: Any, field: str = field) -> Any:
@@ -84,10 +85,21 @@ def tell_flax() -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class InFlight:
-    """Gradients that wait for their reduction; their mean stands for all of them."""
+class Mean:
+    """What differs on purpose, and the mean of which stands for all.
+
+    Gradients that wait for their reduction do, of the towers of one worker; and, of all
+    workers, what each has of its own center.
+    """
 
     rows: PyTree
+    of_workers: bool = dataclasses.field(metadata={"static": True})
+
+    def counted(self, towers: int, workers: int) -> PyTree:
+        """The rows that the mean is of."""
+        if self.of_workers:
+            return self.rows
+        return jax.tree.map(lambda x: x[: towers // workers], self.rows)
 
 
 def of_key_data(function: Callable[..., Any], *keys: Any) -> Any:
@@ -108,8 +120,11 @@ def fold_keys(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(fold, tree)
 
 
-def marked(state: PyTree) -> PyTree:
-    """``state`` with marks around whatever is not a replica of one value."""
+def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
+    """``state`` with marks around whatever is not a replica of one value.
+
+    ``of_workers`` says whether also around what the towers of each worker have alike.
+    """
 
     def mark(node: Any) -> Any:
         if isinstance(node, AllReduceState):
@@ -117,9 +132,16 @@ def marked(state: PyTree) -> PyTree:
             if isinstance(kept, OnTheWay):
                 rows = PerTower(kept.states, kept.axes)
                 kept = dataclasses.replace(kept, states=rows)
-            return AllReduceState(InFlight(node.in_flight), kept)
+            return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
         on_host = isinstance(node.center, OnHost)
         center = node.center.tree if on_host else node.center
+        if isinstance(center, OwnCenter) and of_workers:
+            own = Mean(center.center, of_workers=True)
+            center = dataclasses.replace(center, center=own)
+            return node._replace(
+                center=OnHost(center) if on_host else center,
+                center_state=Mean(node.center_state, of_workers=True),
+            )
         if not isinstance(center, ShardedCenter):
             return node
         within, across = center.axes
@@ -139,7 +161,7 @@ def marked(state: PyTree) -> PyTree:
 
 
 def is_marked(node: Any) -> bool:
-    return isinstance(node, PerTower | InFlight)
+    return isinstance(node, PerTower | Mean)
 
 
 def is_per_tower(node: Any) -> bool:
@@ -171,7 +193,8 @@ def agreement(state: PyTree, workers: int) -> Agreement:
 
 def alike(state: PyTree) -> dict[str, Any]:
     """What a worker's towers all have, but for random keys; by path."""
-    common = trees.map_nodes(lambda _: None, marked(state), (PerTower, InFlight))
+    known = marked(state, of_workers=False)
+    common = trees.map_nodes(lambda _: None, known, (PerTower, Mean))
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(common)[0]}
 
 
@@ -202,8 +225,8 @@ def check_centers(state: PyTree) -> None:
         if not found:
             raise errors.InvalidArgumentError(
                 "towers begin with different centers, first in "
-                f"state{keystr(path)}.center{found.differs}, and would keep them for "
-                "good: make it of the same parameters on each"
+                f"state{keystr(path)}.center{found.differs}, and must begin with the "
+                "same: make it of the same parameters on each"
             )
 
 
@@ -212,9 +235,9 @@ def unstacked(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
     names, shape = tuple(sizes), tuple(sizes.values())
 
     def first(node: Any) -> Any:
-        if isinstance(node, InFlight):  # of the towers of the first worker
-            each = math.prod(shape[1:])
-            return jax.tree.map(lambda x: x[:each].mean(axis=0), node.rows)
+        if isinstance(node, Mean):
+            counted = node.counted(math.prod(shape), shape[0])
+            return jax.tree.map(np.asarray, mean_of_rows(counted))
         if not isinstance(node, PerTower):
             return node[0]
         kept = tuple(slice(None) if name in node.axes else 0 for name in names)
@@ -347,6 +370,18 @@ def _cut_shape(shape: tuple[int, ...], length: int | None) -> tuple[int, ...]:
 
 def _repeated(leaf: np.ndarray, counts: list[int]) -> np.ndarray:
     return np.broadcast_to(leaf, (*counts, *leaf.shape))
+
+
+def mean_of_rows(tree: PyTree) -> PyTree:
+    """The mean along the first dimension; of what has none, the first row."""
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf[0]
+        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
+        return wide.mean(axis=0).astype(leaf.dtype)
+
+    return jax.tree.map(mean, tree)
 
 
 def check_pieces(node: PerTower, sizes: Any) -> None:

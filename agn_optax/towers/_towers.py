@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check
 from agn_optax.round import Fragments, OnHost, collectives, scan_round
 from agn_optax.round import center_params as _center_params
 from agn_optax.towers import _batches, _evaluate, _mesh, _programs, _replicas, _rows
@@ -99,7 +98,7 @@ class Towers:
         self._sums = self._kept(_evaluate.sums)
         self._outputs = self._kept(_evaluate.outputs)
         self._apart = self._kept(_apart)
-        self._means = jax.jit(_mean_of_rows, out_shardings=self._alike)
+        self._means = jax.jit(_replicas.mean_of_rows, out_shardings=self._alike)
         self._first_rows = jax.jit(_programs.row, out_shardings=self._alike)
         self._centers = jax.jit(
             _programs.per_tower(
@@ -148,6 +147,7 @@ class Towers:
           (2, 3)
         """
         _check_function(make, "make")
+        _replicas.tell_flax()
         state = self._created(make)(*self._place(arguments))
         if make is not _replicas.own:  # which makes them all alike
             _replicas.check_centers(state)
@@ -185,7 +185,8 @@ class Towers:
 
         A center in shards is kept in its pieces, each once, and so are its optimizer's
         state and the record; `replicate` puts them back, on any number of towers.
-        Of gradients in flight (``all_reduce(delay=1)``) the mean is kept.
+        Of gradients in flight (``all_reduce(delay=1)``) the mean is kept, and where
+        every worker has a center of its own (``gossip``) the mean of these.
 
         What others had for themselves is not: of independent workers the inner states
         but for the first's, and random keys that towers have advanced since
@@ -214,9 +215,9 @@ class Towers:
             if isinstance(node, _replicas.PerTower):
                 rows = jax.device_put(node.rows, jax.memory.Space.Device)
                 return _replicas.PerTower(self._apart(node.axes)(rows), node.axes)
-            if isinstance(node, _replicas.InFlight):
-                each = self.size // self.workers
-                return self._means(jax.tree.map(lambda x: x[:each], node.rows))
+            if isinstance(node, _replicas.Mean):
+                rows = node.counted(self.size, self.workers)
+                return self._means(jax.device_put(rows, jax.memory.Space.Device))
             if self.mesh.is_multi_process:
                 return self._first_rows(node)
             shards = node.addressable_shards
@@ -721,13 +722,3 @@ def _given(function: Any, what: str, arguments: tuple[Any, ...]) -> tuple[Any, .
         )
     _check_function(function, what)
     return arguments
-
-
-def _mean_of_rows(tree: PyTree) -> PyTree:
-    def mean(leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return leaf[0]
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        return wide.mean(axis=0).astype(leaf.dtype)
-
-    return jax.tree.map(mean, tree)

@@ -582,7 +582,9 @@ def test_what_does_not_go_with_fragments():
     median = dataclasses.replace(shared.average(), combine=agn_optax.robust.median())
     with refused(errors.InvalidArgumentError, match="of rule 'average' no message"):
         make(median, fragments=agn_optax.Fragments(2, delay=1, eager=True))
-    with refused(errors.InvalidArgumentError, match="the center whole on every device"):
+    with refused(
+        errors.InvalidArgumentError, match="one center, whole on every device"
+    ):
         make(
             shared.downpour(),
             axis_name="workers",

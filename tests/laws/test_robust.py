@@ -200,7 +200,9 @@ def least_distance(messages, total):
     return jax.tree.map(lambda m: m[best], messages)
 
 
-@pytest.mark.parametrize("name", ["median", "krum"])
+@pytest.mark.parametrize(
+    "name", ["median", pytest.param("krum", marks=pytest.mark.slow)]
+)
 def test_of_what_travels_encoded(name):
     codec = codecs.error_feedback(codecs.quantize(4, block=5))
     made = rule(name, "average", codec)
