@@ -206,6 +206,11 @@ class ShardedCenter:
             )
         ]
 
+    def cut_adopted(self, center: PyTree) -> list[PyTree]:
+        """A center that this one has given, as the parts of the shards: at no cost."""
+        assert self._own is not None  # it has given one
+        return self._own.cut(center)
+
     def _check_model(self, params: PyTree) -> None:
         """``params`` belong to the center: said of the whole, which its owner knows."""
         if self._model is None:
@@ -290,7 +295,9 @@ class ShardedSession(Session):
                 f"shard, got {anchor_version!r}"
             )
         own = self._center.cut_message(contribution)
-        anchors = [None] * shards if anchor is None else self._center.cut(anchor)
+        anchors = [None] * shards
+        if anchor is not None:
+            anchors = self._center.cut_adopted(anchor)
         if not _is_finite(contribution):  # else one refuses it, and another takes it
             own = jax.tree.map(_not_finite, own)
 

@@ -38,6 +38,7 @@ class StreamingWorkerState(NamedTuple):
 
     inner_state: PyTree
     fragments: tuple[WorkerState, ...]  # each with its part of the parameters
+    turn: Any = 0  # whose it is first, where several are due
 
 
 class StreamingWorker(Worker):
@@ -196,6 +197,7 @@ class StreamingWorker(Worker):
         own = self._all(
             lambda worker, part: worker.start(part, chief=chief, timeout=timeout), cut
         )
+        self._next = 0
         params = parts.join([part for part, _ in own])
         inner_state = self._begin_inner(params)
         self._sum_up(self._workers[0])
@@ -245,7 +247,7 @@ class StreamingWorker(Worker):
                 self._workers, self._cut(params), state.fragments, strict=True
             )
         )
-        return StreamingWorkerState(state.inner_state, saved)
+        return StreamingWorkerState(state.inner_state, saved, self._next)
 
     def restore(self, saved: Any, *, life: Any = None) -> tuple[PyTree, Any]:
         """Goes on where `save` was called: see `Worker.restore`."""
@@ -267,6 +269,7 @@ class StreamingWorker(Worker):
             lives,
         )
         self._kept = None
+        self._next = int(saved.turn) % len(self._workers)
         self._sum_up(self._workers[0])
         params = parts.join([part for part, _ in own])
         return params, StreamingState(inner_state, tuple(local for _, local in own))

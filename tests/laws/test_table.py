@@ -10,7 +10,11 @@ every two values to meet.
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
+import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +29,7 @@ from support import assert_identical, nothing_compiles
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, robust, service
-from agn_optax.center import ShardedCenter
+from agn_optax.center import Journal, ShardedCenter
 
 PERIOD = 2
 WORKERS = 2
@@ -117,9 +121,7 @@ class Run:
     loop: Any
     round: Callable[[Any], Any]  # a period, and the exchange that ends it
     center: Callable[[Any], Any]
-    # What begins such a run with the numbers of this one; None where a center's journal
-    # does so.
-    again: Callable[[Any], Any] | None = None
+    again: Callable[[Any], Any]  # begins such a run with the numbers of this one
     # What ends an exchange that is in flight.
     flush: Callable[[Any], Any] = lambda loop: loop
 
@@ -269,21 +271,23 @@ def with_worker(center, **settings):
 @contextlib.contextmanager
 def embedded(rule, params, fragments, **settings):
     if fragments is not None:
-        shards = [agn_optax.LocalCenter(rule) for _ in range(len(fragments))]
-        center = ShardedCenter(shards)
-        worker, parts = with_worker(center, fragments=fragments, **settings)
-        yield Run(worker.start(params, chief=True), **parts)
-        return
-    center = agn_optax.LocalCenter(rule, params)
-    worker, parts = with_worker(center, **settings)
+        settings["fragments"] = fragments
 
-    def again(loop):
-        both = jax.device_get((center.save(), worker.save(*loop)))
-        other = agn_optax.LocalCenter.restore(rule, both[0])
-        restored, parts = with_worker(other, **settings)
-        return Run(restored.restore(both[1]), **parts)
+    def around(shards, begin):
+        center = shards[0] if fragments is None else ShardedCenter(shards)
+        worker, parts = with_worker(center, **settings)
 
-    yield Run(worker.start(), again=again, **parts)
+        def again(loop):
+            saved = [jax.device_get(shard.save()) for shard in shards]
+            its_own = jax.device_get(worker.save(*loop))
+            others = [agn_optax.LocalCenter.restore(rule, each) for each in saved]
+            return around(others, lambda other: other.restore(its_own))
+
+        return Run(begin(worker), again=again, **parts)
+
+    count = 1 if fragments is None else len(fragments)
+    shards = [agn_optax.LocalCenter(rule) for _ in range(count)]
+    yield around(shards, lambda worker: worker.start(params, chief=True))
 
 
 overlapping = functools.partial(embedded, overlap=True, patience=1)
@@ -291,18 +295,37 @@ overlapping = functools.partial(embedded, overlap=True, patience=1)
 
 @contextlib.contextmanager
 def served(rule, params, fragments, shards=1):
+    """Every center keeps a journal; another one begins with what is there of it."""
     shards = shards if fragments is None else len(fragments)
     with contextlib.ExitStack() as stack:
-        addresses = [
-            stack.enter_context(service.serve(rule)).address for _ in range(shards)
-        ]
-        where = addresses if shards > 1 else addresses[0]
-        center = stack.enter_context(
-            contextlib.closing(service.connect(where, rule, timeout=60))
-        )
-        worker, parts = with_worker(center, fragments=fragments)
-        stack.enter_context(worker)
-        yield Run(worker.start(params, chief=True), **parts)
+        journals = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def around(folders, begin):
+            servers = [
+                stack.enter_context(service.serve(rule, durability=Journal(folder)))
+                for folder in folders
+            ]
+            addresses = [server.address for server in servers]
+            where = addresses if shards > 1 else addresses[0]
+            center = stack.enter_context(
+                contextlib.closing(service.connect(where, rule, timeout=60))
+            )
+            worker, parts = with_worker(center, fragments=fragments)
+            stack.enter_context(worker)
+
+            def again(loop):
+                its_own = jax.device_get(worker.save(*loop))
+                others = [
+                    folder.with_name(f"{folder.name} again") for folder in folders
+                ]
+                for folder, other in zip(folders, others, strict=True):
+                    shutil.copytree(folder, other)
+                return around(others, lambda other: other.restore(its_own))
+
+            return Run(begin(worker), again=again, **parts)
+
+        folders = [journals / str(shard) for shard in range(shards)]
+        yield around(folders, lambda worker: worker.start(params, chief=True))
 
 
 PLACES = {
@@ -314,6 +337,7 @@ PLACES = {
     "shards of towers": functools.partial(
         on_towers, placement=agn_optax.Placement(shard_axis="workers")
     ),
+    "in pairs": functools.partial(on_towers, placement=agn_optax.Placement(gossip=0.5)),
     "embedded": embedded,
     "overlapping": overlapping,
     "served": served,
@@ -339,13 +363,14 @@ def check(rule, codec, place, dtype, fragments):
             loop = run.round(loop)
         loop = run.flush(loop)
         kept = types(loop)
-        resumed = run.again(loop) if run.again else None
         with nothing_compiles():
             loop = run.round(loop)
         assert types(loop) == kept
-        if resumed is not None:
-            assert_identical(resumed.round(resumed.loop), loop)
-        for _ in range(ROUNDS - 5):
+        loop = run.flush(loop)
+        resumed = run.again(loop)
+        loop = run.round(loop)
+        assert_identical(resumed.round(resumed.loop), loop)
+        for _ in range(ROUNDS - 6):
             loop = run.round(loop)
         run.flush(loop)
         assert way_left(run.center(loop)) <= LEFT[dtype] + unseen(rule, codec)
@@ -376,8 +401,8 @@ def refused(rule, codec, place, dtype, fragments):
     if fragments in ("delayed", "eager"):
         if place in outside:
             return "center outside the program answers when it does"
-        if place == "shards of towers":
-            return "with a delay need the center whole"
+        if place in ("shards of towers", "in pairs"):
+            return "with a delay need one center"
         if rule.startswith("easgd"):
             return "mixing would take|eager updates adopt"
     if fragments == "eager" and rule == "median":
@@ -387,8 +412,12 @@ def refused(rule, codec, place, dtype, fragments):
         place == "shards of towers" or (place, fragments) == ("in shards", "whole")
     ):
         return "cannot move a center in shards"
+    if place == "in pairs" and codec != "identity":
+        return "sends centers along|where one center is whole"
+    if place == "in pairs" and rule == "median":
+        return "it must be 'sum' or 'mean'"
     if place == "shards of towers" and codec not in ("identity", "cast"):
-        return "cannot move a center in shards|where the center is whole"
+        return "cannot move a center in shards|where one center is whole"
     return None
 
 
@@ -413,11 +442,19 @@ def every_two(*axes):
     def pairs(row):
         return set(itertools.combinations(enumerate(row), 2))
 
-    meetings = {row: pairs(row) for row in itertools.product(*axes)}
-    missing, rows = set().union(*meetings.values()), []
+    found = [(row, pairs(row)) for row in itertools.product(*axes)]
+    missing, rows = set().union(*(meetings for _, meetings in found)), []
+    # What a row adds only falls as others are taken, so it is counted when it is first.
+    queue = [(-len(meetings), place) for place, (_, meetings) in enumerate(found)]
     while missing:
-        rows.append(max(meetings, key=lambda row: len(meetings[row] & missing)))
-        missing -= meetings[rows[-1]]
+        promised, place = heapq.heappop(queue)
+        row, meetings = found[place]
+        adds = len(meetings & missing)
+        if adds < -promised:
+            heapq.heappush(queue, (-adds, place))
+        else:
+            rows.append(row)
+            missing -= meetings
     return rows
 
 
