@@ -252,7 +252,7 @@ def test_what_is_no_line_is_measured_again(machine):
 
 @pytest.mark.usefixtures("machine")
 def test_what_a_codec_takes_is_measured(monkeypatch):
-    monkeypatch.setattr(_calibrate, "_CODED", 10_000)
+    monkeypatch.setattr(_calibrate, "_CODED", (2, 5_000))
     measured = _calibrate.calibrate(rules.CODECS["int8"], repeats=2)
     assert 1e6 < measured.encode_rate < 1e12
     assert 1e6 < measured.decode_rate < 1e12

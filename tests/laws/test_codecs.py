@@ -666,7 +666,7 @@ def test_a_packed_center_gives_the_same_numbers(codec):
                 axis_name="workers",
                 placement=agn_optax.Placement(shard_axis="workers"),
             ),
-            "answers in differences, which are taken where the center is whole",
+            "answers in differences, which are taken where one center is whole",
         ),
     ],
 )

@@ -179,7 +179,9 @@ def cast(dtype: Any) -> Codec:
     and never what it is.
 
     Args:
-      dtype: floating; bfloat16 halves what float32 sends, and keeps its range.
+      dtype: floating; bfloat16 halves what float32 sends, and keeps its range. What is
+        beyond that of float16 becomes infinite: a center outside the program refuses
+        it, and within one nobody does.
 
     Returns:
       A codec without state.
