@@ -59,7 +59,9 @@ def everything(store):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_the_same_numbers_with_any_optimizer(optimizer, dtype):
     rule = shared.agn(OPTIMIZERS[optimizer]())
     both = stores(rule, arrays(0, dtype=dtype))

@@ -314,6 +314,7 @@ for _ in range(2):  # of which the first is not overlapped
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_waits_for_an_exchange_in_flight():
     """Python 3.13 aborts otherwise."""
     done = subprocess.run(  # noqa: S603 our own program

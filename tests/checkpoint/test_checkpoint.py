@@ -237,6 +237,7 @@ def some_steps(towers, tx, state, data):
     return state
 
 
+@pytest.mark.slow
 def test_towers_go_back_as_they_are_or_elastically(tmp_path):
     """Four independent workers, whose center lies in four pieces, and fewer."""
     tx, data = towers_tx("workers"), problem.batches(4)
@@ -267,6 +268,7 @@ def load_elastic(path, towers, tx):
     return checkpoint.load(path, elastic=True, **parts)["towers"]
 
 
+@pytest.mark.slow
 def test_data_parallel_towers_may_be_any_number(tmp_path):
     tx, data = towers_tx("towers"), problem.batches(4)
     four, one = agn_optax.Towers(4), agn_optax.Towers(1)

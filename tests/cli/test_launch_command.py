@@ -42,6 +42,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_workers_around_a_center_of_our_own(here):
     (here / "train.py").write_text(WORKER)
     (here / "center.toml").write_text("rule = 'easgd'\nmoving-rate = 0.5\n")

@@ -179,6 +179,7 @@ def test_who_looks_further_than_a_leaf_exchanges_whole(name, groups):
     assert not groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROP_INS)
 def test_the_temporary_is_of_a_few_leaves(name):
     params = [jax.ShapeDtypeStruct((1 << 20,), jnp.float32) for _ in range(16)]
@@ -204,6 +205,7 @@ def test_the_temporary_of_an_elastic_exchange_is_of_a_few_leaves():
     assert memory.temp_size_in_bytes < 0.3 * sum(leaf.nbytes for leaf in params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_temporary_of_an_elastic_exchange_in_shards_is_of_a_few_leaves(workers):
     towers = agn_optax.Towers(4, workers=workers)

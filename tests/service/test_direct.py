@@ -856,7 +856,9 @@ def unread(server, transport, packets):
         answers.cancel()
 
 
-@pytest.mark.parametrize("way_of", ["socket", "grpc"])
+@pytest.mark.parametrize(
+    "way_of", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
+)
 def test_who_does_not_read_is_not_waited_for_at_the_end(way_of):
     params = {"w": jnp.ones(10_000_000)}
     with made("grpc", params=params) as (server, _):

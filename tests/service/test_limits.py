@@ -193,6 +193,7 @@ def test_who_does_not_read_its_answer_is_cut_off(
         assert anna.collect(1, timeout=LIMIT).version == 1
 
 
+@pytest.mark.slow
 def test_who_reads_slowly_has_its_answer_before_the_center_ends(monkeypatch):
     """The grace that nobody said is as long as answers have taken."""
     monkeypatch.setattr(_servicer, "_GRACE", 0.1)

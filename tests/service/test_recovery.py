@@ -209,6 +209,7 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
     assert parent.pull().params["w"][0] == -1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lively")
 def test_what_a_site_owes_reaches_a_parent_that_is_back_within_the_grace():
     with (

@@ -47,7 +47,11 @@ def process():
         yield made
 
 
-@pytest.mark.parametrize("mode", [BoundedStaleness(rounds=1), Synchronous()], ids=repr)
+@pytest.mark.parametrize(
+    "mode",
+    [BoundedStaleness(rounds=1), pytest.param(Synchronous(), marks=pytest.mark.slow)],
+    ids=repr,
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
     """The others wait for it until its lease is over, and not for good."""

@@ -84,6 +84,7 @@ def test_every_way_gives_the_same_numbers(server_tls, pem, codec):
         assert_identical(other, numbers[0])
 
 
+@pytest.mark.slow
 def test_many_small_leaves(server_tls, pem):
     leaves = [jnp.full(i % 7, float(i)) for i in range(500)]
     with (
@@ -150,6 +151,7 @@ def test_plain_text_is_not_answered(server_tls):
         assert not listener._accepted
 
 
+@pytest.mark.slow
 def test_credentials_of_grpc_encrypt_nothing_else(pem, caplog):
     caplog.set_level(logging.INFO, "agn_optax")
     certificate, key = (path.read_bytes() for path in pem)

@@ -77,6 +77,7 @@ def test_the_gradient_of_a_mean_loss_is_that_of_the_whole_batch():
     support.assert_close(towers.unreplicate(reduced), whole, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_permuted_towers_give_permuted_results():
     data = problem.batches(4)
     order = np.array([3, 1, 0, 2])
@@ -100,6 +101,7 @@ def test_permuted_towers_give_permuted_results():
     support.assert_close(same, params, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_pmap_and_vmap_give_the_same_numbers():
     data = problem.batches(4)
     tx = optax.chain(
