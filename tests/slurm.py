@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 
+import ports
 import pytest
 from waiting import wait_until
 
@@ -108,7 +109,7 @@ class Cluster:
         (self.folder / "key").write_bytes(os.urandom(1024))
         (self.folder / "key").chmod(0o400)
         text = _CONFIG.format(
-            host=socket.gethostname(), folder=self.folder, ports=_ports()
+            host=socket.gethostname(), folder=self.folder, ports=ports.in_a_row(3)
         )
         (self.folder / "slurm.conf").write_text(text)
         where = {
@@ -180,22 +181,3 @@ def cluster():
         finally:
             made.stop()
         wait_until(lambda: not made.processes(), limit=10)
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-def _ports():
-    """Three that are free, of which the last two follow each other."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            taken = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in taken[:2]:
-                each.bind(("127.0.0.1", 0))
-            first, second = (each.getsockname()[1] for each in taken[:2])
-            with contextlib.suppress(OSError, OverflowError):
-                taken[2].bind(("127.0.0.1", second + 1))
-                return first, second, second + 1

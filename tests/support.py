@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import ports
 import pytest
 import shared
 
@@ -261,12 +261,9 @@ def assert_identical(actual, expected):
 
 def run_processes(program, arguments, count, timeout=800):
     """What the processes of one `jax.distributed` job say, when all have ended."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     job = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_ADDRESS": ports.free_address(),
         "JAX_NUM_PROCESSES": str(count),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }

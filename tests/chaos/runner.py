@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import pathlib
 import random
-import socket
 import tempfile
 import time
 
 import numpy as np
+import ports
 from chaos import laws, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
 from chaos.scenario import TIMEOUT
@@ -17,7 +17,7 @@ from network import Proxy
 
 from agn_optax import service
 
-HOST = "127.0.0.1"  # of all centers; workers see each at an address of their own
+HOST = ports.HOST  # of all centers; workers see each at an address of their own
 LIMIT = 40.0  # seconds that nothing takes that is not a law
 DRAINS = 40.0  # seconds: the grace of a command that is told to end, and some more
 _LOOK = 0.02
@@ -68,7 +68,7 @@ class Served:
     """
 
     def __init__(self, options, spares):
-        self.ports = _free_ports()
+        self.ports = ports.in_a_row(2)
         self._options = [
             *options,
             "--open",  # for workers reach it at other addresses
@@ -451,13 +451,3 @@ class Run(contextlib.ExitStack):
         """What one center has, which may be a shard."""
         with service.connect(served.address, self._rule) as center:
             return center.pull().params
-
-
-def _free_ports():
-    """Two, which no connection takes by chance while a center is away."""
-    while True:
-        ports = [random.randrange(15_000, 32_000) for _ in range(2)]  # noqa: S311
-        with contextlib.suppress(OSError):
-            for port in ports:
-                socket.create_server((HOST, port)).close()
-            return ports

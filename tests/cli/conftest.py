@@ -1,9 +1,8 @@
 """A center to look at."""
 
-import socket
-
 import jax.numpy as jnp
 import optax
+import ports
 import pytest
 
 import agn_optax
@@ -32,5 +31,4 @@ def server():
 @pytest.fixture
 def nowhere():
     """An address at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+    return ports.free_address()

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import threading
 import certificates
 import jax.numpy as jnp
 import optax
+import ports
 import pytest
 import sessions
 from commands import PATIENCE, command, fails, python, serve
@@ -465,8 +465,7 @@ def test_mutual_tls(tmp_path):
     certificate, key = certificates.make(tmp_path)
     trust = [f"--tls-ca={certificate}"]
     own = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # free in a moment
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    address = ports.free_address()
     said = []
 
     def look(_):

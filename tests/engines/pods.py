@@ -9,11 +9,12 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from concurrent import futures
+
+from ports import in_a_row
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 240  # seconds, on a busy machine
@@ -48,7 +49,7 @@ class Cluster:
 
     def __init__(self, folder, objects, workdir, ports=()):
         self.folder, self.objects, self.workdir = folder, objects, workdir
-        here = map(str, _free_ports(len(ports)))
+        here = map(str, in_a_row(len(ports)))
         self.ports = dict(zip(map(str, ports), here, strict=True))
         self._scratches = 0
 
@@ -210,11 +211,3 @@ def ended(process):
 
 # Of this machine's own environment.
 _OURS = ("PATH", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
-
-
-def _free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

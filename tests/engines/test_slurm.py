@@ -8,6 +8,7 @@ import socket
 import subprocess
 
 import certificates
+import ports
 import pytest
 import slurm
 from commands import ROOT, command, fails, succeeds
@@ -366,9 +367,7 @@ with service.told_to_end() as told:
 def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
     (here / "train.py").write_text(SPANNING)
     # No name server knows the nodes of this cluster.
-    port = (
-        f'environment = {{AGN_OPTAX_COORDINATOR = "127.0.0.1:{slurm.free_port()}"}}\n'
-    )
+    port = f'environment = {{AGN_OPTAX_COORDINATOR = "{ports.free_address()}"}}\n'
     text = RUN.replace("workers = 2", "workers = 1").replace('"a b"', f'"{here}"')
     text = text.replace("cpus = 2", "cpus = 2\nprocesses = 2") + "goes-on = true\n"
     text = text.replace("center-restarts = 3\n", 'center = "127.0.0.1:9"\n' + port)

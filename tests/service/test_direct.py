@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import network
 import numpy as np
 import optax
+import ports
 import pytest
 import sessions
 import shared
@@ -672,9 +673,8 @@ def test_at_a_unix_socket(tmp_path):
 
 
 def test_a_port_by_choice():
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    chosen = f"127.0.0.1:{port}"
+    port = ports.free()
+    chosen = f"{ports.HOST}:{port}"
     with made("socket", direct_address=chosen) as (server, center):
         assert server.direct_address == chosen != server.address
         status = center.status()
@@ -755,10 +755,10 @@ def test_a_broken_connection_is_made_again(way_of):
 )
 def test_a_center_that_was_started_anew_is_found_again(ways):
     """It has another key, and another port beside that of gRPC."""
-    with made(*ways) as (server, center):
+    address = ports.free_address()
+    with made(*ways, address=address) as (server, center):
         session = center.join("anna")
         before = way(center)
-        address = server.address
         session.leave()
         server.stop()
         with service.serve(RULE, center_params(), address=address):

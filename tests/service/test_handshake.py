@@ -11,6 +11,7 @@ import time
 import certificates
 import grpc
 import jax.numpy as jnp
+import ports
 import pytest
 import shared
 
@@ -107,8 +108,8 @@ def test_over_a_unix_socket(authority, tmp_path):
 
 
 def test_silence_is_something_else(authority):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
+    port = ports.free()
+    with socket.create_server((ports.HOST, port)):
         for tls in (None, Tls(authority.ca)):
             with pytest.raises(errors.CenterUnreachableError) as silence:
                 service.connect(f"127.0.0.1:{port}", RULE, tls=tls, timeout=0.3)

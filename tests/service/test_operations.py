@@ -12,6 +12,7 @@ import subprocess
 import numpy as np
 import one_worker
 import optax
+import ports
 import pytest
 import sessions
 import talking
@@ -32,8 +33,7 @@ def place(tmp_path, monkeypatch):
     """Where the commands of the page run, and where their center is."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return ports.free_address()
 
 
 def said_by_the_page(section, address):

@@ -5,6 +5,7 @@ import threading
 
 import jax.numpy as jnp
 import optax
+import ports
 import pytest
 
 import agn_optax
@@ -29,7 +30,8 @@ def test_whoever_has_the_file_finds_the_center(tmp_path):
 
 def test_one_that_comes_back_elsewhere_is_found_again(tmp_path):
     path, kept = tmp_path / "center", Journal(tmp_path / "journal")
-    first = service.serve(RULE, jnp.ones(2), durability=kept)
+    address = ports.free_address()
+    first = service.serve(RULE, jnp.ones(2), address=address, durability=kept)
     with service.published(first.address, path):
         center = service.connect(f"file:{path}", RULE)
         worker = agn_optax.Worker(center, optax.sgd(0.5), period=1, name="worker-0")

@@ -5,7 +5,6 @@ import contextlib
 import functools
 import gc
 import pathlib
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import network
 import numpy as np
 import optax
+import ports
 import pytest
 import shared
 from grpc._server import _RPCState
@@ -246,8 +246,7 @@ def test_nobody_is_there(unused_port):
 
 @pytest.fixture
 def unused_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+    return ports.free()
 
 
 def test_a_worker_that_comes_before_its_center(unused_port, serve, connect, caplog):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import threading
 import jax
 import numpy as np
 import pod_worker
+import ports
 import pytest
 from waiting import wait_until
 
@@ -70,9 +70,7 @@ class Worker:
     """All processes of a worker."""
 
     def __init__(self, stack, rule, address, rank, devices, *more, processes=2):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{found.getsockname()[1]}"
+        coordinator = ports.free_address()
         self.processes = []
         for process in range(processes):
             made = Process(
@@ -165,8 +163,8 @@ def test_two_workers_of_two_processes(stack, rule, devices, rtol):
 
 def test_a_message_in_flight_is_one_for_all_processes(stack, tmp_path):
     rule, kept = pod_worker.RULES["agn"], agn_optax.center.Journal(tmp_path)
-    with service.serve(rule, durability=kept) as server:
-        address = server.address
+    address = ports.free_address()
+    with service.serve(rule, address=address, durability=kept):
         worker = Worker(stack, "agn", address, 0, 1, "overlap")
         worker.start()
         steps, exchanges = worker.go(30)
