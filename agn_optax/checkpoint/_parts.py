@@ -20,7 +20,7 @@ from agn_optax.center import CenterState, LocalCenter
 from agn_optax.checkpoint import _tree
 from agn_optax.rules import Rule, difference, fingerprint
 from agn_optax.towers import Towers, alike, cut_for, unstacked
-from agn_optax.worker import Worker, WorkerState
+from agn_optax.worker import StreamingWorkerState, Worker, WorkerState
 
 PyTree = Any
 Json = dict[str, Any]
@@ -60,20 +60,6 @@ class Part(abc.ABC):
         """
 
 
-def check_whole(worker: Worker) -> None:
-    """It exchanges all of its parameters at once.
-
-    Raises:
-      InvalidTypeError: it does not; says how it is saved.
-    """
-    if worker.fragments is not None:
-        raise errors.InvalidTypeError(
-            f"worker {worker.name!r} exchanges by fragments, and has as many lives: "
-            "save what worker.save(params, state) returns, a pytree of arrays and "
-            "numbers, and worker.life beside it"
-        )
-
-
 class WorkerPart(Part):
     """A worker, with parameters and state to save."""
 
@@ -83,47 +69,53 @@ class WorkerPart(Part):
         self._worker, self._loop, self._keeps_life = worker, loop, keeps_life
 
     def taken(self) -> tuple[Json, PyTree]:
-        worker = self._worker
-        saved = worker.save(*self._loop)
+        worker, (params, state) = self._worker, self._loop
+        saved = worker.save(params, state)
         about = {
             "worker": worker.name,
             "rule": _rule(worker.center.rule),
             "life": worker.life,
-            "anchor_version": saved.anchor_version,
-            "local_steps": saved.local_steps,
-            "exchanges": saved.exchanges,
-            "weight": saved.weight,
-            "pace": saved.pace,
-            "containers": trees.describe(saved.params).structure,
+            "containers": trees.describe(params).structure,
         }
-        tree = {"params": saved.params, "state": saved.state, "anchor": saved.anchor}
-        return about, tree
+        tree = {"params": params, "state": state}
+        if not isinstance(saved, StreamingWorkerState):
+            return about | _numbers(saved), tree | {"anchor": saved.anchor}
+        about["turn"] = saved.turn
+        about["fragments"] = [_numbers(each) for each in saved.fragments]
+        return about, tree | {"anchor": [each.anchor for each in saved.fragments]}
 
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
         worker, leaves = self._worker, leaves_of(about)
         what = f"worker {worker.name!r}"
         _check_rule(about, worker.center.rule, where)
+        here, there = worker.fragments, about.get("fragments")
+        own, theirs = len(here or ()), len(there or ())
+        if own != theirs:
+            raise errors.TreeMismatchError(
+                f"{what} exchanges by {own or 'no'} fragments, and {where} is of one "
+                f"that does by {theirs or 'none'}"
+            )
         params = _params(about, like, leaves)
-        anchor = _under("anchor", leaves)
+
+        def anchor_of(part: PyTree, path: str) -> PyTree:
+            # In the center's dtype, which may be wider.
+            kept = _under(path, leaves)
+            return _of_dtypes(part, kept) if kept else None
+
+        anchor = anchor_of(params, "['anchor']")
+        if here is not None:
+            parts = enumerate(here.divide(params).cut(params))
+            anchor = [anchor_of(part, f"['anchor'][{p}]") for p, part in parts]
         tree = {
             "params": params,
             "state": jax.eval_shape(worker.tx.init, params),
-            # In the center's dtype, which may be wider.
-            "anchor": _of_dtypes(params, anchor) if anchor else None,
+            "anchor": anchor,
         }
         _check_leaves(tree, leaves, what, where)
         return tree
 
     def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
-        version = about["anchor_version"]
-        saved = WorkerState(
-            **tree,
-            anchor_version=tuple(version) if isinstance(version, list) else version,
-            local_steps=about["local_steps"],
-            exchanges=about["exchanges"],
-            weight=about.get("weight"),  # earlier releases have none of these
-            pace=about.get("pace"),
-        )
+        saved = self._saved(about, **tree)
         # A center that was saved with it knows of none that it had.
         life = about["life"] if self._keeps_life and not has_center else None
         if life is not None and about["worker"] != self._worker.name:
@@ -139,6 +131,35 @@ class WorkerPart(Part):
                 f"worker {self._worker.name!r} cannot go on from its checkpoint: "
                 f"{error}"
             ) from error
+
+    def _saved(self, about: Json, params: PyTree, state: PyTree, anchor: PyTree) -> Any:
+        """What `Worker.save` has returned."""
+        fragments = self._worker.fragments
+        if fragments is None:
+            return WorkerState(params, state, anchor, **_counted(about))
+        cut = fragments.divide(params).cut(params)
+        each = zip(cut, state.fragments, anchor, about["fragments"], strict=True)
+        states = tuple(
+            WorkerState(part, own, kept, **_counted(numbers))
+            for part, own, kept, numbers in each
+        )
+        return StreamingWorkerState(state.inner_state, states, about["turn"])
+
+
+_NUMBERS = ("anchor_version", "local_steps", "exchanges", "weight", "pace")
+
+
+def _numbers(saved: WorkerState) -> Json:
+    """What of a worker is no array."""
+    return {name: getattr(saved, name) for name in _NUMBERS}
+
+
+def _counted(about: Json) -> Json:
+    """The reverse of `_numbers`; earlier releases have not all of them."""
+    numbers = {name: about.get(name) for name in _NUMBERS}
+    if isinstance(version := numbers["anchor_version"], list):
+        numbers["anchor_version"] = tuple(version)
+    return numbers
 
 
 class CenterPart(Part):
@@ -168,7 +189,7 @@ class CenterPart(Part):
                 f"the center has parameters already, at version {center.version}: load "
                 "into a new one, LocalCenter(rule)"
             )
-        params = _of_dtypes(_params(about, like, leaves), _under("params", leaves))
+        params = _of_dtypes(_params(about, like, leaves), _under("['params']", leaves))
         rule = center.rule
         tree = {
             "params": params,
@@ -251,9 +272,9 @@ def leaves_of(about: Json) -> list[Leaf]:
     return [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["leaves"]]
 
 
-def _under(name: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Those of what was saved by this name."""
-    return [leaf for leaf in leaves if leaf.path.startswith(f"['{name}']")]
+def _under(path: str, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Those of what was saved there."""
+    return [leaf for leaf in leaves if leaf.path.startswith(path)]
 
 
 def _rule(rule: Rule) -> Json:
@@ -272,7 +293,7 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
         return jax.eval_shape(lambda: like)
     made = [
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-        for leaf in _under("params", leaves)
+        for leaf in _under("['params']", leaves)
     ]
     if about["containers"] is None:
         raise errors.MissingArgumentError(

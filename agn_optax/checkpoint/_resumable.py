@@ -18,11 +18,11 @@ from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import check
-from agn_optax.center import LocalCenter
+from agn_optax.center import LocalCenter, ShardedCenter
 from agn_optax.checkpoint import _save
-from agn_optax.checkpoint._parts import WorkerPart, check_whole
+from agn_optax.checkpoint._parts import CenterPart, WorkerPart
 from agn_optax.round import LocalState
-from agn_optax.worker import Worker
+from agn_optax.worker import StreamingWorker, Worker
 
 PyTree = Any
 
@@ -37,7 +37,9 @@ class Resumable:
 
     That holds as long as the center is the same: served, or one that outlives its
     process with a `agn_optax.center.Journal`, or one in this process and of this worker
-    alone, which is then saved with it. A center that was started anew without all that
+    alone, which is then saved with it. Of a center in shards this is said of each. A
+    worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each of them,
+    before which it waits for those that are on their way. A center that was started anew without all that
     was exchanged says so, and refuses to go on. A power failure may take the last
     checkpoints, for not all of their files are synced.
 
@@ -94,7 +96,6 @@ class Resumable:
         **beside: Any,
     ) -> None:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
-        check_whole(worker)
         check.whole_number(keep, "keep", least=1, optional=False)
         self.worker = worker
         self.resumed = False
@@ -145,9 +146,7 @@ class Resumable:
             name: dict(value) if isinstance(value, dict) else value
             for name, value in self._beside.items()
         }
-        parts = {**beside, "worker": _Sending(self.worker)}
-        if self._saves_center:
-            parts["center"] = self.worker.center
+        parts = {**beside, "worker": _Sending(self.worker)} | self._center_parts
         there = _save.load(latest[1], like=params, **parts)
         for name, value in self._beside.items():
             if isinstance(value, dict):
@@ -184,7 +183,7 @@ class Resumable:
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
         params, state = self.worker.land(params, state)
-        with self._sending(params, state, steps=steps, whole=weight):
+        with self._sending(params, state, flushes=True, steps=steps, whole=weight):
             return self.worker.flush(params, state, steps=steps, weight=weight)
 
     def save(self, params: PyTree, state: LocalState) -> None:
@@ -193,7 +192,7 @@ class Resumable:
         Raises:
           WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
         """
-        self._write(params, state, steps=0)
+        self._write(params, state, sends=False)
 
     def __enter__(self) -> Resumable:
         return self
@@ -207,9 +206,28 @@ class Resumable:
         self.checkpoints.close()
 
     @property
-    def _saves_center(self) -> bool:
+    def _ending(self) -> list[LocalCenter]:
+        """The center, or its shards, if they all end with this process."""
         center = self.worker.center
-        return isinstance(center, LocalCenter) and not center.core.outlives
+        shards = center.centers if isinstance(center, ShardedCenter) else (center,)
+        ending = [
+            shard
+            for shard in shards
+            if isinstance(shard, LocalCenter) and not shard.core.outlives
+        ]
+        return ending if len(ending) == len(shards) else []
+
+    @property
+    def _center_parts(self) -> dict[str, CenterPart]:
+        """Those of them, by the names under which they are saved."""
+        center = self.worker.center
+        parts: dict[str, CenterPart] = {}
+        for number, each in enumerate(self._ending):
+            if isinstance(center, ShardedCenter):
+                parts[f"center-{number}"] = _ShardPart(each, center, number)
+            else:
+                parts["center"] = CenterPart(each)
+        return parts
 
     @contextlib.contextmanager
     def _sending(
@@ -229,19 +247,30 @@ class Resumable:
     def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
         """A checkpoint, whose worker then sends a message: see `_Sending`."""
         worker = self.worker
-        parts: dict[str, Any] = {}
-        if self._saves_center:
-            others = worker.center.workers - {worker.name}  # type: ignore[attr-defined]
-            if others:
-                raise errors.InvalidArgumentError(
-                    f"a center in memory is saved with its only worker, and beside "
-                    f"{worker.name!r} this one has {sorted(others)}: give it "
-                    "durability=agn_optax.center.Journal(...)"
-                )
-            parts["center"] = worker.center
+        parts: dict[str, Any] = {**self._center_parts}
+        present = {name for center in self._ending for name in center.workers}
+        if others := present - {worker.name}:
+            raise errors.InvalidArgumentError(
+                f"a center in memory is saved with its only worker, and beside "
+                f"{worker.name!r} this one has {sorted(others)}: give it "
+                "durability=agn_optax.center.Journal(...)"
+            )
         parts["worker"] = _Sending(worker, params, state, **about)
         number = 0 if (last := self.checkpoints.latest) is None else last[0] + 1
         self.checkpoints.write(number, **parts, **self._beside)
+
+
+class _ShardPart(CenterPart):
+    """A shard in this process, with its part of the parameters."""
+
+    def __init__(self, shard: LocalCenter, whole: ShardedCenter, number: int) -> None:
+        super().__init__(shard)
+        self._whole, self._number = whole, number
+
+    def expected(self, about: Any, like: PyTree, where: str) -> PyTree:
+        if like is not None:
+            like = self._whole.cut(like)[self._number]
+        return super().expected(about, like, where)
 
 
 class _Sending(WorkerPart):
@@ -250,6 +279,8 @@ class _Sending(WorkerPart):
     Args:
       worker: which it is.
       *loop: its parameters and state.
+      sends: whether it is; else it is saved as it stands.
+      flushes: whether all of its fragments are sent, and not that whose turn it is.
       steps: local steps that the round has had; None for those that the worker knows.
       more: those beside them.
       whole: what the round counts; None for what the worker knows.
@@ -260,30 +291,49 @@ class _Sending(WorkerPart):
         self,
         worker: Worker,
         *loop: PyTree,
+        sends: bool = True,
+        flushes: bool = False,
         steps: int | None = None,
         more: int = 0,
         whole: float | None = None,
         weight: float | None = None,
     ) -> None:
         super().__init__(worker, *loop, keeps_life=True)
+        self._sends, self._flushes = sends, flushes
         self._steps, self._more = steps, more
         self._whole, self._weight = whole, weight
 
     def taken(self) -> tuple[dict[str, Any], PyTree]:
         about, tree = super().taken()
-        steps = about["local_steps"] if self._steps is None else self._steps
-        said = about["weight"] if self._whole is None else self._whole
+        if not self._sends:
+            return about | {"sends": 0}, tree
+        for numbers in about.get("fragments", [about]):
+            self._count(numbers)
+        if isinstance(self._worker, StreamingWorker):
+            turn = None if self._flushes else self._worker.next_full(self._more)
+            return about | {"sends": 1, "fragment": turn}, tree
+        return about | {"sends": about["local_steps"]}, tree
+
+    def _count(self, numbers: dict[str, Any]) -> None:
+        """What the call that sends is told of a round."""
+        if self._steps is not None:
+            numbers["local_steps"] = self._steps
+        numbers["local_steps"] += self._more
+        if self._whole is not None:
+            numbers["weight"] = self._whole
         if self._weight is not None:
-            said = (said or 0.0) + self._weight
-        return about | {"sends": steps + self._more, "sent_weight": said}, tree
+            numbers["weight"] = (numbers["weight"] or 0.0) + self._weight
 
     def go_on(self, about: Any, tree: PyTree, *, has_center: bool) -> Any:
         loop = super().go_on(about, tree, has_center=has_center)
         if not about["sends"]:
             return loop
         try:
-            steps, weight = about["sends"], about.get("sent_weight")
-            return self._worker.flush(*loop, steps=steps, weight=weight)
+            if isinstance(self._worker, StreamingWorker):
+                return self._worker.flush(*loop, fragment=about["fragment"])
+            # Earlier releases had not counted what the call was told of.
+            weight = about.get("sent_weight", about.get("weight"))
+            return self._worker.flush(*loop, steps=about["sends"], weight=weight)
         except errors.WorkerStateError as error:
             self._worker.leave()
             raise errors.WorkerStateError(

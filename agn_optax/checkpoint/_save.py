@@ -20,7 +20,6 @@ from agn_optax.checkpoint._parts import (
     Part,
     TowersPart,
     WorkerPart,
-    check_whole,
     leaves_of,
 )
 from agn_optax.towers import Towers
@@ -271,7 +270,6 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
         return value
     first, *rest = value if isinstance(value, tuple) and value else (value,)
     if isinstance(first, Worker):
-        check_whole(first)
         return WorkerPart(first, *rest)
     if isinstance(first, LocalCenter):
         return CenterPart(first)

@@ -313,20 +313,24 @@ def adopted_last(state: ExchangeState) -> PyTree:
     return held(state.center) if state.public is None else state.public.params
 
 
-def adopt(rule: Rule, params: PyTree, center: PyTree) -> PyTree:
-    """The parameters after taking back ``center``, the version that the rule adopts."""
-    if rule.adopt is not None:
-        return rule.adopt(params, center)
-    return overwrite(params, center)
+def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
+    """The parameters after taking back ``center``, the version that the rule adopts.
+
+    With ``mixing``, that share of ``params`` stays; see `mixed`.
+    """
+    adopt_whole = overwrite if rule.adopt is None else rule.adopt
+    return mixed(adopt_whole(params, center), params, mixing)
 
 
-def adopt_late(rule: Rule, params: PyTree, sent: PyTree, center: PyTree) -> PyTree:
+def adopt_late(
+    rule: Rule, params: PyTree, sent: PyTree, center: PyTree, mixing: float = 0.0
+) -> PyTree:
     """As `adopt`, for an answer that took its time.
 
     ``sent`` are the parameters as they were when the message left; the local progress
     made since then is kept, and goes into the next message.
     """
-    return with_progress(adopt(rule, sent, center), params, sent)
+    return with_progress(adopt(rule, sent, center, mixing), params, sent)
 
 
 def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
@@ -424,7 +428,7 @@ def exchange(
     else:
         adopted, known = layout.unite(moved, params), public
     adopted = answer_of(rule, layout.whole(adopted, params), known)
-    adopting = mixed(adopt(rule, params, adopted), params, mixing)
+    adopting = adopt(rule, params, adopted, mixing)
     local = begin_round(rule, local, params, adopted, layout)
     center, center_state = layout.store(moved, center_state, state.center)
     return adopting, state._replace(
@@ -573,11 +577,10 @@ def land(
     local = state.local
     if rule.adopts == "after":
         answer = answer_of(rule, center, public)
-        adopted = adopt(rule, params, answer)
-        if departed.adopted is None:
-            params = mixed(adopted, params, mixing)
-        else:
-            params = with_progress(adopted, params, departed.adopted)
+        adopted = adopt(rule, params, answer, mixing)
+        if departed.adopted is not None:
+            adopted = with_progress(adopted, params, departed.adopted)
+        params = adopted
         local = move_anchor(local, answer)
     # Zeros, that depend in name on the center. Of a message that stays what it is, XLA
     # would compute all that it can before the loop that this is in, at every step.

@@ -34,8 +34,23 @@ PyTree = Any
 class Left(NamedTuple):
     """What tells the parameters as they were when a message left."""
 
-    params: PyTree  # a copy; None where the contribution tells them
+    params: PyTree  # a copy; None where the contribution tells them, or nobody asks
     steps: jax.Array  # int32: local steps that it was made of
+
+
+class Landing(NamedTuple):
+    """How an answer is adopted that came while local steps went on."""
+
+    delay: int = 0  # so many of them after the message left; 0 as soon as it is there
+    mixing: float = 0.0  # how much stays of the parameters that it is adopted by
+
+    def keeps_progress(self, rule: Rule) -> bool:
+        """Whether the local steps made meanwhile are kept, and not mixed."""
+        # Where worker and center move by one force, both do by that of the departure.
+        return not self.delay or rule.adopts == "before"
+
+
+AT_ONCE = Landing()
 
 
 class InnerState(NamedTuple):
@@ -50,6 +65,7 @@ def programs(
     rule: Rule,
     inner: optax.GradientTransformation,
     gradients: optax.GradientTransformation | None = None,
+    landing: Landing = AT_ONCE,
 ) -> SimpleNamespace:
     """Those of all workers with one rule, one inner optimizer, and what is before it.
 
@@ -63,8 +79,11 @@ def programs(
     # Only a penalty reads the anchor at every step, and then it travels with the state.
     # For a contribution the worker holds on to the snapshot, which costs no copy.
     keep_anchor = rule.penalty is not None
+    keeps_progress, mixing = landing.keeps_progress(rule), landing.mixing
     # Whether a contribution tells the parameters that it was made of.
     recovers = rounds.recovers(rule)
+    # Whether a copy of them is kept instead, for who adds the progress since.
+    keeps_left = keeps_progress and not recovers
     # Whether answers may be differences from what was adopted last.
     follows = rule.codec.answer_codec is not None
 
@@ -103,7 +122,7 @@ def programs(
     def adopt(
         params: PyTree, state: LocalState, center: PyTree
     ) -> tuple[PyTree, LocalState]:
-        params = rounds.adopt(rule, params, center)
+        params = rounds.adopt(rule, params, center, mixing)
         return params, rounds.begin_round(rule, state, params, center)
 
     def give_in(
@@ -142,7 +161,7 @@ def programs(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Left, LocalState]:
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
-        kept = None if recovers else params
+        kept = params if keeps_left else None
         contribution, kept = rounds.overwrite(spare, (contribution, kept))
         left = Left(kept, state.local_steps)
         state = rounds.empty_record(rule, state, params, params)
@@ -150,7 +169,7 @@ def programs(
 
     def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
         # Of parameters that go on, the program returns a copy, as of all its inputs.
-        left = Left(None if recovers else params, state.local_steps)
+        left = Left(params if keeps_left else None, state.local_steps)
         return left, rounds.empty_record(rule, state, params, params)
 
     def land(
@@ -162,14 +181,17 @@ def programs(
         center: PyTree,
     ) -> tuple[PyTree, LocalState]:
         sent = left.params
-        if recovers:
+        if recovers and keeps_progress:
             sent = rounds.recover(rule, contribution, params, state, anchor, left.steps)
-        params = rounds.adopt_late(rule, params, sent, center)
+        if keeps_progress:
+            params = rounds.adopt_late(rule, params, sent, center, mixing)
+        else:
+            params = rounds.adopt(rule, params, center, mixing)
         return params, rounds.move_anchor(state, center)
 
     return SimpleNamespace(
         tx=optax.GradientTransformationExtraArgs(init, update),
-        recovers=recovers,
+        keeps_left=keeps_left,
         follows=follows,
         # Whether contributions or answers read the anchor, and the state has none.
         holds_anchor=follows or (rule.needs_anchor and not keep_anchor),

@@ -20,7 +20,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
-from agn_optax.worker._programs import InnerState, check_local, sound
+from agn_optax.worker._programs import InnerState, Landing, check_local, sound
 from agn_optax.worker._worker import Callback, Worker, WorkerState
 
 PyTree = Any
@@ -77,11 +77,19 @@ class StreamingWorker(Worker):
                 f"which keeps one: got {len(fragments)} fragments, and shards: "
                 f"{len(center.centers)}"
             )
-        if fragments.delay or fragments.mixing:
+        fragments.check(center.rule, rounds.Placement())
+        if fragments.eager:
             raise errors.InvalidArgumentError(
-                "a center outside the program answers when it does: overlap=True goes "
-                "on meanwhile, and keeps all local steps. Got fragments with delay="
-                f"{fragments.delay}, mixing={fragments.mixing}"
+                "eager updates move the center by the worker's own share, and a worker "
+                "outside its program has no center optimizer: overlap=True goes on "
+                "while a message is on its way, and keeps all local steps. Got "
+                f"{fragments}"
+            )
+        if fragments.delay and overlap:
+            raise errors.InvalidArgumentError(
+                f"with overlap=True answers are adopted when they come, and with "
+                f"delay={fragments.delay} so many local steps after their message: "
+                "give one of them"
             )
         if isinstance(period, rounds.DynamicPeriod):
             raise errors.InvalidTypeError(
@@ -94,10 +102,11 @@ class StreamingWorker(Worker):
         self.center = center.divided_by(fragments)
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
         self.overlap = overlap
+        landing = Landing(fragments.delay, fragments.mixing)
         self._workers = [
-            Worker(
+            _FragmentWorker(
                 shard,
-                _ALONE,
+                landing,
                 period=fragments.periods(p, lengths),
                 name=self.name,
                 overlap=overlap,
@@ -285,6 +294,16 @@ class StreamingWorker(Worker):
         """As `Worker.due`, of any fragment."""
         return any(worker.due for worker in self._workers)
 
+    def next_full(self, steps: int) -> int | None:
+        """The fragment that `exchange` sends with so many local steps more, or None."""
+        full = [p for p in self._order if self._workers[p].fills_round(steps)]
+        return full[0] if full else None
+
+    @property
+    def _order(self) -> list[int]:
+        """Of turns."""
+        return [*range(self._next, len(self._workers)), *range(self._next)]
+
     def exchange(
         self,
         params: PyTree,
@@ -303,15 +322,21 @@ class StreamingWorker(Worker):
         weight = check.weight(weight)
         for worker in self._workers:
             worker._count(steps, weight)
-        order = [*range(self._next, len(self._workers)), *range(self._next)]
-        now = [p for p in order if self._workers[p]._acts]
+        now = [p for p in self._order if self._workers[p]._acts]
         if not now:
             return params, state
-        params, state = self._given(params, state)
-        self._check_state(state)
-        params, state = self._one(now[0], Worker._act, params, state)
-        self._next = (now[0] + 1) % len(self._workers)
+        # One is adopted and one is sent at most, and only one of them is waited for.
+        acting = [p for p in now if self._workers[p]._in_flight][:1]
+        if not acting:
+            acting = now[:1]
+        elif not self._workers[acting[0]].fills_round(0):  # or it is sent as it lands
+            acting += [p for p in now if self._workers[p]._departs][:1]
+        params, state = self._each(Worker._act, params, state, acting)
+        self._give_turn_after(acting[-1])
         return params, state
+
+    def _give_turn_after(self, p: int) -> None:
+        self._next = (p + 1) % len(self._workers)
 
     def flush(
         self,
@@ -320,41 +345,50 @@ class StreamingWorker(Worker):
         *,
         steps: int | None = None,
         weight: float | None = None,
+        fragment: int | None = None,
     ) -> tuple[PyTree, Any]:
         """Exchanges all fragments now, one after the other: see `Worker.flush`.
 
         If it raises, call it again with the same: what some of them have adopted is
         kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
-        different times.
+        different times. With the number of a ``fragment``, that one alone is exchanged.
         """
         if steps is not None or weight is not None:
             raise errors.InvalidArgumentError(
                 "the rounds of fragments began at different times, so steps and weight "
                 f"must be None, got steps={steps!r}, weight={weight!r}"
             )
-        return self._each(Worker.flush, params, state)
+        if fragment is None:
+            return self._each(Worker.flush, params, state)
+        only = rounds.chosen(self.fragments, fragment, None)
+        params, state = self._each(Worker.flush, params, state, only)
+        self._give_turn_after(fragment)
+        return params, state
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
         return self._each(Worker.land, params, state)
 
     def _each(
-        self, act: Callable[..., tuple[PyTree, LocalState]], params: PyTree, state: Any
+        self,
+        act: Callable[..., tuple[PyTree, LocalState]],
+        params: PyTree,
+        state: Any,
+        fragments: Sequence[int] | None = None,
     ) -> tuple[PyTree, Any]:
-        params, state = self._given(params, state)
+        """``act(worker, params, state)`` of some fragments, or of all."""
+        kept, self._kept = self._kept, None
+        if kept is not None:  # the loop's arrays have been donated
+            params, state = kept
         self._check_state(state)
-        for p in range(len(self._workers)):
+        for p in range(len(self._workers)) if fragments is None else fragments:
             try:
                 params, state = self._one(p, act, params, state)
             except BaseException:
-                self._kept = params, state
+                self._kept = kept
                 raise
+            kept = params, state
         return params, state
-
-    def _given(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """The loop's arrays, or those that were kept: the loop's have been donated."""
-        kept, self._kept = self._kept, None
-        return (params, state) if kept is None else kept
 
     def _one(
         self,
@@ -392,7 +426,14 @@ class StreamingWorker(Worker):
         self.pace = last.pace
 
 
-# The inner optimizer of a fragment: there is one for the whole tree.
+class _FragmentWorker(Worker):
+    """Of one fragment: without an inner optimizer, which is one for the whole tree."""
+
+    def __init__(self, shard: Center, landing: Landing, **settings: Any) -> None:
+        self._landing = landing
+        super().__init__(shard, _ALONE, **settings)
+
+
 _ALONE = optax.identity()
 
 

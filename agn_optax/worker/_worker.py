@@ -24,7 +24,7 @@ from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
 from agn_optax.round import Fragments, LocalState
 from agn_optax.worker._flight import Message
 from agn_optax.worker._processes import ToldMessage, ToldSession
-from agn_optax.worker._programs import Left, programs
+from agn_optax.worker._programs import AT_ONCE, Left, programs
 
 PyTree = Any
 # Told of something, with its number and what there is to say of it.
@@ -75,12 +75,14 @@ class Worker:
         exchanges overlap or the center is lost. Then it waits. None is one round of
         steps. With 0, `exchange` raises as soon as the center counts as lost.
       give_up: seconds that it waits for a lost center before it raises.
-      fragments: parts of the parameters that exchange by turns, a `Fragments` without
-        delay, for a center in as many shards, each of which keeps one. None exchanges
-        all at once. Then one fragment is sent at a time; its offset in the period is
-        its own, and so are its version, its staleness and its answer. State is a
-        `StreamingState`, and `save` gives a `StreamingWorkerState`. All workers of that
-        center need the same fragments.
+      fragments: parts of the parameters that exchange by turns, for a center in as many
+        shards, each of which keeps one. None exchanges all at once. Then one fragment
+        is sent at a time; its offset in the period is its own, and so are its version,
+        its staleness and its answer. With a ``delay`` it is on its way while local
+        steps go on, and is adopted after so many, for which the worker then waits (but
+        for its ``patience``, if that is given and longer); with ``mixing`` a share of
+        its own parameters stays. State is a `StreamingState`, and `save` gives a
+        `StreamingWorkerState`. All workers of that center need the same fragments.
       callbacks: what is told of each exchange once it is over, as
         ``callback(step, values)``: the number of the exchange, and float values by
         their names. ``steps`` were made in the round; the message had this
@@ -115,7 +117,8 @@ class Worker:
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
         or ``give_up`` is negative; or the center is not in as many shards as there are
-        ``fragments``.
+        ``fragments``, or these are not for this rule, or eager, or have a delay beside
+        ``overlap``.
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center``
         not a center.
 
@@ -133,6 +136,7 @@ class Worker:
     """
 
     fragments: Fragments | None = None
+    _landing = AT_ONCE
 
     def __new__(cls, *args: Any, **settings: Any) -> Worker:
         """One for each fragment, where there are any."""
@@ -169,7 +173,7 @@ class Worker:
             patience = int(check.positive_int(patience, "patience"))
         check.rate(give_up, "give_up", low=0.0, high=float("inf"))
         check.optimizer(inner, "inner")
-        self._programs = programs(center.rule, inner, gradients)
+        self._programs = programs(center.rule, inner, gradients, self._landing)
         self.center = center
         self.tx: optax.GradientTransformationExtraArgs = self._programs.tx
         self.name = name or f"worker-{uuid.uuid4().hex[:8]}"
@@ -301,7 +305,8 @@ class Worker:
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
-        return self._in_flight or self.fills_round(1)
+        lands = self._in_flight and self._local_steps + 1 >= self._landing.delay
+        return lands or self.fills_round(1)
 
     def exchange(
         self,
@@ -371,8 +376,19 @@ class Worker:
         length = self._length(self.exchanges + self._in_flight)
         if message is None or message.flight is None:
             return self._local_steps >= length
-        patience = length if self._patience is None else max(self._patience, 1)
-        return self._local_steps >= patience or message.is_answered
+        delay = self._landing.delay
+        patience = delay or length
+        if self._patience is not None:
+            patience = max(self._patience, delay, 1)
+        made = self._local_steps
+        return made >= patience or (made >= delay and message.is_answered)
+
+    @property
+    def _departs(self) -> bool:
+        """Whether its next message leaves, and local steps go on meanwhile."""
+        if self._message is not None:
+            return False
+        return bool(self._landing.delay or (self.overlap and self.exchanges))
 
     def _act(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Does it: as `exchange` after the local steps that were counted."""
@@ -567,7 +583,7 @@ class Worker:
         self._check_loop(params, state)
         anchor, _ = self._require_start()
         message = self._message
-        if message is None and self.overlap and self.exchanges > 0:
+        if self._departs:
             return self._depart(params, state)
         if message is None:
             measured = self._measured(params, state)
@@ -667,7 +683,7 @@ class Worker:
         spare, self._spare = self._spare, None
         if spare is None:
             contribution, _ = self._programs.contribute(state, params, anchor.params)
-            kept = None if self._programs.recovers else params
+            kept = params if self._programs.keeps_left else None
             spare = trees.copy((contribution, kept))
         measured = self._measured(params, state)
         contribution, left, state = self._programs.depart(
@@ -709,7 +725,7 @@ class Worker:
                 params, state, message.contribution, left, anchor.params, answer.params
             )
             self._adopted(answer)
-        if self.overlap:
+        if self.overlap or self._landing.delay:
             self._spare = message.contribution, left.params
         return params, state
 

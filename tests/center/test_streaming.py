@@ -48,18 +48,24 @@ RULES = {
 QUANTIZED = codecs.error_feedback(codecs.quantize(4))
 
 
+def in_a_program(rule, params, targets, fragments):
+    """One worker with its center, as the split form has them."""
+    tx = agn_optax.phases(INNER, rule, fragments=fragments)
+    local, exchange = jax.jit(functools.partial(step, tx)), tx.exchange
+    exchange = jax.jit(exchange, static_argnames=("fragment", "landing"))
+    loop = params, tx.init(params)
+    for i in range(len(jax.tree.leaves(targets)[0])):
+        loop = local(*loop, at(targets, i))
+        for which in fragments.due(i + 1, PERIOD):
+            loop = exchange(*loop, **which)
+    return loop
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
     rule, params = RULES[name](), tree()
     targets = feeds(params, 3 * PERIOD)
-    tx = agn_optax.phases(INNER, rule, fragments=FRAGMENTS)
-    local, exchange = jax.jit(functools.partial(step, tx)), tx.exchange
-    exchange = jax.jit(exchange, static_argnames="fragment")
-    loop = params, tx.init(params)
-    for i in range(3 * PERIOD):
-        loop = local(*loop, at(targets, i))
-        for which in FRAGMENTS.due(i + 1, PERIOD):
-            loop = exchange(*loop, **which)
+    loop = in_a_program(rule, params, targets, FRAGMENTS)
     center = shards(rule, params)
     worker = worker_of(center)
     assert isinstance(worker, agn_optax.Worker)
@@ -71,6 +77,26 @@ def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
     assert_close(actual, loop[0], tolerance=2e-6)
     assert_close(center.pull().params, agn_optax.center_params(loop[1]), tolerance=2e-6)
     assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("name", ["diloco", "agn", "codec"])
+@pytest.mark.parametrize(
+    "landing",
+    [{"mixing": 0.25}, {"delay": 1}, {"delay": 3, "mixing": 0.5}, {"delay": 2}],
+    ids=repr,
+)
+def test_8_delayed_and_mixed_it_does_too(name, landing):
+    """Also where a fragment lands as another one leaves, which a delay of 2 has."""
+    rule, params = RULES[name](), tree()
+    fragments = agn_optax.Fragments(2, **landing)
+    targets = feeds(params, 3 * PERIOD + 1)
+    loop = in_a_program(rule, params, targets, fragments)
+    center = shards(rule, params)
+    worker = worker_of(center, fragments=fragments)
+    actual, state = run_worker(worker, *worker.start(), targets)
+    assert_close(actual, loop[0], tolerance=2e-6)
+    assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
+    worker.flush(actual, state)  # what is in flight lands
 
 
 def test_a_fragment_at_a_time_is_in_flight():
@@ -157,13 +183,54 @@ def test_fragments_that_are_due_at_once_take_turns():
     assert seen == [(0, 0), (1, 0), *[(1, 1)] * 3, (2, 1), (2, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(overlap):
+def test_3_a_delayed_elastic_force_is_one_for_both():
+    """What the worker has made of its gradients is in it and the center together."""
+    center = shards(shared.easgd(0.3))
+    worker = worker_of(
+        center, inner=shared.sgd(0.1), fragments=agn_optax.Fragments(2, delay=1)
+    )
+    params, state = worker.start()
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    for step_ in range(1, 3 * PERIOD + 2):
+        updates, state = worker.tx.update(ones, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+        if step_ % PERIOD in (1, 3):  # all has landed
+            total = optax.tree.add(params, center.pull().params)
+            made = jax.tree.map(lambda x, n=step_: 2 * x - 0.1 * n, PARAMS)
+            assert_close(total, made, tolerance=1e-6)
+    assert versions(center) == (3, 3)
+    assert not np.allclose(params["b"], 1.0 - 0.1 * step_)  # a force has been there
+
+
+def test_a_fragment_lands_when_its_delay_is_over():
+    """Neither before, if its answer is there, nor later."""
+    center = shards()
+    fragments = agn_optax.Fragments(2, delay=2)
+    worker = worker_of(center, fragments=fragments)
+    local = jax.jit(functools.partial(step, worker.tx))
+    loop, due, seen = worker.start(), [], []
+    for i in range(2 * PERIOD):
+        loop = local(*loop, at(feeds(PARAMS, 2 * PERIOD), i))
+        if i % PERIOD == PERIOD // 2 and i:  # one has left at the step before
+            flight = worker._workers[0]._message.flight
+            flight.result(60)
+        due.append(worker.due)
+        loop = worker.exchange(*loop)
+        seen.append(worker.version)
+    assert due == [False, True] * PERIOD
+    assert seen == [*[(0, 0)] * 3, *[(1, 0)] * 2, *[(1, 1)] * 2, (2, 1)]
+
+
+@pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1, "mixing": 0.5}])
+def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(late):
     targets = feeds(PARAMS, 3 * PERIOD)
     stop = PERIOD + 1
     part = lambda begin, end: jax.tree.map(lambda x: x[begin:end], targets)  # noqa: E731
     # Waits after a local step at most, so that it does not depend on the time.
-    settings = {"overlap": overlap, "patience": 1}
+    delayed = {k: v for k, v in late.items() if k != "overlap"}
+    settings = {"overlap": "overlap" in late, "patience": 1}
+    settings["fragments"] = agn_optax.Fragments(2, **delayed)
 
     center = shards()
     worker = worker_of(center, **settings)
@@ -263,8 +330,16 @@ def test_what_cannot_be_is_refused():
             worker_of(
                 center, fragments=agn_optax.Fragments(3 if center is not whole else 2)
             )
+    eager = agn_optax.Fragments(2, delay=1, eager=True)
     with pytest.raises(errors.InvalidArgumentError, match="overlap=True goes on"):
-        worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
+        worker_of(shards(), fragments=eager)
+    with pytest.raises(errors.InvalidArgumentError, match="delay=1 so many local"):
+        worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1), overlap=True)
+    with pytest.raises(errors.InvalidArgumentError, match="must land before"):
+        worker_of(shards(), fragments=agn_optax.Fragments(2, delay=PERIOD))
+    elastic = shards(shared.easgd(0.3))
+    with pytest.raises(errors.InvalidArgumentError, match="same force, of which"):
+        worker_of(elastic, fragments=agn_optax.Fragments(2, mixing=0.5))
     with pytest.raises(errors.InvalidTypeError, match="that exchanges all at once"):
         worker_of(shards(), period=agn_optax.dynamic_period(8))
     with pytest.raises(errors.InvalidTypeError, match="fragments must be an agn_optax"):

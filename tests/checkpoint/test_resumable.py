@@ -13,6 +13,7 @@ import shared
 
 import agn_optax
 from agn_optax import checkpoint, errors
+from agn_optax.center import Session
 
 SAMPLES, PERIOD = 7, 2
 
@@ -262,12 +263,139 @@ def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
         checkpoint.Resumable(journaled, tmp_path)
 
 
-def test_a_worker_that_exchanges_by_fragments_is_refused_by_name(tmp_path):
-    center = agn_optax.LocalCenter(agn_optax.rules.downpour(), {"w": jnp.zeros(3)})
-    fragments = agn_optax.Fragments(1)
-    worker = agn_optax.Worker(center, optax.sgd(0.1), period=2, fragments=fragments)
-    says = r"exchanges by fragments, .* what worker\.save\(params, state\) returns"
-    with pytest.raises(errors.InvalidTypeError, match=says):
-        checkpoint.Resumable(worker, tmp_path)
-    with pytest.raises(errors.InvalidTypeError, match=says):
-        checkpoint.save(tmp_path / "all", worker=(worker, *worker.start()))
+# By fragments: of each sample there is one in either half of the center.
+HALVES = {"a": jnp.zeros(SAMPLES), "b": jnp.zeros((1, SAMPLES))}
+LATE = [{}, {"overlap": True}, {"delay": 1}, {"delay": 1, "mixing": 0.5}]
+
+
+@pytest.fixture
+def halved(tmp_path):
+    """Two centers that outlive their worker, with a half of the parameters each."""
+    centers = [
+        agn_optax.LocalCenter(
+            shared.downpour(), durability=agn_optax.center.Journal(tmp_path / name)
+        )
+        for name in HALVES
+    ]
+    fragments = agn_optax.Fragments(len(centers))
+    center = agn_optax.center.ShardedCenter(centers, fragments=fragments)
+    center.initialize(HALVES, worker="chief")
+    yield center
+    for each in centers:
+        each.close()
+
+
+def by_fragments(center, folder, *, overlap=False, period=4, **late):
+    fragments = agn_optax.Fragments(2, **late)
+    settings = {"period": period, "name": "w", "overlap": overlap}
+    worker = agn_optax.Worker(center, shared.sgd(1.0), fragments=fragments, **settings)
+    data = iter(grain.MapDataset.range(SAMPLES).to_iter_dataset())
+    return checkpoint.Resumable(worker, folder, data=data), data
+
+
+def an_epoch_of_halves(loop, data, before=lambda sample: None, **start):
+    params, state = loop.start(**start)
+    for sample in data:
+        before(int(sample))
+        one = -jax.nn.one_hot(sample, SAMPLES)
+        grads = {"a": one, "b": one[None]}
+        updates, state = loop.tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    return loop.flush(params, state)
+
+
+def killed_at(place, loop, monkeypatch):
+    """In a step; or as a fragment's message leaves; or once the center has it."""
+    if place == "step":
+        return in_a_step(loop, monkeypatch)
+    sent = []
+    send = Session.exchange
+
+    def exchange(self, *args, **kwargs):
+        sent.append(1)
+        if len(sent) == 3 and place == "sending":  # the first half's second message
+            kill()
+        answer = send(self, *args, **kwargs)
+        if len(sent) >= 3:
+            kill()
+        return answer
+
+    monkeypatch.setattr(Session, "exchange", exchange)
+    return lambda sample: None
+
+
+@pytest.mark.parametrize("late", LATE, ids=repr)
+@pytest.mark.parametrize("place", ["step", "sending", "applied"])
+def test_every_sample_counts_once_in_each_fragment(
+    place, late, halved, tmp_path, monkeypatch
+):
+    loop, data = by_fragments(halved, tmp_path / "own", **late)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        an_epoch_of_halves(loop, data, killed_at(place, loop, patched))
+    before = [center.version for center in halved.centers]
+    assert sum(before) == {"step": 2, "sending": 2, "applied": 3}[place]
+    loop, data = by_fragments(halved, tmp_path / "own", **late)
+    an_epoch_of_halves(loop, data)
+    assert loop.resumed
+    # What a worker does between a message and its landing counts by its mixing only.
+    meanwhile = {"a": [2, 6], "b": [4]} if "delay" in late else {"a": [], "b": []}
+    for name, half in halved.pull().params.items():
+        counts = np.asarray(half).ravel()
+        once = np.delete(counts, meanwhile[name])
+        np.testing.assert_array_equal(once, np.ones(len(once)))
+        assert set(counts) <= {1.0, late.get("mixing", 0.0)}
+    assert [center.version for center in halved.centers] == [3, 2]
+    # It may come back after the epoch, too, and then has nothing to do.
+    loop, data = by_fragments(halved, tmp_path / "own", **late)
+    an_epoch_of_halves(loop, data)
+    assert [center.version for center in halved.centers] == [3, 2]
+
+
+def test_a_flush_of_fragments_that_was_killed_is_made_once(
+    halved, tmp_path, monkeypatch
+):
+    """... by a process with another period."""
+    loop, data = by_fragments(halved, tmp_path / "own")
+    params, state = loop.start()
+    for sample in (next(data), next(data), next(data)):
+        one = -jax.nn.one_hot(sample, SAMPLES)
+        updates, state = loop.tx.update({"a": one, "b": one[None]}, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = loop.exchange(params, state)
+    monkeypatch.setattr(loop.worker._workers[1]._session, "exchange", kill)
+    with pytest.raises(Killed):
+        loop.flush(params, state)
+    assert [center.version for center in halved.centers] == [2, 0]
+    loop, data = by_fragments(halved, tmp_path / "own", period=2)
+    an_epoch_of_halves(loop, data)
+    assert [center.version for center in halved.centers] == [4, 3]
+    for half in jax.tree.leaves(halved.pull().params):
+        np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
+def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
+    def begun():
+        centers = [agn_optax.LocalCenter(shared.downpour()) for _ in range(2)]
+        fragments = agn_optax.Fragments(2)
+        return agn_optax.center.ShardedCenter(centers, fragments=fragments)
+
+    for place in ("step", None):
+        center = begun()
+        loop, data = by_fragments(center, tmp_path)
+        before = in_a_step(loop, None) if place else lambda sample: None
+        with contextlib.suppress(Killed):
+            an_epoch_of_halves(loop, data, before, params=HALVES, chief=True)
+    assert loop.resumed
+    for half in jax.tree.leaves(center.pull().params):
+        np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
+def test_other_fragments_than_were_saved(halved, tmp_path):
+    loop, data = by_fragments(halved, tmp_path / "own")
+    with contextlib.suppress(Killed):
+        an_epoch_of_halves(loop, data, in_a_step(loop, None))
+    whole = agn_optax.Worker(halved, shared.sgd(1.0), period=2, name="w")
+    other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
+    with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
+        other.start()

@@ -1,6 +1,7 @@
 """A run on Ray: on a cluster of several nodes, whose parts are killed."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -13,12 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import talking
+import waiting
 from commands import ROOT, command, fails, python, succeeds
 from orbax.checkpoint import v1
-from waiting import LIMIT, wait_until
 
 from agn_optax import center, errors, rules
 from agn_optax.engines import Ray, Resources, Run
+
+# A node of Ray's is there after seconds, and on a busy machine after a minute.
+LIMIT = 240
+pytestmark = pytest.mark.timeout(4 * LIMIT)
+wait_until = functools.partial(waiting.wait_until, limit=LIMIT)
 
 HERE = pathlib.Path(__file__).parent
 RUN = """
