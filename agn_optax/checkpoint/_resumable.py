@@ -39,9 +39,9 @@ class Resumable:
     process with a `agn_optax.center.Journal`, or one in this process and of this worker
     alone, which is then saved with it. Of a center in shards this is said of each. A
     worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each of them,
-    before which it waits for those that are on their way. A center that was started anew without all that
-    was exchanged says so, and refuses to go on. A power failure may take the last
-    checkpoints, for not all of their files are synced.
+    before which it waits for those that are on their way. A center that was started
+    anew without all that was exchanged says so, and refuses to go on. A power failure
+    may take the last checkpoints, for not all of their files are synced.
 
     Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
     ``exchanges``, ...). A checkpoint at every exchange takes 0.1 s, and some seconds a

@@ -1,6 +1,6 @@
 """A process of a worker that goes over an epoch once: run by test_kills.
 
-Each sample adds one to its own element of the center.
+Each sample adds one to its own element of the center; by fragments, to one of each.
 """
 
 import grain
@@ -14,16 +14,24 @@ import agn_optax
 from agn_optax import checkpoint, service
 
 
-def train(address, directory, samples, batch, period, overlap):
-    with service.connect(address, shared.downpour(), timeout=60) as center:
+def train(addresses, directory, samples, batch, period, overlap):
+    count = len(addresses)
+    fragments = agn_optax.Fragments(count) if count > 1 else None
+    where = addresses if count > 1 else addresses[0]
+    with service.connect(where, shared.downpour(), timeout=60) as center:
         worker = agn_optax.Worker(
-            center, shared.sgd(1.0), period=period, name="w", overlap=overlap
+            center,
+            shared.sgd(1.0),
+            period=period,
+            name="w",
+            overlap=overlap,
+            fragments=fragments,
         )
 
         @jax.jit
         def step(params, state, drawn):
             grads = -jax.nn.one_hot(drawn, samples).sum(axis=0)
-            updates, state = worker.tx.update(grads, state, params)
+            updates, state = worker.tx.update([grads] * count, state, params)
             return optax.apply_updates(params, updates), state
 
         data = grain.MapDataset.range(samples).seed(7).shuffle().batch(batch)

@@ -3,10 +3,12 @@
 `AGN_OPTAX_KILLS=50 pytest tests/checkpoint/test_kills.py` kills it more often.
 """
 
+import contextlib
 import os
 import pathlib
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,15 +28,22 @@ SAMPLES = BATCH * (PERIOD * EXCHANGES - 1)
 
 
 @pytest.mark.timeout(120 + 60 * KILLS)
-def test_every_sample_of_an_epoch_counts_once(tmp_path):
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_every_sample_of_an_epoch_counts_once(fragments, tmp_path):
     rng = np.random.default_rng()
     options = {"samples": SAMPLES, "batch": BATCH, "period": PERIOD}
-    with service.serve(shared.downpour(), jnp.zeros(SAMPLES)) as server:
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for p in range(fragments):
+            own = [None] * fragments
+            own[p] = jnp.zeros(SAMPLES)
+            servers.append(stack.enter_context(service.serve(shared.downpour(), own)))
+        server = servers[0]
         for kill in range(KILLS + 1):
             with talking.processes(PROGRAM, 1) as (worker,):
                 worker.tell(
                     do="train",
-                    address=server.address,
+                    addresses=[each.address for each in servers],
                     directory=str(tmp_path),
                     overlap=kill % 2 == 1,
                     **options,
@@ -50,8 +59,9 @@ def test_every_sample_of_an_epoch_counts_once(tmp_path):
                     time.sleep(rng.uniform(0.0, 0.25))
                 if kill == KILLS or worker.answers_already():
                     said = worker.answer()
-        center = np.asarray(server.center.pull().params)
-        version = server.center.version
-    np.testing.assert_array_equal(center, np.ones(SAMPLES))
+        for each in servers:
+            (center,) = jax.tree.leaves(each.center.pull().params)
+            np.testing.assert_array_equal(center, np.ones(SAMPLES))
+        version = servers[-1].center.version
     assert said == {"exchanges": EXCHANGES, "resumed": True}
     assert version == EXCHANGES
