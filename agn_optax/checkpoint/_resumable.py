@@ -39,9 +39,10 @@ class Resumable:
     process with a `agn_optax.center.Journal`, or one in this process and of this worker
     alone, which is then saved with it. Of a center in shards this is said of each. A
     worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each of them,
-    before which it waits for those that are on their way. A center that was started
-    anew without all that was exchanged says so, and refuses to go on. A power failure
-    may take the last checkpoints, for not all of their files are synced.
+    before which those that are on their way land, be it before their delay is over. A
+    center that was started anew without all that was exchanged says so, and refuses to
+    go on. A power failure may take the last checkpoints, for not all of their files are
+    synced.
 
     Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
     ``exchanges``, ...). A checkpoint at every exchange takes 0.1 s, and some seconds a
@@ -101,6 +102,8 @@ class Resumable:
         self.resumed = False
         self._beside = beside
         self._sends = False  # a message whose checkpoint is written has not its answer
+        # What the next call begins with, where the last one failed after a landing.
+        self._landed: tuple[PyTree, LocalState] | None = None
         self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
@@ -139,6 +142,7 @@ class Resumable:
 
         Also raises what `Worker.start` does.
         """
+        self._sends, self._landed = False, None
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
@@ -167,11 +171,14 @@ class Resumable:
         The data must be where the local steps so far have left it. If the center was
         unreachable and ``patience`` is 0, try again before the next local step.
         """
+        check.whole_number(steps, "steps", least=1, optional=False)
+        weight = check.weight(weight)
         if not self.worker.fills_round(steps):
             return self.worker.exchange(params, state, steps=steps, weight=weight)
-        params, state = self.worker.land(params, state)
-        with self._sending(params, state, more=steps, weight=weight):
-            return self.worker.exchange(params, state, steps=steps, weight=weight)
+        with self._sending(params, state, more=steps, weight=weight) as loop:
+            if self.worker.is_stuck:  # and has counted these steps
+                return self.worker.retry(*loop)
+            return self.worker.exchange(*loop, steps=steps, weight=weight)
 
     def flush(
         self,
@@ -182,9 +189,11 @@ class Resumable:
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
-        params, state = self.worker.land(params, state)
-        with self._sending(params, state, flushes=True, steps=steps, whole=weight):
-            return self.worker.flush(params, state, steps=steps, weight=weight)
+        self.worker.check_flush(steps, weight)
+        weight = check.weight(weight)
+        about = {"flushes": True, "steps": steps, "whole": weight}
+        with self._sending(params, state, **about) as loop:
+            return self.worker.flush(*loop, steps=steps, weight=weight)
 
     def save(self, params: PyTree, state: LocalState) -> None:
         """Writes a checkpoint now, between two exchanges.
@@ -202,6 +211,7 @@ class Resumable:
 
     def close(self) -> None:
         """The worker leaves, and goes on from its last checkpoint another time."""
+        self._landed = None
         self.worker.leave()
         self.checkpoints.close()
 
@@ -232,17 +242,20 @@ class Resumable:
     @contextlib.contextmanager
     def _sending(
         self, params: PyTree, state: LocalState, **about: Any
-    ) -> Iterator[None]:
-        """Around an exchange; one that is tried again has its checkpoint."""
+    ) -> Iterator[tuple[PyTree, LocalState]]:
+        """Around an exchange of what this gives; one that is tried again is written."""
+        loop = self.worker.land(*(self._landed or (params, state)))
+        if loop[0] is not params:  # which have been donated, should the next line fail
+            self._landed = loop
         if not self._sends:
-            self._write(params, state, **about)
+            self._write(*loop, **about)
         self._sends = True
         try:
-            yield
+            yield loop
         except errors.AgnOptaxError as error:
             self._sends = isinstance(error, errors.CenterUnreachableError)
             raise
-        self._sends = False
+        self._sends, self._landed = False, None
 
     def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
         """A checkpoint, whose worker then sends a message: see `_Sending`."""
@@ -311,7 +324,8 @@ class _Sending(WorkerPart):
             self._count(numbers)
         if isinstance(self._worker, StreamingWorker):
             turn = None if self._flushes else self._worker.next_full(self._more)
-            return about | {"sends": 1, "fragment": turn}, tree
+            sends = self._flushes or turn is not None
+            return about | {"sends": int(sends), "fragment": turn}, tree
         return about | {"sends": about["local_steps"]}, tree
 
     def _count(self, numbers: dict[str, Any]) -> None:
@@ -330,7 +344,9 @@ class _Sending(WorkerPart):
             return loop
         try:
             if isinstance(self._worker, StreamingWorker):
-                return self._worker.flush(*loop, fragment=about["fragment"])
+                if (fragment := about["fragment"]) is None:
+                    return self._worker.flush(*loop)
+                return self._worker.flush_fragment(fragment, *loop)
             # Earlier releases had not counted what the call was told of.
             weight = about.get("sent_weight", about.get("weight"))
             return self._worker.flush(*loop, steps=about["sends"], weight=weight)

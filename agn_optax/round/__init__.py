@@ -47,7 +47,6 @@ from agn_optax.round._forms import phases as phases
 from agn_optax.round._forms import scan_round as scan_round
 from agn_optax.round._fragments import Fragments as Fragments
 from agn_optax.round._fragments import FragmentsState as FragmentsState
-from agn_optax.round._fragments import chosen as chosen
 from agn_optax.round._fragments import (
     local_step_of_fragments as local_step_of_fragments,
 )

@@ -271,6 +271,11 @@ class StreamingWorker(Worker):
             saved.inner_state, expected, "saved.inner_state", "this worker's"
         )
         lives = [None] * len(self._workers) if life is None else life
+        if len(lives) != len(self._workers):
+            raise errors.WorkerStateError(
+                f"life is of a worker with {len(lives)} fragments, and worker "
+                f"{self.name!r} has {len(self._workers)}"
+            )
         inner_state = trees.copy(saved.inner_state)
         own = self._all(
             lambda worker, each, life: worker.restore(each, life=life),
@@ -301,8 +306,9 @@ class StreamingWorker(Worker):
 
     @property
     def _order(self) -> list[int]:
-        """Of turns."""
-        return [*range(self._next, len(self._workers)), *range(self._next)]
+        """Of turns; whose message has not come through goes on with that."""
+        order = [*range(self._next, len(self._workers)), *range(self._next)]
+        return sorted(order, key=lambda p: not self._workers[p].is_stuck)
 
     def exchange(
         self,
@@ -314,26 +320,41 @@ class StreamingWorker(Worker):
     ) -> tuple[PyTree, Any]:
         """To be called after every local step: see `Worker.exchange`.
 
-        One fragment is exchanged at most, so nothing has changed if it raises. If
-        several are due at once, the others' turns are at the next calls.
+        One fragment is waited for at most. If several are due at once, the others'
+        turns are at the next calls, but for one that leaves while another one lands.
+        What has landed, if the other one raises, is kept for the next call.
         """
         self._check_called_from_python(_local(state))
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
         for worker in self._workers:
             worker._count(steps, weight)
-        now = [p for p in self._order if self._workers[p]._acts]
-        if not now:
-            return params, state
-        # One is adopted and one is sent at most, and only one of them is waited for.
-        acting = [p for p in now if self._workers[p]._in_flight][:1]
+        acting = self._acting()
         if not acting:
-            acting = now[:1]
-        elif not self._workers[acting[0]].fills_round(0):  # or it is sent as it lands
-            acting += [p for p in now if self._workers[p]._departs][:1]
+            return params, state
         params, state = self._each(Worker._act, params, state, acting)
         self._give_turn_after(acting[-1])
         return params, state
+
+    @property
+    def is_stuck(self) -> bool:
+        """As `Worker.is_stuck`, of any fragment."""
+        return any(worker.is_stuck for worker in self._workers)
+
+    def retry(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """As `exchange` where it `is_stuck`, and no local step was made since."""
+        stuck = [p for p in self._order if self._workers[p].is_stuck][:1]
+        params, state = self._each(Worker.retry, params, state, stuck)
+        self._give_turn_after(stuck[0])
+        return params, state
+
+    def _acting(self) -> list[int]:
+        """The fragments that one call is about: what lands, and what is sent."""
+        now = [p for p in self._order if self._workers[p]._acts]
+        landing = [p for p in now if self._workers[p]._in_flight][:1]
+        if not landing or self._workers[landing[0]].fills_round(0):  # it is sent, too
+            return now[:1]
+        return landing + [p for p in now if self._workers[p]._departs][:1]
 
     def _give_turn_after(self, p: int) -> None:
         self._next = (p + 1) % len(self._workers)
@@ -345,43 +366,50 @@ class StreamingWorker(Worker):
         *,
         steps: int | None = None,
         weight: float | None = None,
-        fragment: int | None = None,
     ) -> tuple[PyTree, Any]:
         """Exchanges all fragments now, one after the other: see `Worker.flush`.
 
         If it raises, call it again with the same: what some of them have adopted is
         kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
-        different times. With the number of a ``fragment``, that one alone is exchanged.
+        different times.
         """
+        self.check_flush(steps, weight)
+        return self._each(Worker.flush, params, state, range(len(self._workers)))
+
+    def check_flush(self, steps: int | None, weight: float | None) -> None:
+        """They are None."""
         if steps is not None or weight is not None:
             raise errors.InvalidArgumentError(
                 "the rounds of fragments began at different times, so steps and weight "
                 f"must be None, got steps={steps!r}, weight={weight!r}"
             )
-        if fragment is None:
-            return self._each(Worker.flush, params, state)
-        only = rounds.chosen(self.fragments, fragment, None)
-        params, state = self._each(Worker.flush, params, state, only)
+
+    def flush_fragment(
+        self, fragment: int, params: PyTree, state: Any
+    ) -> tuple[PyTree, Any]:
+        """Exchanges one fragment now: for who knows that its turn has been."""
+        params, state = self._each(Worker.flush, params, state, [fragment])
         self._give_turn_after(fragment)
         return params, state
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
-        return self._each(Worker.land, params, state)
+        flying = [p for p, worker in enumerate(self._workers) if worker._in_flight]
+        return self._each(Worker.land, params, state, flying)
 
     def _each(
         self,
         act: Callable[..., tuple[PyTree, LocalState]],
         params: PyTree,
         state: Any,
-        fragments: Sequence[int] | None = None,
+        fragments: Sequence[int],
     ) -> tuple[PyTree, Any]:
-        """``act(worker, params, state)`` of some fragments, or of all."""
+        """``act(worker, params, state)`` of some fragments."""
         kept, self._kept = self._kept, None
         if kept is not None:  # the loop's arrays have been donated
             params, state = kept
         self._check_state(state)
-        for p in range(len(self._workers)) if fragments is None else fragments:
+        for p in fragments:
             try:
                 params, state = self._one(p, act, params, state)
             except BaseException:

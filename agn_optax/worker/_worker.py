@@ -373,15 +373,24 @@ class Worker:
     def _acts(self) -> bool:
         """Whether there is something to do, after the local steps made so far."""
         message = self._message
-        length = self._length(self.exchanges + self._in_flight)
         if message is None or message.flight is None:
-            return self._local_steps >= length
+            return self.fills_round(0)
+        length = self._length(self.exchanges + 1)
         delay = self._landing.delay
         patience = delay or length
         if self._patience is not None:
             patience = max(self._patience, delay, 1)
         made = self._local_steps
         return made >= patience or (made >= delay and message.is_answered)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has a message that did not come through, to be sent again."""
+        return self._message is not None and self._message.flight is None
+
+    def retry(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
+        """As `exchange` where it `is_stuck`, and no local step was made since."""
+        return self._exchange(params, state)
 
     @property
     def _departs(self) -> bool:
@@ -453,7 +462,7 @@ class Worker:
         """
         self._require_start()
         self._check_called_from_python(state)
-        check.whole_number(steps, "steps", least=0)
+        self.check_flush(steps, weight)
         weight = check.weight(weight)
         self._local_steps = self._local_steps if steps is None else steps
         self._weight = self._weight if weight is None else weight
@@ -463,6 +472,11 @@ class Worker:
             # Whatever the schedule says of the next round, these steps are sent.
             params, state = self._exchange(params, state)
         return self.land(params, state)
+
+    def check_flush(self, steps: int | None, weight: float | None) -> None:
+        """What `flush` can be told."""
+        check.whole_number(steps, "steps", least=0)
+        check.weight(weight)
 
     def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer of an exchange that is in flight, and adopts it.
@@ -515,7 +529,7 @@ class Worker:
         if self._message is not None:  # the center may have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
-                "cannot be saved: flush() before"
+                "cannot be saved: land() or flush() before"
             )
         return WorkerState(
             params,

@@ -222,6 +222,34 @@ def test_a_fragment_lands_when_its_delay_is_over():
     assert seen == [*[(0, 0)] * 3, *[(1, 0)] * 2, *[(1, 1)] * 2, (2, 1)]
 
 
+@pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1}], ids=repr)
+def test_all_have_their_turn_where_a_call_makes_a_whole_period(late):
+    delay = late.get("delay", 0)
+    worker = worker_of(
+        shards(),
+        fragments=agn_optax.Fragments(2, delay=delay),
+        overlap=late.get("overlap", False),
+    )
+    loop = worker.start()
+    for i in range(8):
+        loop = step(worker.tx, *loop, at(feeds(PARAMS, 8), i))
+        loop = worker.exchange(*loop, steps=PERIOD)
+    worker.flush(*loop)
+    counts = [each.exchanges for each in worker._workers]
+    assert max(counts) - min(counts) <= 1
+    assert min(counts) >= 4
+
+
+def test_who_lands_nothing_says_what_it_has_sent():
+    worker = worker_of(shards(), fragments=agn_optax.Fragments(2, delay=1))
+    targets = feeds(PARAMS, PERIOD)
+    loop = run_worker(worker, *worker.start(), at_first(targets, PERIOD // 2 + 1))
+    assert worker.exchanges == 0  # of the second fragment
+    norm = float(worker.norm)
+    worker.land(*loop)
+    assert float(worker.norm) == norm > 0
+
+
 @pytest.mark.parametrize("late", [{}, {"overlap": True}, {"delay": 1, "mixing": 0.5}])
 def test_9_a_worker_that_is_restored_goes_on_bit_for_bit(late):
     targets = feeds(PARAMS, 3 * PERIOD)
@@ -358,6 +386,9 @@ def test_what_cannot_be_is_refused():
         worker.flush(params, None)
     with pytest.raises(errors.InvalidArgumentError, match="steps and weight must"):
         worker.flush(params, state, steps=1)
+    saved = worker.save(params, state)
+    with pytest.raises(errors.WorkerStateError, match="life is of a worker with 1"):
+        worker.restore(saved, life=worker.life[:1])
     with pytest.raises(errors.InvalidArgumentError, match="in 2 shards keeps as many"):
         ShardedCenter(worker.center.centers, fragments=agn_optax.Fragments(3))
 

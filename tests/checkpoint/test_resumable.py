@@ -358,7 +358,7 @@ def test_a_flush_of_fragments_that_was_killed_is_made_once(
     """... by a process with another period."""
     loop, data = by_fragments(halved, tmp_path / "own")
     params, state = loop.start()
-    for sample in (next(data), next(data), next(data)):
+    for _, sample in zip(range(3), data, strict=False):
         one = -jax.nn.one_hot(sample, SAMPLES)
         updates, state = loop.tx.update({"a": one, "b": one[None]}, state, params)
         params = optax.apply_updates(params, updates)
@@ -372,6 +372,98 @@ def test_a_flush_of_fragments_that_was_killed_is_made_once(
     assert [center.version for center in halved.centers] == [4, 3]
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
+def test_a_fragment_that_did_not_come_through_is_the_next(
+    halved, tmp_path, monkeypatch
+):
+    """Another one would be due before it, if local steps were counted at each call."""
+    loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
+    loop.worker._workers[1]._patience = 0
+    params, state = loop.start()
+    numbers = []
+    write = loop.checkpoints.write
+
+    def written(number, **parts):
+        numbers.append(number)
+        write(number, **parts)
+
+    monkeypatch.setattr(loop.checkpoints, "write", written)
+
+    def unreachable(*args, **kwargs):
+        raise errors.CenterUnreachableError("gone")
+
+    for _, sample in zip(range(3), data, strict=False):
+        one = -jax.nn.one_hot(sample, SAMPLES)
+        updates, state = loop.tx.update({"a": one, "b": one[None]}, state, params)
+        params = optax.apply_updates(params, updates)
+        with monkeypatch.context() as patched:
+            session = loop.worker._workers[1]._session
+            patched.setattr(session, "submit", unreachable)
+            for _ in range(3 if sample == 1 else 0):
+                with pytest.raises(errors.CenterUnreachableError):
+                    loop.exchange(params, state)
+                assert [each.version for each in halved.centers] == [0, 0]
+        params, state = loop.exchange(params, state)
+        made = tuple(each._local_steps for each in loop.worker._workers)
+        assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
+    assert numbers == [0]
+    loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
+    an_epoch_of_halves(loop, data)
+    for half in jax.tree.leaves(halved.pull().params):
+        np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
+@pytest.mark.parametrize("make", [by_fragments, resumable])
+def test_a_checkpoint_that_cannot_be_written_costs_nothing(
+    make, journaled, halved, tmp_path, monkeypatch
+):
+    """Though an answer was adopted before it, and the loop's arrays are gone."""
+    center = halved if make is by_fragments else journaled
+    loop, data = make(center, tmp_path / "own", overlap=True)
+    write, failed = loop.checkpoints.write, []
+
+    def fails_at_times(number, **parts):
+        if number >= 2 and len(failed) < number - 1:
+            failed.append(number)
+            raise errors.DurabilityError("no space left")
+        write(number, **parts)
+
+    monkeypatch.setattr(loop.checkpoints, "write", fails_at_times)
+    params, state = loop.start()
+    for sample in data:
+        one = -jax.nn.one_hot(sample, SAMPLES)
+        grads = one if make is resumable else {"a": one, "b": one[None]}
+        updates, state = loop.tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        while True:
+            with contextlib.suppress(errors.DurabilityError):
+                params, state = loop.exchange(params, state)
+                break
+    while True:
+        with contextlib.suppress(errors.DurabilityError):
+            loop.flush(params, state)
+            break
+    assert failed
+    for half in jax.tree.leaves(center.pull().params):
+        np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
+def test_what_cannot_be_sent_is_not_written(halved, journaled, tmp_path):
+    by_parts, _ = by_fragments(halved, tmp_path / "halves")
+    whole, _ = resumable(journaled, tmp_path / "whole", period=1)
+    for loop in (by_parts, whole):
+        params, state = loop.start()
+        with pytest.raises(errors.InvalidArgumentError, match="weight must be"):
+            loop.exchange(params, state, steps=4, weight=-1.0)
+        with pytest.raises(errors.InvalidArgumentError, match=r"steps.* must be"):
+            loop.flush(params, state, steps=-1)
+        assert loop.checkpoints.latest is None
+    params, state = whole.exchange(params, state, weight=np.float32(2.0))
+    assert whole.checkpoints.latest[0] == 0
+    with pytest.raises(errors.InvalidArgumentError, match="steps and weight must be"):
+        by_parts.flush(*by_parts.worker.start(), weight=1.0)
+    assert by_parts.checkpoints.latest is None
 
 
 def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
