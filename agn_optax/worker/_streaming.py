@@ -127,7 +127,7 @@ class StreamingWorker(Worker):
             donate_argnums=0,
         )
         self._next = 0  # whose turn it is first
-        # Of a flush that was broken off: what some fragments have been given back.
+        # Of a call that was broken off: what some fragments have been given back.
         self._kept: tuple[PyTree, StreamingState] | None = None
         self._sum_up(self._workers[0])
 

@@ -376,7 +376,7 @@ class Worker:
         if message is None or message.flight is None:
             return self.fills_round(0)
         length = self._length(self.exchanges + 1)
-        delay = self._landing.delay
+        delay = min(self._landing.delay, length)  # of a round that is shorter
         patience = delay or length
         if self._patience is not None:
             patience = max(self._patience, delay, 1)

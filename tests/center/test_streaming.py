@@ -48,6 +48,23 @@ RULES = {
 QUANTIZED = codecs.error_feedback(codecs.quantize(4))
 
 
+def test_8_in_periods_that_become_shorter_than_the_delay():
+    """What is in flight lands, at the latest, when the next message leaves."""
+    rule, params = shared.diloco(), tree()
+    fragments = agn_optax.Fragments(2, delay=3)
+    period = lambda exchanges: 4 - 2 * (exchanges > 0)  # noqa: E731
+    targets = feeds(params, 11)
+    tx = agn_optax.exchange_every(INNER, rule, period, fragments=fragments)
+    local = jax.jit(functools.partial(step, tx))
+    loop = params, tx.init(params)
+    for i in range(11):
+        loop = local(*loop, at(targets, i))
+    worker = worker_of(shards(rule, params), fragments=fragments, period=period)
+    actual, _ = run_worker(worker, *worker.start(), targets)
+    assert_close(actual, loop[0], tolerance=2e-6)
+    assert min(worker.version) == 3
+
+
 def in_a_program(rule, params, targets, fragments):
     """One worker with its center, as the split form has them."""
     tx = agn_optax.phases(INNER, rule, fragments=fragments)
