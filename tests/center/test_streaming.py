@@ -96,11 +96,14 @@ def test_8_it_gives_the_numbers_of_fragments_in_a_program(name):
     assert_close(state.inner_state, loop[1].inner_state, tolerance=2e-6)
 
 
-@pytest.mark.parametrize("name", ["diloco", "agn", "codec"])
 @pytest.mark.parametrize(
-    "landing",
-    [{"mixing": 0.25}, {"delay": 1}, {"delay": 3, "mixing": 0.5}, {"delay": 2}],
-    ids=repr,
+    ("name", "landing"),
+    [
+        ("agn", {"mixing": 0.25}),
+        ("codec", {"delay": 1}),
+        ("agn", {"delay": 3, "mixing": 0.5}),
+        ("diloco", {"delay": 2}),
+    ],
 )
 def test_8_delayed_and_mixed_it_does_too(name, landing):
     """Also where a fragment lands as another one leaves, which a delay of 2 has."""

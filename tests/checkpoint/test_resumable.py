@@ -265,7 +265,6 @@ def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
 
 # By fragments: of each sample there is one in either half of the center.
 HALVES = {"a": jnp.zeros(SAMPLES), "b": jnp.zeros((1, SAMPLES))}
-LATE = [{}, {"overlap": True}, {"delay": 1}, {"delay": 1, "mixing": 0.5}]
 
 
 @pytest.fixture
@@ -325,8 +324,17 @@ def killed_at(place, loop, monkeypatch):
     return lambda sample: None
 
 
-@pytest.mark.parametrize("late", LATE, ids=repr)
-@pytest.mark.parametrize("place", ["step", "sending", "applied"])
+@pytest.mark.parametrize(
+    ("place", "late"),
+    [
+        ("step", {"overlap": True}),
+        ("sending", {}),
+        ("sending", {"delay": 1}),
+        ("applied", {}),
+        ("applied", {"overlap": True}),
+        ("applied", {"delay": 1, "mixing": 0.5}),
+    ],
+)
 def test_every_sample_counts_once_in_each_fragment(
     place, late, halved, tmp_path, monkeypatch
 ):
