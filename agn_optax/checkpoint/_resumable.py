@@ -189,8 +189,7 @@ class Resumable:
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
-        self.worker.check_flush(steps, weight)
-        weight = check.weight(weight)
+        weight = self.worker.check_flush(steps, weight)
         about = {"flushes": True, "steps": steps, "whole": weight}
         with self._sending(params, state, **about) as loop:
             return self.worker.flush(*loop, steps=steps, weight=weight)

@@ -376,13 +376,14 @@ class StreamingWorker(Worker):
         self.check_flush(steps, weight)
         return self._each(Worker.flush, params, state, range(len(self._workers)))
 
-    def check_flush(self, steps: int | None, weight: float | None) -> None:
-        """They are None."""
+    def check_flush(self, steps: int | None, weight: float | None) -> float | None:
+        """As `Worker.check_flush`: neither of them can be told."""
         if steps is not None or weight is not None:
             raise errors.InvalidArgumentError(
                 "the rounds of fragments began at different times, so steps and weight "
                 f"must be None, got steps={steps!r}, weight={weight!r}"
             )
+        return None
 
     def flush_fragment(
         self, fragment: int, params: PyTree, state: Any

@@ -373,7 +373,7 @@ class Worker:
     def _acts(self) -> bool:
         """Whether there is something to do, after the local steps made so far."""
         message = self._message
-        if message is None or message.flight is None:
+        if message is None or self.is_stuck:
             return self.fills_round(0)
         length = self._length(self.exchanges + 1)
         delay = min(self._landing.delay, length)  # of a round that is shorter
@@ -462,8 +462,7 @@ class Worker:
         """
         self._require_start()
         self._check_called_from_python(state)
-        self.check_flush(steps, weight)
-        weight = check.weight(weight)
+        weight = self.check_flush(steps, weight)
         self._local_steps = self._local_steps if steps is None else steps
         self._weight = self._weight if weight is None else weight
         if self._in_flight:
@@ -473,10 +472,10 @@ class Worker:
             params, state = self._exchange(params, state)
         return self.land(params, state)
 
-    def check_flush(self, steps: int | None, weight: float | None) -> None:
-        """What `flush` can be told."""
+    def check_flush(self, steps: int | None, weight: float | None) -> float | None:
+        """The weight, as Python's own, if `flush` can be told both of these."""
         check.whole_number(steps, "steps", least=0)
-        check.weight(weight)
+        return check.weight(weight)
 
     def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Waits for the answer of an exchange that is in flight, and adopts it.

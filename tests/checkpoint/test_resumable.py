@@ -41,14 +41,20 @@ def resumable(center, folder, overlap=False, period=PERIOD, **beside):
     return checkpoint.Resumable(worker, folder, data=data, **beside), data
 
 
-def an_epoch(loop, data, before=lambda sample: None):
+def a_step(loop, params, state, sample):
+    """It adds one to the sample's own element: of each leaf, as there are halves."""
+    one = -jax.nn.one_hot(sample, SAMPLES)
+    grads = jax.tree.map(lambda leaf: one.reshape(leaf.shape), params)
+    updates, state = loop.tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def an_epoch(loop, data, before=lambda sample: None, **start):
     """Each sample adds one to its own element of the center."""
-    params, state = loop.start()
+    params, state = loop.start(**start)
     for sample in data:
         before(int(sample))
-        grads = -jax.nn.one_hot(sample, SAMPLES)
-        updates, state = loop.tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
     loop.flush(params, state)
 
@@ -223,8 +229,7 @@ def test_a_center_in_memory_is_saved_with_its_only_worker(tmp_path):
         if sample == 5:
             break
         stats["mean"] = stats["mean"] + 1.0
-        updates, state = loop.tx.update(-jax.nn.one_hot(sample, SAMPLES), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
     stats = {"mean": jnp.zeros(2)}
     loop, data = a_loop(stats)
@@ -292,18 +297,6 @@ def by_fragments(center, folder, *, overlap=False, period=4, **late):
     return checkpoint.Resumable(worker, folder, data=data), data
 
 
-def an_epoch_of_halves(loop, data, before=lambda sample: None, **start):
-    params, state = loop.start(**start)
-    for sample in data:
-        before(int(sample))
-        one = -jax.nn.one_hot(sample, SAMPLES)
-        grads = {"a": one, "b": one[None]}
-        updates, state = loop.tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        params, state = loop.exchange(params, state)
-    return loop.flush(params, state)
-
-
 def killed_at(place, loop, monkeypatch):
     """In a step; or as a fragment's message leaves; or once the center has it."""
     if place == "step":
@@ -340,11 +333,11 @@ def test_every_sample_counts_once_in_each_fragment(
 ):
     loop, data = by_fragments(halved, tmp_path / "own", **late)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        an_epoch_of_halves(loop, data, killed_at(place, loop, patched))
+        an_epoch(loop, data, killed_at(place, loop, patched))
     before = [center.version for center in halved.centers]
     assert sum(before) == {"step": 2, "sending": 2, "applied": 3}[place]
     loop, data = by_fragments(halved, tmp_path / "own", **late)
-    an_epoch_of_halves(loop, data)
+    an_epoch(loop, data)
     assert loop.resumed
     # What a worker does between a message and its landing counts by its mixing only.
     meanwhile = {"a": [2, 6], "b": [4]} if "delay" in late else {"a": [], "b": []}
@@ -356,7 +349,7 @@ def test_every_sample_counts_once_in_each_fragment(
     assert [center.version for center in halved.centers] == [3, 2]
     # It may come back after the epoch, too, and then has nothing to do.
     loop, data = by_fragments(halved, tmp_path / "own", **late)
-    an_epoch_of_halves(loop, data)
+    an_epoch(loop, data)
     assert [center.version for center in halved.centers] == [3, 2]
 
 
@@ -367,16 +360,14 @@ def test_a_flush_of_fragments_that_was_killed_is_made_once(
     loop, data = by_fragments(halved, tmp_path / "own")
     params, state = loop.start()
     for _, sample in zip(range(3), data, strict=False):
-        one = -jax.nn.one_hot(sample, SAMPLES)
-        updates, state = loop.tx.update({"a": one, "b": one[None]}, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = a_step(loop, params, state, sample)
         params, state = loop.exchange(params, state)
     monkeypatch.setattr(loop.worker._workers[1]._session, "exchange", kill)
     with pytest.raises(Killed):
         loop.flush(params, state)
     assert [center.version for center in halved.centers] == [2, 0]
     loop, data = by_fragments(halved, tmp_path / "own", period=2)
-    an_epoch_of_halves(loop, data)
+    an_epoch(loop, data)
     assert [center.version for center in halved.centers] == [4, 3]
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
@@ -402,9 +393,7 @@ def test_a_fragment_that_did_not_come_through_is_the_next(
         raise errors.CenterUnreachableError("gone")
 
     for _, sample in zip(range(3), data, strict=False):
-        one = -jax.nn.one_hot(sample, SAMPLES)
-        updates, state = loop.tx.update({"a": one, "b": one[None]}, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = a_step(loop, params, state, sample)
         with monkeypatch.context() as patched:
             session = loop.worker._workers[1]._session
             patched.setattr(session, "submit", unreachable)
@@ -417,7 +406,7 @@ def test_a_fragment_that_did_not_come_through_is_the_next(
         assert made == [(1, 1), (2, 0), (3, 1)][int(sample)]
     assert numbers == [0]
     loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
-    an_epoch_of_halves(loop, data)
+    an_epoch(loop, data)
     for half in jax.tree.leaves(halved.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
@@ -440,10 +429,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing(
     monkeypatch.setattr(loop.checkpoints, "write", fails_at_times)
     params, state = loop.start()
     for sample in data:
-        one = -jax.nn.one_hot(sample, SAMPLES)
-        grads = one if make is resumable else {"a": one, "b": one[None]}
-        updates, state = loop.tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = a_step(loop, params, state, sample)
         while True:
             with contextlib.suppress(errors.DurabilityError):
                 params, state = loop.exchange(params, state)
@@ -485,7 +471,7 @@ def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
         loop, data = by_fragments(center, tmp_path)
         before = in_a_step(loop, None) if place else lambda sample: None
         with contextlib.suppress(Killed):
-            an_epoch_of_halves(loop, data, before, params=HALVES, chief=True)
+            an_epoch(loop, data, before, params=HALVES, chief=True)
     assert loop.resumed
     for half in jax.tree.leaves(center.pull().params):
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
@@ -494,7 +480,7 @@ def test_shards_in_memory_are_saved_with_their_only_worker(tmp_path):
 def test_other_fragments_than_were_saved(halved, tmp_path):
     loop, data = by_fragments(halved, tmp_path / "own")
     with contextlib.suppress(Killed):
-        an_epoch_of_halves(loop, data, in_a_step(loop, None))
+        an_epoch(loop, data, in_a_step(loop, None))
     whole = agn_optax.Worker(halved, shared.sgd(1.0), period=2, name="w")
     other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
     with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
