@@ -1,6 +1,7 @@
 """``agn-optax keys``: what it makes works, and is for its owner alone."""
 
 import json
+import os
 import stat
 
 import jax.numpy as jnp
@@ -63,11 +64,20 @@ def test_a_center_and_its_workers(made, way, by):
             pass
 
 
-def test_keys_and_tokens_are_for_their_owner(made):
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    for path in made.iterdir():
-        public = path.suffix == ".pem"
-        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == (0o044 if public else 0)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_certificates_can_be_read_by_others_and_only_if_umask_allows(
+    tmp_path, umask
+):
+    folder = tmp_path / "here"
+    before = os.umask(umask)
+    try:
+        succeeds("keys", folder, *HOSTS, "--chief=anna", "--worker=bert")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for path in folder.iterdir():
+        mode = 0o644 if path.suffix == ".pem" else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == mode & ~umask
 
 
 def test_more_may_be_made_later(made):
