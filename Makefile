@@ -1,5 +1,5 @@
 # Everything runs in .venv, which .ci/venv makes from requirements-dev.txt when needed.
-.PHONY: help demo towers test slow nox mutants chaos fuzz lint types format bench docs proto lock clean venv
+.PHONY: help demo towers test slow anywhere nox mutants chaos fuzz lint types format bench docs proto lock clean venv
 
 python := .venv/bin/python
 export JAX_PLATFORMS ?= cpu
@@ -18,6 +18,9 @@ test: venv ## run the tests
 
 slow: venv ## run the others: examples, benchmarks, chaos, kills, packaging, a browser
 	@$(pytest) -m slow $(ARGS)
+
+anywhere: venv ## run them in other places: other users, no HOME, no network, one core
+	@$(python) -B tools/anywhere.py $(ARGS)
 
 nox: venv ## run them on the oldest and newest versions, on the wheel (needs Python 3.11 and 3.13)
 	@$(python) -m nox $(ARGS)

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -38,6 +39,7 @@ os.environ["XDG_RUNTIME_DIR"] = _runtime
 # JAX reads its variables when it is imported.
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -55,6 +57,15 @@ def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: nothing looks through it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs semaphores where the system has none: without /dev/shm, say."""
+    if "TensorBoard" in item.name or "tensorboard_reads" in item.name:
+        try:
+            multiprocessing.Lock()
+        except OSError as error:
+            pytest.skip(f"tensorboardX needs semaphores: {error}")
 
 
 def pytest_unconfigure() -> None:

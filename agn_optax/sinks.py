@@ -93,6 +93,8 @@ class TensorBoard(_Sink):
 
     Raises:
       MissingExtraError: the extra ``tensorboard`` is not installed.
+      OSError: the folder cannot be made, or the system has no semaphores, which
+        tensorboardX needs (on Linux: /dev/shm is missing or full).
 
     Example:
       >>> import tempfile
@@ -106,7 +108,14 @@ class TensorBoard(_Sink):
         extras.require("tensorboard", "tensorboardX")
         tensorboard = importlib.import_module("tensorboardX")
         self._prefix = prefix
-        self._writer = tensorboard.SummaryWriter(os.fspath(folder))
+        try:
+            self._writer = tensorboard.SummaryWriter(os.fspath(folder))
+        except OSError as error:
+            error.add_note(
+                f"tensorboardX could not begin to write to {os.fspath(folder)}: it "
+                "needs that folder, and semaphores, which Linux has in /dev/shm"
+            )
+            raise
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a point of each scalar."""

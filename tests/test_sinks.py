@@ -49,6 +49,13 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     assert found == [(1, "anna/loss", 0.5), (2, "anna/loss", 0.25)]
 
 
+def test_tensorboard_says_what_it_needs_where_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file") as caught:
+        sinks.TensorBoard(tmp_path / "file" / "runs")
+    assert "semaphores, which Linux has in /dev/shm" in caught.value.__notes__[0]
+
+
 def test_without_tensorboardx_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.MissingExtraError, match=r"agn_optax\[tensorboard\]"):

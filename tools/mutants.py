@@ -159,7 +159,7 @@ def passes(tests: tuple[str, ...], project: pathlib.Path, seconds: float) -> boo
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:randomly"]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(project / "compiled")}
     with (project / "output.txt").open("w") as output:
-        process = subprocess.Popen(  # noqa: S603 our own tests
+        process = subprocess.Popen(
             [*command, "-p", "no:cacheprovider", *tests],
             cwd=project,
             env={**os.environ, "PYTHONPATH": str(project), **cache},
