@@ -80,7 +80,7 @@ if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
     echo "$job is done, and does not run again"
     exit 0
 fi
-became 1 "began on $SLURMD_NODENAME, and did not end\""""
+became 1 "began on $SLURMD_NODENAME\""""
 _SETS_UP = """\
 # A line of setup that fails ends the task, which is then not queued again. A file that
 # is sourced may do as it likes, as long as it returns 0.
@@ -98,7 +98,7 @@ set +eu"""
 _RUNS = """\
 # Whoever ends a job signals script and task. Its time limit is for the script to tell.
 told= limit=
-trap told=1 TERM
+trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {tell}' USR1
 {command} &
 task=$!
@@ -137,6 +137,7 @@ code=0
 for name in $(ls -v --ignore='*.new' {states}); do
     read -r _ its why < {states}/"$name"
     [ "$its" = 0 ] && continue
+    [[ $why == began* ]] && why="$why, and was lost"
     echo "failed: $name: $why"
     [ "$code" = 0 ] && code=$its
 done
@@ -334,13 +335,14 @@ class Slurm(Engine):
             for name, (_, why) in states.items():
                 if states[name] != before.get(name):
                     output(name, f"agn-optax: {why}")
-        failed = {name: (code, why) for name, (code, why) in states.items() if code}
-        for name, (_, why) in failed.items():
-            output(name, f"agn-optax: failed: {why}")
-        return {
-            "returncode": next((code for code, _ in failed.values()), 0),
-            "failed": {name: why for name, (_, why) in failed.items()},
-        }
+        failed = {}
+        for name, (code, why) in states.items():
+            if code:
+                is_lost = why.startswith("began")
+                failed[name] = f"{why}, and was lost" if is_lost else why
+                output(name, f"agn-optax: failed: {failed[name]}")
+        code = next((code for code, _ in states.values() if code), 0)
+        return {"returncode": code, "failed": failed}
 
     def _states(self) -> dict[str, tuple[int, str]]:
         """Exit codes of the center and the workers, and why, as tasks write them."""

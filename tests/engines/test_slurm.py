@@ -263,7 +263,7 @@ def test_worker_that_is_done_is_not_run_again(here):
 
 def test_what_is_prepared_is_for_its_owner_and_tokens_are_kept(here):
     files, _ = planned()
-    subprocess.run(["/bin/bash", "-c", files["prepare.sh"]], check=True)
+    subprocess.run(["/bin/bash"], input=files["prepare.sh"], text=True, check=True)
     keys = here / "kept/keys"
     assert keys.stat().st_mode & 0o777 == 0o700
     first = lines_of(keys / "tokens")
@@ -277,7 +277,7 @@ def test_what_is_prepared_is_for_its_owner_and_tokens_are_kept(here):
     assert len({token for _, _, token in first}) == 3
     assert (here / "kept/logs").is_dir()
     files, _ = planned("--workers=3")
-    subprocess.run(["/bin/bash", "-c", files["prepare.sh"]], check=True)
+    subprocess.run(["/bin/bash"], input=files["prepare.sh"], text=True, check=True)
     second = lines_of(keys / "tokens")
     assert [each for each in second if each in first] == first
     assert second[2][:2] == ["worker", "worker-2"]
@@ -587,7 +587,8 @@ def test_run_by_hand_ends_by_itself_and_says_which_worker_failed(here, cluster):
         (kept / name).write_text(text)
     script = "\n".join(["set -e", *commands, 'echo "$center $end"'])
     done = subprocess.run(
-        ["/bin/bash", "-c", script],
+        ["/bin/bash"],
+        input=script,
         cwd=kept,
         capture_output=True,
         text=True,
