@@ -259,16 +259,21 @@ def test_a_worker_that_is_told_to_end_sends_what_it_has_and_leaves():
 
 def test_second_signal_ends_what_the_first_leaves_waiting(monkeypatch):
     closed = []
-    with pytest.raises(SystemExit) as ended, service.told_to_end() as told:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)  # the same one, told twice
-            assert told()
-            monkeypatch.setattr(_signals, "_ONCE", 0.0)
-            signal.raise_signal(signal.SIGTERM)
-            pytest.fail("it goes on waiting")
-        finally:
-            closed.append(True)
+
+    def waits():
+        with service.told_to_end() as told:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # the same one, told twice
+                assert told()
+                monkeypatch.setattr(_signals, "_ONCE", 0.0)
+                signal.raise_signal(signal.SIGTERM)
+                pytest.fail("it goes on waiting")
+            finally:
+                closed.append(True)
+
+    with pytest.raises(SystemExit) as ended:
+        waits()
     assert ended.value.code == 143
     assert closed
 
