@@ -95,6 +95,8 @@ class CenterOptions:
         asks for as well; port 0 takes one that is free.
       health_address HOST:PORT: Where gRPC's health checking is answered in plain text
         and to anybody as well, as the probes of Kubernetes need it.
+      signal_exit_code [0]: Exit code of a center that a signal has drained. One that is
+        not 0 is for engines that start only those again that have failed.
 
     Access:
       tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
@@ -175,6 +177,7 @@ class CenterOptions:
     page: bool | None = None
     page_address: str | None = None
     health_address: str | None = None
+    signal_exit_code: int | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = _options.switch()
     reflection: bool | None = None
@@ -220,6 +223,11 @@ def settings(options: CenterOptions) -> dict[str, Any]:
     Raises:
       InvalidArgumentError: options do not go together.
     """
+    if not 0 <= (options.signal_exit_code or 0) <= 255:
+        raise errors.InvalidArgumentError(
+            "--signal-exit-code must be a whole number from 0 to 255, got "
+            f"{options.signal_exit_code}"
+        )
     return {
         **_named(options, {name: name for name in _AS_THEY_ARE}),
         **_named(options, {"parent_name": "name"}),

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import rich.cells
 import rich.console
 import rich.table
 import rich.text
@@ -56,9 +57,9 @@ _REMEDIES: dict[str, Callable[[Remedies], str]] = {
     "levels": lambda remedies: _number(remedies.levels),
 }
 _HELP = (
-    "What would help, each by itself: a longer period, which hides exchanges; 16 bits, "
-    "and the period then;\nso many shards, or levels of centers, at which a center has "
-    "time for everybody while one worker exchanges."
+    "What would help, each by itself: a longer period, which hides exchanges; 16 bits "
+    "both ways, and\nthe period then; so many shards, or levels of centers, at which a "
+    "center has time for everybody while\none worker exchanges."
 )
 _CODING: dict[str, Callable[[Coding], str]] = {
     "as it is": lambda coding: _table.size(coding.contribution),
@@ -257,7 +258,8 @@ def plan(
             }
         )
     else:
-        _table.console().print(_of(costs, cluster))
+        console = _table.console()
+        console.print(_of(costs, cluster, console.width))
 
 
 def _machine(options: MachineOptions, codec: codecs.Codec) -> Machine:
@@ -318,32 +320,32 @@ def _as_dict(cost: Cost) -> dict[str, Any]:
     }
 
 
-def _of(costs: Sequence[Cost], cluster: Cluster) -> rich.console.Group:
+def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
     whole = [(cost, cost) for cost in costs]
     said: list[rich.console.RenderableType] = [
         _head(cluster),
-        _as_table(whole, _TIMES),
+        *_as_tables(whole, _TIMES, width),
         _ends(cluster),
         _HELP,
-        _as_table(_those(costs, lambda cost: cost.remedies), _REMEDIES),
+        *_as_tables(_those(costs, lambda cost: cost.remedies), _REMEDIES, width),
     ]
     if coded := _those(costs, lambda cost: cost.coding):
-        said += [_codec(cluster), _as_table(coded, _CODING)]
+        said += [_codec(cluster), *_as_tables(coded, _CODING, width)]
     if cluster.tree is not None:
         said.append(
             "Centers, from those that have workers to the root; exchanges overlap with "
             "local steps, and the period is that of each child."
         )
         levels = [(cost, level) for cost in costs for level in cost.levels]
-        said.append(_as_table(levels, _LEVELS))
+        said += _as_tables(levels, _LEVELS, width)
     if cluster.disk is not None:
         whose = "center" if cluster.tree is None else "root"
         said.append(
             f"The journal of the {whose}, on each of its hosts, whose disk takes "
             f"{_rate(cluster.disk.bandwidth)}."
         )
-        said.append(_as_table(_those(costs, lambda cost: cost.kept), _KEPT))
-    said.append(_as_table(whole, _MEMORY))
+        said += _as_tables(_those(costs, lambda cost: cost.kept), _KEPT, width)
+    said += _as_tables(whole, _MEMORY, width)
     said.append(_memory(cluster))
     return rich.console.Group(*said)
 
@@ -397,17 +399,38 @@ def _those(
     return [(cost, each) for cost, each in found if each is not None]
 
 
+def _as_tables(
+    rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]], width: int
+) -> list[rich.table.Table]:
+    """A row for each, and what rules are compared with at the end.
+
+    Several tables, one below the other, if one with all columns were too wide.
+    """
+    cells = {name: [column(row) for _, row in rows] for name, column in columns.items()}
+    names = [cost.rule for cost, _ in rows]
+    room = width - max(map(rich.cells.cell_len, ["rule", *names])) - 4
+    groups: list[list[str]] = []
+    left = 0
+    for name, own in cells.items():
+        needed = max(map(rich.cells.cell_len, [name, *own])) + 3  # with its border
+        if needed > left or not groups:
+            groups.append([])
+            left = room
+        groups[-1].append(name)
+        left -= needed
+    return [_as_table([cost for cost, _ in rows], group, cells) for group in groups]
+
+
 def _as_table(
-    rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]]
+    costs: Sequence[Cost], columns: Sequence[str], cells: dict[str, list[str]]
 ) -> rich.table.Table:
-    """A row for each, and what rules are compared with at the end."""
     table = rich.table.Table()
     table.add_column("rule", no_wrap=True)
     for name in columns:
-        table.add_column(name, justify="right")
-    for cost, row in rows:
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, cost in enumerate(costs):
         if not cost.levels:
             table.add_section()
-        cells = [cost.rule, *(column(row) for column in columns.values())]
-        table.add_row(*map(rich.text.Text, cells))
+        row = [cost.rule, *(cells[name][i] for name in columns)]
+        table.add_row(*map(rich.text.Text, row))
     return table

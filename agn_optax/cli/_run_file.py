@@ -36,6 +36,11 @@ class RunOptions:
       start_delay [0]: Seconds between the starts of two workers.
       on_failure WHAT [stop]: Whether a worker that has failed for good is to "stop" the
         others, or these "go on".
+      logs DIRECTORY: In which each program has a file of its lines, as worker-0.log.
+
+    SLURM:
+      wait: Return only when the run is over, with the exit code of the first task that
+        failed; without it, as soon as the jobs are submitted.
     """
 
     workers: int | None = _options.at_least(1, None)
@@ -50,10 +55,15 @@ class RunOptions:
     restart_delay: float | None = _options.at_least(0.0, None)
     start_delay: float | None = _options.at_least(0.0, None)
     on_failure: str | None = None
+    logs: pathlib.Path | None = None
+    wait: bool | None = _options.switch()
 
 
 # Of `RunOptions`, what is the engine's own, in a table of its own.
-_OF_LOCAL = ("restart_delay", "start_delay", "on_failure")
+_OWN = {
+    **dict.fromkeys(("restart_delay", "start_delay", "on_failure", "logs"), "local"),
+    "wait": "slurm",
+}
 _TABLES = ("rule", "center", "resources", *ENGINES)
 
 
@@ -126,11 +136,11 @@ def read(
             )
     top = _options.taken(table, where, _Top, RunOptions)
     program = _program(top, where)
-    own = {name: top.pop(name) for name in _OF_LOCAL if name in top}
-    if own:
-        raise errors.InvalidArgumentError(
-            f"{', '.join(own)} in {path} must stand in its table [local]"
-        )
+    for name, engine in _OWN.items():
+        if name in top:
+            raise errors.InvalidArgumentError(
+                f"{name} in {path} must stand in its table [{engine}]"
+            )
     resources = tables["resources"]
     settings = _options.taken(tables[on], f"[{on}] of {path}", ENGINES[on].Settings)
     return _engine(
@@ -185,11 +195,12 @@ def _engine(
     address = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, address)
     given = _options.given(options)
-    own = {name: given.pop(name) for name in _OF_LOCAL if name in given}
-    if own and on != "local":
-        raise errors.InvalidArgumentError(
-            f"{', '.join(map(_options.option, own))} are for --on local"
-        )
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    for name in own:
+        if on != _OWN[name]:
+            raise errors.InvalidArgumentError(
+                f"{_options.option(name)} is for --on {_OWN[name]}"
+            )
     given["name"] = options.name or _name(program)
     if "stop_grace" in given:
         given["grace"] = given.pop("stop_grace")

@@ -114,6 +114,8 @@ def serve(
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
+    if signals and center.signal_exit_code:
+        raise typer.Exit(center.signal_exit_code)
 
 
 def _leave(

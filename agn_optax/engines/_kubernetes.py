@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +45,13 @@ class KubernetesSettings:
       service_account: of all pods.
       pull_secret: with which the image is pulled.
       node_selector: labels of the nodes for workers.
+      tolerations: of workers, for nodes with taints, each a table as Kubernetes has it:
+        ``{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}``.
+      center_tolerations: likewise of the center.
+      environment_secrets: variables of workers, with the Secret and its key that have
+        their values: ``{WANDB_API_KEY = "wandb/key"}``.
+      disruption_budget: whether who empties the center's node must wait until somebody
+        moves the center.
       gpu: the name of the resource that ``gpus`` counts.
       queue: of Kueue, in which the workers (of a JobSet: all) wait for their turn.
     """
@@ -58,6 +66,10 @@ class KubernetesSettings:
     service_account: str | None = None
     pull_secret: str | None = None
     node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    center_tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    environment_secrets: dict[str, str] = dataclasses.field(default_factory=dict)
+    disruption_budget: bool = True
     gpu: str = "nvidia.com/gpu"
     queue: str | None = None
 
@@ -230,6 +242,49 @@ def _check(run: Run, settings: KubernetesSettings) -> None:
                 f"claims in [kubernetes] must have absolute paths, got {path!r} for "
                 f"{name}"
             )
+    for variable, where in settings.environment_secrets.items():
+        if not re.fullmatch(r"[^/]+/[^/]+", where):
+            refuse(
+                "environment-secrets in [kubernetes] must name a Secret and its key as "
+                f'"SECRET/KEY", got {where!r} for {variable}'
+            )
+        if variable in run.environment:
+            refuse(
+                f"{variable} stands in environment and in environment-secrets: it has "
+                "one value"
+            )
+    for name in ("tolerations", "center_tolerations"):
+        for toleration in getattr(settings, name):
+            _check_toleration(toleration, name.replace("_", "-"))
+
+
+# The fields of a toleration, and the values that they may have.
+_TOLERATION: dict[str, tuple[type, tuple[str, ...]]] = {
+    "key": (str, ()),
+    "operator": (str, ("Exists", "Equal")),
+    "value": (str, ()),
+    "effect": (str, ("NoSchedule", "PreferNoSchedule", "NoExecute")),
+    "tolerationSeconds": (int, ()),
+}
+
+
+def _check_toleration(toleration: Mapping[str, Any], where: str) -> None:
+    for field, value in toleration.items():
+        kind, allowed = _TOLERATION.get(field, (None, ()))
+        if kind is None:
+            wanted = f"must have fields among {', '.join(_TOLERATION)}, got {field!r}"
+        elif type(value) is not kind:
+            wanted = f"must have a {kind.__name__} as {field}, got {value!r}"
+        elif allowed and value not in allowed:
+            wanted = f"must have one of {', '.join(allowed)} as {field}, got {value!r}"
+        else:
+            continue
+        raise errors.InvalidArgumentError(f"{where} in [kubernetes] {wanted}")
+    if not toleration.get("key") and toleration.get("operator") != "Exists":
+        raise errors.InvalidArgumentError(
+            f'{where} in [kubernetes] must have a key, or operator = "Exists", got '
+            f"{dict(toleration)!r}"
+        )
 
 
 def _yaml(objects: Sequence[Manifest]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import pathlib
 import shlex
@@ -31,11 +32,14 @@ class LocalSettings:
       start_delay: seconds between the starts of two workers.
       on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
         or these ``"go on"``.
+      logs: a folder in which each program has a file of its lines, as ``worker-0.log``,
+        beside what is printed; None for no files. Files that are there go on.
     """
 
     restart_delay: float = 1.0
     start_delay: float = 0.0
     on_failure: str = "stop"
+    logs: pathlib.Path | None = None
 
 
 class Local(Engine):
@@ -92,6 +96,8 @@ class Local(Engine):
         if run.storage is not None:
             run.storage.mkdir(parents=True, exist_ok=True)
         stack = contextlib.ExitStack()
+        if settings.logs is not None:
+            output = _Logs(settings.logs, output, stack)
 
         def when_it_serves(line: str) -> Sequence[Program]:
             said = serving(line)
@@ -126,13 +132,26 @@ class Local(Engine):
                 restart_delay=settings.restart_delay,
                 on_failure=cast(Any, settings.on_failure),  # it is checked
             )
-        code = exit_code(ended)
+            return self._summary(ended, output, time.monotonic() - begin)
+
+    def _summary(
+        self, ended: Sequence[Ended], output: Output, seconds: float
+    ) -> dict[str, Any]:
+        """The run's exit code, and what became of each program."""
+        run, code = self.run, exit_code(ended)
         if run.has_center and len(ended) == 1:
             code = code or 1
             output(CENTER, "agn-optax: the center ended before it served")
+        if cut_off := _cut_off(ended) if run.has_center else []:
+            code = code or 1
+            output(
+                CENTER,
+                "agn-optax: failed: the center ended, as one that is drained does, "
+                f"while {', '.join(cut_off)} still worked with it",
+            )
         return {
             "returncode": code,
-            "seconds": time.monotonic() - begin,
+            "seconds": seconds,
             "programs": [vars(each) for each in ended],
         }
 
@@ -172,6 +191,37 @@ class Local(Engine):
         lines += [("chief,operator", "*", made[-1])]
         lines += [("observer", "*", self.page_token)] if self.page_token else []
         return "\n".join(" ".join(line) for line in lines)
+
+
+class _Logs:
+    """Passes lines on, and writes those of each program to a file of its own."""
+
+    def __init__(
+        self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._output, self._stack = folder, output, stack
+        self._files: dict[str, io.FileIO | None] = {}
+
+    def __call__(self, name: str, line: str) -> None:
+        self._output(name, line)
+        try:
+            if name not in self._files:
+                file = (self._folder / f"{name}.log").open("ab", buffering=0)
+                self._files[name] = self._stack.enter_context(file)
+            if (to := self._files[name]) is not None:
+                to.write(f"{line}\n".encode(errors="replace"))
+        except OSError as error:  # a full disk is no reason to end the run
+            self._files[name] = None
+            self._output(name, f"agn-optax: its lines are not written down: {error}")
+
+
+def _cut_off(ended: Sequence[Ended]) -> list[str]:
+    """Who was ended because the center had ended by itself, and well."""
+    center, *workers = ended
+    if center.stopped or center.returncode:
+        return []
+    return [each.name for each in workers if each.stopped]
 
 
 def serving(line: str) -> dict[str, Any]:

@@ -31,6 +31,10 @@ _SCRATCH = "/tmp"  # noqa: S108 of a pod, and nobody else's
 _USER = 1000  # and group, of all pods
 _MARGIN = 15.0  # seconds, for what comes before and after a drain
 _MOST = 2**31 - 1  # failures, of what always comes back
+_TOLD = 143  # exit code of a center that was told to end, as shells have it of SIGTERM
+# Requests of a center of which nothing is said: a pod without any is the first to go
+# where a node runs short.
+_LEAST = {"cpu": "1", "memory": "2Gi"}
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
@@ -107,7 +111,7 @@ class Manifests:
 
     def center_objects(self) -> list[Manifest]:
         """The center by itself: its budget, its name and its pod."""
-        return [self._budget(), self._service(), self._stateful_set()]
+        return [*self._budget(), self._service(), self._stateful_set()]
 
     def worker_objects(self) -> list[Manifest]:
         """The workers by themselves."""
@@ -148,11 +152,13 @@ class Manifests:
                 ],
             }
         }
-        return [*([self._budget()] if run.has_center else []), self._told(), made]
+        return [*(self._budget() if run.has_center else []), self._told(), made]
 
     # The center.
 
-    def _budget(self) -> Manifest:
+    def _budget(self) -> list[Manifest]:
+        if not self._settings.disruption_budget:
+            return []
         made = self._object("policy/v1", "PodDisruptionBudget", self.center, "center")
         made["spec"] = {
             # There is one: whoever empties its node waits until somebody deletes it.
@@ -160,7 +166,7 @@ class Manifests:
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": self._labels("center")},
         }
-        return made
+        return [made]
 
     def _service(self) -> Manifest:
         made = self._object("v1", "Service", self.center, "center")
@@ -182,7 +188,7 @@ class Manifests:
             "replicas": 1,
             "serviceName": self.center,
             "selector": {"matchLabels": self._labels("center")},
-            "template": self._center_pod(),
+            "template": self._center_pod(self._serve()),
         }
         return made
 
@@ -192,10 +198,14 @@ class Manifests:
             "backoffLimit": _MOST,
             "completions": 1,
             "parallelism": 1,
-            "template": self._center_pod(restartPolicy="Never"),
+            # A pod that ends with 0 has done its work, and no other one takes its
+            # place: a center that is told to end, as one that is moved, has not.
+            "template": self._center_pod(
+                self._serve(signal_exit_code=_TOLD), restartPolicy="Never"
+            ),
         }
 
-    def _center_pod(self, **more: Any) -> Manifest:
+    def _center_pod(self, command: Sequence[str], **more: Any) -> Manifest:
         storage = str(self._run.storage or STORAGE)
         volumes = [_volume("storage", persistentVolumeClaim={"claimName": self.center})]
         mounts: list[Manifest] = [{"name": "storage", "mountPath": storage}]
@@ -205,7 +215,7 @@ class Manifests:
             mounts.append({"name": "keys", "mountPath": str(KEYS), "readOnly": True})
         container = {
             "name": "center",
-            "command": self._serve(),
+            "command": list(command),
             "env": [_variable("HOME", _SCRATCH), _variable("PYTHONUNBUFFERED", "1")],
             "ports": [
                 {"name": name, "containerPort": port, "protocol": "TCP"}
@@ -216,18 +226,20 @@ class Manifests:
             "readinessProbe": _probe(periodSeconds=10, failureThreshold=3),
             "livenessProbe": _probe(periodSeconds=20, failureThreshold=6),
         }
+        if self._settings.center_tolerations:
+            more["tolerations"] = list(self._settings.center_tolerations)
         return self._pod(
             "center",
             container,
             volumes,
             mounts,
-            self._run.center_resources,
+            _resources(self._run.center_resources, self._settings.gpu, _LEAST),
             # A drain takes as long as its last answers, and ends after that at most.
             max(LONGEST_GRACE, self._run.grace) + _MARGIN,
             **more,
         )
 
-    def _serve(self) -> list[str]:
+    def _serve(self, **more: Any) -> list[str]:
         options: dict[str, Any] = {"address": f"{_ANY}:{PORT}"}
         ports = self._ports()
         if "direct" in ports:
@@ -245,7 +257,7 @@ class Manifests:
             }
         storage = pathlib.Path(self._run.storage or STORAGE)
         durable = dataclasses.replace(self._run, storage=storage).durable()
-        return self._run.serve_command(**options, **durable)
+        return self._run.serve_command(**options, **durable, **more)
 
     def _ports(self) -> dict[str, int]:
         """Those that others reach, by name."""
@@ -304,7 +316,7 @@ class Manifests:
             "name": "worker",
             "command": run.worker_command("python"),
             **common,
-            "env": told + variables,
+            "env": told + variables + self._from_secrets(),
         }
         more: dict[str, Any] = {"restartPolicy": "Never"}
         if run.has_center:
@@ -312,10 +324,19 @@ class Manifests:
             more["initContainers"] = [self._secured(waits | common)]
         if settings.node_selector:
             more["nodeSelector"] = dict(settings.node_selector)
+        if settings.tolerations:
+            more["tolerations"] = list(settings.tolerations)
+        needed = _resources(run.worker_resources, settings.gpu)
         grace = run.grace + _MARGIN
-        return self._pod(
-            "worker", container, volumes, mounts, run.worker_resources, grace, **more
-        )
+        return self._pod("worker", container, volumes, mounts, needed, grace, **more)
+
+    def _from_secrets(self) -> list[Manifest]:
+        made = []
+        for variable, where in self._settings.environment_secrets.items():
+            name, _, key = where.partition("/")
+            source = {"secretKeyRef": {"name": name, "key": key}}
+            made.append({"name": variable, "valueFrom": source})
+        return made
 
     def _own_keys(self) -> tuple[list[Manifest], list[Manifest], list[Manifest]]:
         """Volumes, mounts and variables: of all keys, a worker sees its own."""
@@ -352,7 +373,7 @@ class Manifests:
         container: Manifest,
         volumes: Sequence[Manifest],
         mounts: Sequence[Manifest],
-        resources: Resources,
+        resources: Manifest | None,
         grace: float,
         **more: Any,
     ) -> Manifest:
@@ -360,7 +381,7 @@ class Manifests:
         scratch = {"name": "scratch", "mountPath": _SCRATCH}
         pull = settings.pull_secret
         container = self._secured(container) | {
-            **_given(resources=_resources(resources, settings.gpu)),
+            **_given(resources=resources),
             "volumeMounts": [scratch, *mounts],
         }
         return {
@@ -468,11 +489,17 @@ def _seconds(resources: Resources) -> int | None:
     return None if resources.seconds is None else math.ceil(resources.seconds)
 
 
-def _resources(needed: Resources, gpu: str) -> Manifest | None:
-    """Cores are asked for and may be exceeded; memory and devices cannot be."""
+def _resources(
+    needed: Resources, gpu: str, least: Mapping[str, str] | None = None
+) -> Manifest | None:
+    """Cores are asked for and may be exceeded; memory and devices cannot be.
+
+    ``least`` is asked for where nothing is said.
+    """
     firm = _given(memory=needed.memory) | _given(**{gpu: needed.gpus or None})
     firm = {name: str(value) for name, value in firm.items()}
     cores = {} if needed.cpus is None else {"cpu": str(needed.cpus)}
-    if not (firm or cores):
+    asked = {**(least or {}), **cores, **firm}
+    if not asked:
         return None
-    return {"requests": cores | firm, **({"limits": firm} if firm else {})}
+    return {"requests": asked, **({"limits": firm} if firm else {})}

@@ -47,7 +47,8 @@ def run(
     are ended: by a signal first, by SIGKILL after ``grace`` seconds. Those that are not
     waited for are ended after all others, by SIGTERM, and have the same grace: what
     others have to say to a server at their end, it still hears. Where one of them ends
-    before the others, by itself, these are ended too. A program ends
+    before the others, by itself, these are ended too; a second SIGTERM, after half of
+    the grace, is for those that wait for it in vain. A program ends
     with its first process: what else is in its process group is ended with it, and has
     the same ``grace`` if it holds the program's output open. Only a process that leaves
     the group and its session can escape.
@@ -57,7 +58,8 @@ def run(
     the launcher itself be killed, the programs are killed as well.
 
     SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored: the
-    first one to those that are waited for, any other one to all. That takes the main
+    first one to those that are waited for, any other one to all. SIGINT becomes
+    SIGTERM, of which a program in Python dies without a traceback. That takes the main
     thread; in another one, signals are the caller's business.
 
     Args:
@@ -135,6 +137,7 @@ class _Course:
     returncode: int = 0
     restarts: int = -1  # the first start is none
     told: bool = False  # to end
+    again_at: float = math.inf  # when it is told once more
     stopped: bool = False
 
     @property
@@ -145,9 +148,11 @@ class _Course:
     def waited_for(self) -> bool:
         return self.program.waited_for or self.followers is not None
 
-    def end(self, signum: int, grace: float) -> None:
+    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
         """Does not start any more, and has the grace to end if it runs."""
         self.told = True
+        if twice:
+            self.again_at = time.monotonic() + grace / 2
         if self.process is not None:
             self.stopped = self.stopped or not self.process.exited
             self.process.signal(signum)
@@ -215,6 +220,8 @@ class _Supervisor:
         while True:
             for signum in self.signals[self._forwarded :]:
                 self._forwarded += 1
+                # Python answers an interrupt by a traceback of each program.
+                signum = signal.SIGTERM if signum == signal.SIGINT else signum
                 self._stop(signum, everybody=self._forwarded > 1)
             if self.until is not None and self.until.is_set():
                 self.until = None
@@ -246,6 +253,9 @@ class _Supervisor:
         if exited and not process.at_end and process.deadline == math.inf:
             process.signal(signal.SIGTERM)  # the rest of its group
             process.deadline = now + self.grace
+        if now >= course.again_at and not exited:
+            course.again_at = math.inf
+            process.signal(signal.SIGTERM)
         if now >= process.deadline and not process.killed:
             process.signal(signal.SIGKILL)
             self._say(course, f"killed what had not ended within {self.grace:g} s")
@@ -287,7 +297,7 @@ class _Supervisor:
         elif not course.program.waited_for:
             if any(each.program.waited_for and each.going_on for each in self._courses):
                 self._say(course, "has ended, and so the others are ended")
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, twice=True)
         elif has_failed and self.on_failure == "stop":
             self._stop(signal.SIGTERM)
 
@@ -298,12 +308,14 @@ class _Supervisor:
         course.returncode = process.close()
         course.process = None
 
-    def _stop(self, signum: int, *, everybody: bool = False) -> None:
+    def _stop(
+        self, signum: int, *, everybody: bool = False, twice: bool = False
+    ) -> None:
         """Ends those that are waited for; the others are ended once these have."""
         self._stopping = True
         for course in self._courses:
             if course.program.waited_for or everybody:
-                course.end(signum, self.grace)
+                course.end(signum, self.grace, twice=twice)
 
     def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
         lines = process.read(last=last)

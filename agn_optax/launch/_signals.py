@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+
+_ONCE = 1.0  # seconds in which a signal that comes twice was sent once: by srun, too
 
 
 @contextlib.contextmanager
@@ -39,8 +42,10 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
     still sends what it has, and leaves; the exit code is the one that shells have for
     the signal, 143, so that whoever started the program knows why it ended.
 
-    A call that waits, as an exchange does for a lost center, goes on waiting. Outside
-    of the main thread, and where SIGTERM is ignored, nothing changes.
+    A call that waits, as an exchange does for a lost center, goes on waiting, until
+    another SIGTERM comes more than a second later: that one ends the program at once,
+    with the same exit code. Outside of the main thread, and where SIGTERM is ignored,
+    nothing changes.
 
     Yields:
       A function that says whether this process was told to end.
@@ -65,10 +70,16 @@ def told_to_end() -> Iterator[Callable[[], bool]]:
       >>> worker.exchanges
       3
     """
-    heard: list[int] = []
+    heard: list[float] = []  # when
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        heard.append(time.monotonic())
+        if heard[-1] > heard[0] + _ONCE:
+            raise SystemExit(128 + signum)
+
     is_main = threading.current_thread() is threading.main_thread()
     signums = [signal.SIGTERM] if is_main else []
-    with handled(signums, lambda signum, frame: heard.append(signum)):
+    with handled(signums, hear):
         yield lambda: bool(heard)
     if heard:
         raise SystemExit(128 + signal.SIGTERM)

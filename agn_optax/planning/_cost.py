@@ -92,7 +92,9 @@ class Remedies(NamedTuple):
     """
 
     period: int | None  # the shortest that hides
-    bfloat16: int | None  # the same with contributions in 16 bits, if that is shorter
+    # The same with messages and answers in 16 bits, in place of the rule's codec, if
+    # that is shorter.
+    bfloat16: int | None
     shards: int | None
     levels: int | None  # of a tree of centers; 1 is a single one
 

@@ -104,10 +104,9 @@ def plan(
     lowest = _times.level(
         work, took, cluster.centers[0], period, interval=max(steps, longest)
     )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
-    narrow = None
-    if rule.codec.is_identity:
-        halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
-        narrow = _work(halved, center, params, children)
+    # In place of the rule's codec, which may leave the center's answers as they are.
+    halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
+    narrow = _work(halved, center, params, children)
     levels: tuple[Level, ...] = (lowest,)
     of_root = work
     if len(cluster.centers) > 1:
@@ -208,19 +207,18 @@ def _hiding(took: Times, cluster: Cluster) -> int:
 
 
 def _remedies(
-    work: Work, narrow: Work | None, cluster: Cluster, asked: int | None
+    work: Work, narrow: Work, cluster: Cluster, asked: int | None
 ) -> Remedies:
     """What would help, each by itself; ``narrow`` is the work with 16 bits."""
     place = _times.lowest(cluster)
     took = _times.times(work, cluster, *place)
-    hidden, half = _hiding(took, cluster), None
-    if narrow is not None:
-        half = _hiding(_times.times(narrow, cluster, *place), cluster)
+    hidden = _hiding(took, cluster)
+    half = _hiding(_times.times(narrow, cluster, *place), cluster)
     alone = took.alone if asked is None else asked * cluster.step_time
     target = max(alone, cluster.step_time)
     return Remedies(
         period=hidden,
-        bfloat16=half if half is not None and half < hidden else None,
+        bfloat16=half if half < hidden else None,
         shards=_times.shards(work, cluster, target),
         levels=_times.depth(work, cluster, target),
     )

@@ -363,6 +363,30 @@ def test_a_server_that_is_done_stops_all_as_well(witness, restarts):
     assert [e.stopped for e in ended] == [False, True]
 
 
+def test_interrupt_prints_no_traceback(witness):
+    commands = [life(witness, who, "print('up'); signal.pause()") for who in "ab"]
+    with launcher(witness, *commands) as process:
+        assert sorted(process.stdout.readline() for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=PATIENCE)
+    *lines, _ = out.splitlines()
+    assert sorted(lines) == [f"p{i} agn-optax: killed by SIGTERM" for i in range(2)]
+
+
+def test_second_signal_reaches_programs_that_wait_for_a_server_that_ended(witness):
+    """Not killed: the second one ends them before the grace is over."""
+    told = "heard = []\nsignal.signal(15, lambda *_: heard.append(1))\nprint('up')\n"
+    told += "while len(heard) < 2: signal.pause()\nprint('leaves')"
+    lines, ended = launch(
+        living(witness, "server", "s.recv(1)", waited_for=False),
+        living(witness, "a", told),
+        on={"up": lambda: witness.release("server")},
+        grace=1.0,
+    )
+    assert lines.of("a") == ["up", "leaves"]
+    assert [(e.returncode, e.stopped) for e in ended] == [(0, False), (0, True)]
+
+
 STUBBORN = "signal.signal(15, signal.SIG_IGN)\nwhile True: signal.pause()"
 
 
@@ -554,6 +578,7 @@ signal.pause()
     ],
 )
 def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
+    """An interrupt as SIGTERM, of which no program in Python prints a traceback."""
     commands = [life(witness, who, TELL) for who in "ab"]
     with launcher(witness, *commands) as process:
         said = sorted(process.stdout.readline() for _ in range(2))
@@ -561,7 +586,7 @@ def test_signals_are_forwarded_and_reported(witness, signum, status, raised):
         process.send_signal(signum)
         out, _ = process.communicate(timeout=PATIENCE)
         *lines, last = out.splitlines()
-        assert sorted(lines) == [f"p{i} got {signum.name}" for i in range(2)]
+        assert sorted(lines) == [f"p{i} got SIGTERM" for i in range(2)]
         assert last == f"{raised} default_int_handler"
         assert process.returncode == status
 

@@ -105,11 +105,46 @@ time.sleep(60)
 def test_a_center_that_is_drained_ends_its_workers(here):
     (here / "train.py").write_text(DRAINS)
     result = command("launch", "--workers=1", "--rule=downpour", "train.py")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     assert "worker-0 | draining 127.0.0.1:" in result.stdout
     said = [line for line in result.stdout.splitlines() if line.startswith("center")]
     assert sum("draining" in line for line in said) == 1
-    assert "agn-optax: has ended, and so the others are ended" in said[-1]
+    assert "agn-optax: has ended, and so the others are ended" in said[-2]
+    assert said[-1].endswith("while worker-0 still worked with it")
+
+
+TRAINS = """
+import os, subprocess, sys, jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+operator = {n: v for n, v in os.environ.items() if n != "AGN_OPTAX_TOKEN"}
+me = service.environment()
+with service.connect(me.address, me.rule) as center:
+    with agn_optax.Worker(center, optax.sgd(0.1), period=1, name=me.worker) as worker:
+        params, state = worker.start({"w": jnp.ones(3)}, chief=True)
+        with service.told_to_end() as told:
+            for step in range(100_000):
+                updates, state = worker.tx.update(params, state, params)
+                params = optax.apply_updates(params, updates)
+                params, state = worker.exchange(params, state)
+                if step == 0:
+                    drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
+                    subprocess.run(drain, env=operator, check=True)
+            worker.flush(params, state)
+"""
+
+
+@pytest.mark.slow
+def test_worker_that_waits_for_a_drained_center_is_not_killed(here):
+    (here / "train.py").write_text(TRAINS)
+    options = ["--workers=1", "--rule=downpour", "--json", "--stop-grace=20"]
+    result = command("launch", *options, "train.py")
+    assert result.exit_code == 1, result.output
+    center, worker = json.loads(result.stdout)["programs"]
+    assert (center["returncode"], center["stopped"]) == (0, False)
+    assert (worker["returncode"], worker["stopped"]) == (143, True)
+    assert "while worker-0 still worked with it" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
@@ -151,6 +186,48 @@ def test_the_exit_code_is_that_of_the_failed_worker(here, death, code):
     assert [each["stopped"] for each in said["programs"]] == [True, False, True]
 
 
+def test_each_program_has_a_file_of_its_lines(here):
+    (here / "train.py").write_text(
+        "import os, sys; print('hello', os.environ['AGN_OPTAX_RANK'])\n"
+        "sys.exit(int(os.environ['AGN_OPTAX_RESTARTS']) < 1)\n"
+    )
+    options = ["--workers=2", ELSEWHERE, "--restarts=1", "--restart-delay=0"]
+    result = command("launch", *options, "--logs=to/logs", "train.py")
+    assert result.exit_code == 0, result.output
+    for rank in range(2):
+        lines = [
+            f"hello {rank}",
+            "agn-optax: exit status 1",
+            "agn-optax: restarted (1 of 1) after exit status 1",
+            f"hello {rank}",
+        ]
+        written = (here / f"to/logs/worker-{rank}.log").read_text()
+        assert written.splitlines() == lines
+        for line in lines:
+            assert f"worker-{rank} | {line}\n" in result.stdout
+    # Files go on, as the run's file may have it, too.
+    (here / "run.toml").write_text(
+        'program = "train.py"\nworkers = 1\nrestarts = 1\ncenter = "127.0.0.1:9"\n'
+        '[local]\nlogs = "to/logs"\nrestart-delay = 0\n'
+    )
+    assert command("launch", "run.toml").exit_code == 0
+    assert (here / "to/logs/worker-0.log").read_text().count("hello 0") == 4
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
+def test_full_disk_of_logs_is_said_and_the_run_goes_on(here):
+    (here / "logs").mkdir()
+    (here / "logs/worker-0.log").symlink_to("/dev/full")
+    (here / "train.py").write_text("print('a'); print('b')\n")
+    options = ["--workers=1", ELSEWHERE, "--logs=logs"]
+    result = command("launch", *options, "train.py")
+    assert result.exit_code == 0, result.output
+    said = [line.partition("| ")[2] for line in result.stdout.splitlines()]
+    assert said[0] == "a"
+    assert said[1].startswith("agn-optax: its lines are not written down: ")
+    assert said[2:] == ["b"]
+
+
 def test_a_module(here):
     (here / "says.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
     result = command(
@@ -174,6 +251,11 @@ def test_a_module(here):
         (
             ["--workers=1", ELSEWHERE, "--rule=downpour", "train.py"],
             "--rule is for an embedded center, and --center is 127.0.0.1:9",
+        ),
+        (["--workers=1", ELSEWHERE, "--wait", "train.py"], "--wait is for --on slurm"),
+        (
+            ["--workers=1", ELSEWHERE, "--on=slurm", "--logs=x", "train.py"],
+            "--logs is for --on local",
         ),
         (
             ["--workers=1", ELSEWHERE, "--insecure", "train.py"],

@@ -1,11 +1,13 @@
 """``agn-optax plan``: a table of all rules, or of one's own."""
 
 import contextlib
+import io
 import json
 import re
 import types
 
 import pytest
+import rich.console
 from commands import fails, succeeds
 
 from agn_optax import errors, planning, rules
@@ -102,6 +104,33 @@ def test_what_a_codec_takes_and_where_it_pays():
     assert re.search(r"diloco +\u2502 +5.2 GB +\u2502 +5.2 s +\u2502 +2 s ", text)
     assert "pays below" not in succeeds(*PLAN, "--rule=diloco")
     assert "any rate" in succeeds(*PLAN, "--rule=diloco", "--codec=bfloat16")
+
+
+def test_bfloat16_helps_a_codec_whose_answers_are_as_they_are():
+    """int8 leaves the answers in float32, which both take the center's link."""
+    link = ["--workers=8", "--rule=diloco", "--encode-rate=1TB", "--decode-rate=1TB"]
+    said = json.loads(succeeds(*PLAN, *link, "--codec=int8", "--json"))
+    with_int8 = said["rules"][0]
+    said = json.loads(succeeds(*PLAN, *link, "--codec=bfloat16", "--json"))
+    with_bfloat16 = said["rules"][0]
+    assert with_bfloat16["hidden_period"] < with_int8["hidden_period"]
+    assert with_int8["remedies"]["bfloat16"] == with_bfloat16["hidden_period"]
+    assert with_bfloat16["remedies"]["bfloat16"] is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_heads_and_cells_are_whole_at_any_width(monkeypatch, width):
+    file = io.StringIO()
+    console = rich.console.Console(file=file, width=width)
+    monkeypatch.setattr(_plan._table, "console", lambda: console)
+    succeeds(*PLAN, "--workers=8", "--levels=2", "--disk=1GB", "--codec=int8")
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in file.getvalue()
+    heads = [head.strip() for line in lines for head in line.split("\u2503")]
+    tables = (_plan._TIMES, _plan._REMEDIES, _plan._CODING, _plan._LEVELS)
+    for columns in (*tables, _plan._KEPT, _plan._MEMORY):
+        assert set(columns) <= set(heads)
 
 
 def test_one_rule_with_settings():

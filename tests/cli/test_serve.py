@@ -296,6 +296,7 @@ def test_a_robust_round(address):
         (["--max-workers=0"], "max_workers must be"),
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
+        (["--signal-exit-code=-1"], "must be a whole number from 0 to 255, got -1"),
         (["--journal=a", "--snapshots=b"], "--journal and --snapshots exclude each"),
         (["--journal-size=5"], "--journal-size needs --journal"),
         (["--journal=a", "--snapshots-kept=5"], "--snapshots-kept needs --snapshots"),
@@ -405,9 +406,12 @@ def test_a_parent_with_another_rule_is_a_failure():
     assert "runs another rule" in said
 
 
-def test_a_process_drains_when_it_is_told_to():
+@pytest.mark.parametrize("code", [0, 143])
+def test_a_process_drains_when_it_is_told_to(code):
+    options = [] if not code else [f"--signal-exit-code={code}"]
     arguments, environment = python(
-        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0")
+        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0"),
+        *options,
     )
     with subprocess.Popen(  # noqa: S603 our own program
         arguments,
@@ -429,7 +433,7 @@ def test_a_process_drains_when_it_is_told_to():
                 params, state = worker.exchange(params, state)
                 process.send_signal(signal.SIGTERM)
                 assert process.stderr.readline().startswith("draining after SIGTERM")
-                assert process.wait(PATIENCE) == 0
+                assert process.wait(PATIENCE) == code
         finally:
             process.kill()
 

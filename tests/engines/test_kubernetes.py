@@ -51,7 +51,11 @@ service-account = "trainer"
 pull-secret = "pull"
 queue = "gpus"
 claims = {data = "/data"}
-node-selector = {pool = "spot"}"""
+node-selector = {pool = "spot"}
+tolerations = [{key = "spot", operator = "Exists", effect = "NoSchedule"}]
+center-tolerations = [{key = "pool", value = "cpu", tolerationSeconds = 60}]
+environment-secrets = {WANDB_API_KEY = "wandb/key"}
+disruption-budget = false"""
 NEEDS = "[resources.worker]\nmemory = '2GiB'\ngpus = 4\ncpus = 8\nseconds = 3600\n"
 THERE = """
 program = "train.py"
@@ -69,7 +73,7 @@ FORMS = {
     "tokens in plain text": run("insecure = true"),
     "everything": run("page = true", ALL, "storage = '/kept'", more=NEEDS),
     "one way": run("direct = false\nsnapshots = '/storage/snapshots'"),
-    "a center that is there": THERE.format(""),
+    "a center that is there": THERE.format('environment-secrets = {KEY = "a/b.c"}'),
     "jobset": run(kubernetes="jobset = true"),
     "jobset, everything": run(
         "page = true", ALL + "\njobset = true", more=NEEDS + "processes = 2"
@@ -257,6 +261,49 @@ def test_what_a_worker_needs():
     assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
 
 
+def test_center_asks_for_room_if_nothing_is_said_of_it():
+    def resources(text):
+        center = next(template for _, template in templates(objects(text)))["spec"]
+        return center["containers"][0]["resources"]
+
+    for name in ("plain", "jobset"):
+        least = {"requests": {"cpu": "1", "memory": "2Gi"}}
+        assert resources(FORMS[name]) == least
+    memory = str(3 << 30)
+    said = resources(run(more="[resources.center]\nmemory = '3GiB'\n"))
+    requests = {"cpu": "1", "memory": memory}
+    assert said == {"requests": requests, "limits": {"memory": memory}}
+
+
+@pytest.mark.parametrize("name", ["everything", "jobset, everything"])
+def test_nodes_secrets_and_budget_are_as_the_table_says(name):
+    made = objects(FORMS[name])
+    center, worker = (template["spec"] for _, template in templates(made))
+    spot = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
+    assert worker["tolerations"] == [spot]
+    own = {"key": "pool", "value": "cpu", "tolerationSeconds": 60}
+    assert center["tolerations"] == [own]
+    source = {"secretKeyRef": {"name": "wandb", "key": "key"}}
+    variable = {"name": "WANDB_API_KEY", "valueFrom": source}
+    assert variable in worker["containers"][0]["env"]
+    assert variable not in center["containers"][0]["env"]
+    kinds = [each["kind"] for each in made]
+    assert "PodDisruptionBudget" not in kinds
+    usual = objects(FORMS["jobset" if name.startswith("jobset") else "plain"])
+    assert "PodDisruptionBudget" in [each["kind"] for each in usual]
+    for _, template in templates(usual):
+        assert "tolerations" not in template["spec"]
+
+
+def test_center_of_a_set_that_is_told_to_end_is_started_again():
+    """A Job starts nothing again that has ended with 0; a StatefulSet does."""
+    for name, told in [("jobset", True), ("plain", False)]:
+        _, template = next(templates(objects(FORMS[name])))
+        (container,) = template["spec"]["containers"]
+        assert ("--signal-exit-code=143" in container["command"]) == told
+    assert template["spec"].get("restartPolicy", "Always") == "Always"  # of the set
+
+
 @pytest.mark.parametrize("name", ["plain", "jobset"])
 def test_one_lost_worker_is_one_lost_worker(name):
     made = objects(FORMS[name])
@@ -304,7 +351,9 @@ def test_who_the_pods_of_a_job_are(environment):
         assert me.rule.name == "downpour"
 
 
-def test_who_the_pods_of_a_set_are(environment):
+def test_who_the_pods_of_a_set_are(here, environment):
+    (here / "secrets/wandb").mkdir(parents=True)
+    (here / "secrets/wandb/key").write_text("a secret")
     made = objects(FORMS["jobset, everything"])
     for job in range(3):
         coordinators = set()
@@ -318,6 +367,7 @@ def test_who_the_pods_of_a_set_are(environment):
                 "batch.kubernetes.io/job-index-failure-count": "0",
             }
             me = environment(told(made, found) | {"JOB_COMPLETION_INDEX": str(pod)})
+            assert os.environ["WANDB_API_KEY"] == "a secret"
             assert (me.rank, me.workers, me.worker) == (job, 3, f"worker-{job}")
             assert me.address == "digits-center-0-0.digits:5000"
             assert me.distributed["num_processes"] == 2
@@ -356,6 +406,22 @@ def test_a_value_is_told_as_it_is():
         (run("open = true"), "needs insecure = true"),
         (run("parent = '127.0.0.1:1'"), "cannot outlive its pod"),
         (run(top="tls-ca = 'ca.pem'"), "tls-ca is a file of this machine"),
+        (run("signal-exit-code = 256"), "must be a whole number from 0 to 255, got"),
+        (run(kubernetes="environment-secrets = {A = 'b'}"), "'b' for A"),
+        (
+            run(
+                kubernetes="environment-secrets = {A = 'b/c'}",
+                top="environment = {A = 'a'}",
+            ),
+            "A stands in environment and in environment-secrets",
+        ),
+        (run(kubernetes="tolerations = [{keys = 'a'}]"), "got 'keys'"),
+        (run(kubernetes="tolerations = [{key = 1}]"), "a str as key, got 1"),
+        (
+            run(kubernetes="center-tolerations = [{key = 'a', effect = 'No'}]"),
+            "center-tolerations in [kubernetes] must have one of NoSchedule",
+        ),
+        (run(kubernetes="tolerations = [{effect = 'NoExecute'}]"), "must have a key"),
         (run(kubernetes="secret = 'own'"), "is for workers of a center that is else"),
         (THERE.format("claims = {data = 'data'}"), "must have absolute paths"),
         (THERE.format("").replace("workers", "token-file='t'\nworkers"), "a Secret by"),

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -72,17 +73,18 @@ def planned(*arguments):
 
 def test_scripts_are_shells_and_have_no_secret(here):
     files, commands = planned()
-    assert list(files) == ["center.sh", "workers.sh", "end.sh"]
+    assert list(files) == ["prepare.sh", "workers.sh", "center.sh", "end.sh"]
     for text in [*files.values(), *commands]:
         subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=True)
     assert commands == [
+        "bash prepare.sh",
         "center=$(sbatch --parsable center.sh)",
         f'workers=$(sbatch --parsable {ARRAY} --dependency=after:"$center" workers.sh)',
         'end=$(sbatch --parsable --dependency=afterany:"$workers" end.sh "$center")',
     ]
-    center, workers, _ = files.values()
+    _, workers, center, end = files.values()
     kept = here / "kept"
-    for text in files.values():
+    for text in (workers, center, end):
         assert "#SBATCH --requeue\n" in text
         assert "#SBATCH --open-mode=append\n" in text
         assert "#SBATCH --partition=main\n" in text
@@ -108,9 +110,9 @@ def test_what_the_table_says(here):
         "patience = 7\n"
     )
     files, commands = planned()
-    center, workers, end = files.values()
-    assert "--array=0-1%5 " in commands[1]
-    for text in files.values():
+    _, workers, center, end = files.values()
+    assert "--array=0-1%5 " in commands[2]
+    for text in (workers, center, end):
         assert "#SBATCH --qos=low\n#SBATCH '--constraint=x&y'\n" in text
         assert "#SBATCH --exclusive\n" in text
     for text in (center, end):  # the later one wins
@@ -121,8 +123,20 @@ def test_what_the_table_says(here):
     assert "i < 7;" in workers
     step = "srun --kill-on-bad-exit=1 --cpus-per-task=2 python3 train.py 'a b' &"
     assert step in workers
-    assert "trap 'limit=1; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1" in workers
-    assert '    [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"\n' in workers
+    assert "trap 'limit=1; scancel --signal=TERM \"$job\"' USR1" in workers
+    assert '    true && scontrol requeue "$job"\n' in workers
+
+
+def test_a_worker_names_its_task_and_never_the_whole_array(here):
+    """The last task of an array has the array's id as its own SLURM_JOB_ID."""
+    files, _ = planned()
+    array = (here / "run.toml").read_text()
+    (here / "run.toml").write_text(array.replace("cpus = 2", "processes = 2"))
+    spanning, _ = planned()
+    for text in (files["workers.sh"], spanning["workers.sh"]):
+        assert '\njob="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in text
+        assert "$SLURM_JOB_ID" not in text
+    assert '\njob="$SLURM_JOB_ID"\n' in files["center.sh"]
 
 
 def test_certificates_travel_by_their_paths(here):
@@ -137,13 +151,19 @@ def test_certificates_travel_by_their_paths(here):
     assert "--tls-ca=/keys/ca.pem" in files["end.sh"]
 
 
-def test_a_center_that_is_there_needs_an_array_only(here):
-    text = RUN.replace("center-restarts = 3\n", 'center = "host:9"\n')
+def around_another_center(text, address):
+    """The run, with no center of its own."""
+    text = text.replace("center-restarts = 3\n", f'center = "{address}"\n')
     begin, end = text.index("[rule]"), text.index("[resources.worker]")
-    (here / "run.toml").write_text(text[:begin] + text[end:])
+    return text[:begin] + text[end:]
+
+
+def test_a_center_that_is_there_needs_an_array_only(here):
+    (here / "run.toml").write_text(around_another_center(RUN, "host:9"))
     files, commands = planned()
-    assert list(files) == ["workers.sh"]
-    assert commands == ["workers=$(sbatch --parsable --array=0-1 workers.sh)"]
+    assert list(files) == ["prepare.sh", "workers.sh"]
+    array = "workers=$(sbatch --parsable --array=0-1 workers.sh)"
+    assert commands == ["bash prepare.sh", array]
     assert "export AGN_OPTAX_CENTER=host:9\n" in files["workers.sh"]
 
 
@@ -171,6 +191,97 @@ def test_a_machine_without_slurm(here, monkeypatch):
         fails("launch", "run.toml", "--on=slurm", code=2).split()
     )
     assert not (here / "kept").exists()
+
+
+def run_as_task(here, setup, **environment):
+    """Runs the script of worker 1 here, as SLURM does; its program says that it ran."""
+    (here / "train.py").write_text("print('it ran')\n")
+    text = around_another_center(RUN, "127.0.0.1:9")
+    text = text.replace('["echo set up"]', json.dumps(setup))
+    (here / "run.toml").write_text(text)
+    told = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    (here / "script").write_text(planned()[0]["workers.sh"])
+    return subprocess.run(
+        ["/bin/bash", "script"],
+        env={**os.environ, **told, "SLURMD_NODENAME": "n1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("setup", "code", "line"),
+    [
+        (["false", "true"], 1, "false"),
+        (["true", "no-such-module load x"], 127, "no-such-module load x"),
+        (["source nowhere"], 1, "source nowhere"),
+        (["for i in 1 2; do", "(exit $i)", "done"], 1, "( exit $i )"),
+        (["source ./returns.sh"], 9, "source ./returns.sh"),
+        (["set -e; false"], 1, "false"),
+    ],
+)
+def test_line_of_setup_that_fails_ends_the_task(here, setup, code, line):
+    (here / "returns.sh").write_text("return 9\n")
+    done = run_as_task(here, setup)
+    assert done.returncode == code
+    said = f"setup failed on n1, exit code {code}: {line}"
+    assert said in done.stderr
+    assert "it ran" not in done.stdout
+    assert "scontrol" not in done.stderr  # it would be there next time, too
+    assert (here / "kept/states/worker-1").read_text() == f"7_1 {code} {said}\n"
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        [],
+        ["if false; then", "false", "fi"],
+        ["[ -e nowhere ] && false", "false || true"],
+        ["source ./sloppy.sh"],
+        ["sloppy() { false; true; }", "sloppy"],
+        ["set -eu"],
+    ],
+)
+def test_setup_that_succeeds_is_followed_by_the_program(here, setup):
+    (here / "sloppy.sh").write_text("false\ntrue\n")
+    done = run_as_task(here, setup)
+    assert (done.returncode, done.stdout) == (0, "it ran\n"), done.stderr
+    assert (here / "kept/states/worker-1").read_text() == "7_1 0 done\n"
+
+
+def test_worker_that_is_done_is_not_run_again(here):
+    assert "it ran" in run_as_task(here, []).stdout
+    again = run_as_task(here, [])
+    assert (again.returncode, again.stdout) == (
+        0,
+        "7_1 is done, and does not run again\n",
+    )
+    # The same worker of a later run is another task.
+    assert "it ran" in run_as_task(here, [], SLURM_ARRAY_JOB_ID="8").stdout
+
+
+def test_what_is_prepared_is_for_its_owner_and_tokens_are_kept(here):
+    files, _ = planned()
+    subprocess.run(["/bin/bash"], input=files["prepare.sh"], text=True, check=True)
+    keys = here / "kept/keys"
+    assert keys.stat().st_mode & 0o777 == 0o700
+    first = lines_of(keys / "tokens")
+    roles = ["chief worker-0", "worker worker-1", "operator operator"]
+    assert [" ".join(each[:2]) for each in first] == roles
+    for _, name, token in first:
+        path = keys / f"{name}.token"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.read_text() == f"{token}\n"
+        assert re.fullmatch("[0-9a-f]{64}", token)
+    assert len({token for _, _, token in first}) == 3
+    assert (here / "kept/logs").is_dir()
+    files, _ = planned("--workers=3")
+    subprocess.run(["/bin/bash"], input=files["prepare.sh"], text=True, check=True)
+    second = lines_of(keys / "tokens")
+    assert [each for each in second if each in first] == first
+    assert second[2][:2] == ["worker", "worker-2"]
+    assert (here / "kept/states/worker-2").read_text() == "- 1 did not begin\n"
 
 
 TRAIN = """
@@ -368,11 +479,11 @@ def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
     (here / "train.py").write_text(SPANNING)
     # No name server knows the nodes of this cluster.
     port = f'environment = {{AGN_OPTAX_COORDINATOR = "{ports.free_address()}"}}\n'
-    text = RUN.replace("workers = 2", "workers = 1").replace('"a b"', f'"{here}"')
+    text = port + RUN.replace("workers = 2", "workers = 1").replace(
+        '"a b"', f'"{here}"'
+    )
     text = text.replace("cpus = 2", "cpus = 2\nprocesses = 2") + "goes-on = true\n"
-    text = text.replace("center-restarts = 3\n", 'center = "127.0.0.1:9"\n' + port)
-    begin, end = text.index("[rule]"), text.index("[resources.worker]")
-    (here / "run.toml").write_text(text[:begin] + text[end:])
+    (here / "run.toml").write_text(around_another_center(text, "127.0.0.1:9"))
     jobs = launched()
     first = [here / f"worker-0.{process}.0" for process in range(2)]
     wait_until(lambda: all(path.exists() and path.read_text() for path in first))
@@ -388,9 +499,9 @@ def test_a_worker_of_two_nodes_goes_on_after_its_time_limit(here, cluster):
 def test_what_slurm_refuses_leaves_no_job_behind(here, cluster):
     text = RUN.replace('partition = "main"', 'worker-options = ["--partition=none"]')
     (here / "run.toml").write_text(text)
-    assert "SLURM refuses sbatch --parsable --array=0-1" in " ".join(
-        fails("launch", "run.toml", "--on=slurm", code=2).split()
-    )
+    said = " ".join(fails("launch", "run.toml", "--on=slurm", code=2).split())
+    assert "sbatch --parsable --array=0-1" in said
+    assert "failed: " in said
     wait_until(lambda: not cluster.queue)
     assert not (here / "kept/jobs.json").exists()
 
@@ -406,3 +517,88 @@ def test_tokens_that_were_made_before_must_all_be_there(here, cluster):
     assert "operator.token" in message
     assert "worker-0.token" not in message
     assert not cluster.queue
+
+
+LIVES = """
+import os, pathlib, sys, time
+
+me, here = os.environ["AGN_OPTAX_WORKER"], pathlib.Path(sys.argv[1])
+with (here / "lives").open("a") as file:
+    file.write(f"{me}\\n")
+states = here / "kept/states"
+is_done = lambda name: (states / name).read_text().endswith(" 0 done\\n")
+if me == "worker-2":  # the last one, whose id is that of the array
+    while not (is_done("worker-0") and is_done("worker-1")):
+        time.sleep(0.05)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_failure_of_the_last_task_is_its_own_and_the_exit_code_of_the_run(
+    here, cluster
+):
+    (here / "train.py").write_text(LIVES)
+    text = around_another_center(RUN, "127.0.0.1:9").replace("a b", str(here))
+    (here / "run.toml").write_text(text.replace("workers = 2", "workers = 3"))
+    result = command("launch", "run.toml", "--on=slurm", "--wait", "--json")
+    assert result.exit_code == 3, result.output
+    said = json.loads(result.stdout)
+    assert list(said["failed"]) == ["worker-2"]
+    assert re.fullmatch(r"exit code 3 on n[12]", said["failed"]["worker-2"])
+    assert "worker-2 | agn-optax: failed: exit code 3 on n" in result.stderr
+    assert not cluster.queue
+
+    def lives():
+        return sorted((here / "lives").read_text().split())
+
+    assert lives() == ["worker-0", "worker-1", "worker-2", "worker-2"]
+    # Somebody has all of it run again, which those that are done do not.
+    cluster("scontrol", "requeue", said["jobs"]["workers"])
+    wait_until(lambda: lives().count("worker-2") == 3)
+    wait_until(lambda: not cluster.queue)
+    assert lives() == ["worker-0", "worker-1", *["worker-2"] * 3]
+
+
+DIES = """
+import os, signal, sys
+import jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+me = service.environment()
+with service.connect(me.address, me.rule) as center:
+    worker = agn_optax.Worker(center, optax.sgd(1.0), period=1, name=me.worker)
+    params, state = worker.start(jnp.zeros(4), chief=me.rank == 0)
+    updates, state = worker.tx.update(-jnp.ones(4), state, params)
+    params = optax.apply_updates(params, updates)
+    params, state = worker.exchange(params, state)
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_run_by_hand_ends_by_itself_and_says_which_worker_failed(here, cluster):
+    (here / "train.py").write_text(DIES)
+    files, commands = planned("--restarts=0")
+    kept = here / "kept"
+    kept.mkdir()
+    for name, text in files.items():
+        (kept / name).write_text(text)
+    script = "\n".join(["set -e", *commands, 'echo "$center $end"'])
+    done = subprocess.run(
+        ["/bin/bash"],
+        input=script,
+        cwd=kept,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, end = done.stdout.split()
+    wait_until(lambda: not cluster.queue)
+    said = (kept / "logs/end.log").read_text()
+    assert re.search(r"^failed: worker-1: exit code 137 on n[12]$", said, re.M), said
+    assert "failed: worker-0" not in said
+    assert "failed: center" not in said
+    assert "ExitCode=137:0" in cluster("scontrol", "show", "job", end)
+    assert (kept / "states/center").read_text().endswith(" 0 done\n")

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax.launch import _signals
 
 STEPS, PERIOD = 12, 3
 DATA = problem.batches(STEPS)
@@ -254,6 +255,27 @@ def test_a_worker_that_is_told_to_end_sends_what_it_has_and_leaves():
     assert worker.exchanges == 2  # of four steps, and of the two since
     assert center.pull().params.tolist() == [6.0, 6.0]
     assert not center.workers
+
+
+def test_second_signal_ends_what_the_first_leaves_waiting(monkeypatch):
+    closed = []
+
+    def waits():
+        with service.told_to_end() as told:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)  # the same one, told twice
+                assert told()
+                monkeypatch.setattr(_signals, "_ONCE", 0.0)
+                signal.raise_signal(signal.SIGTERM)
+                pytest.fail("it goes on waiting")
+            finally:
+                closed.append(True)
+
+    with pytest.raises(SystemExit) as ended:
+        waits()
+    assert ended.value.code == 143
+    assert closed
 
 
 def test_only_the_main_thread_is_told_to_end():
