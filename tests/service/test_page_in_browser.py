@@ -1,6 +1,7 @@
 """The page in a real browser: workers join, one is killed, and the page says so."""
 
 import contextlib
+import http.server
 import pathlib
 import shutil
 import threading
@@ -29,6 +30,7 @@ _FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("disable-dev-shm-usage", "lang=en-US", "window-size=1280,900"),
+    "host-resolver-rules=MAP evil.example 127.0.0.1",
 )
 
 
@@ -210,3 +212,57 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         until(lambda: not shown.text("#banner"))
         assert shown.text("#title") == f"downpour at {again.address}"
         assert not shown.complaints()
+
+
+class _Elsewhere(http.server.BaseHTTPRequestHandler):
+    """A site whose name will lead to this machine later."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<title>elsewhere</title>")
+
+    def log_message(self, *said):
+        pass
+
+
+# A body that is the beginning of a request, which the next request ends.
+ATTACK = """
+const done = arguments[0], heard = [];
+const body = "GET /state.json HTTP/1.1\\r\\nHost: localhost\\r\\nX: ";
+const say = async (path, more) => {
+  try {
+    const answer = await fetch(path, {cache: "no-store", ...more});
+    heard.push(answer.status + " " + await answer.text());
+  } catch (error) { heard.push(String(error)); }
+};
+(async () => {
+  for (let i = 0; i < 5; i++) {
+    await say("/", {method: "POST", body});
+    await say("/state.json");
+  }
+  done(heard);
+})();
+"""
+
+
+def test_a_page_of_another_origin_reads_nothing_of_an_open_center(browser):
+    """Its name leads to that page first, and then to the center's machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as site:
+        port = site.server_address[1]
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        try:
+            browser.get(f"http://evil.example:{port}/")
+        finally:
+            site.shutdown()
+            thread.join(LIMIT)
+    assert browser.title == "elsewhere"
+    with service.serve(RULE, START, page=f"127.0.0.1:{port}"):
+        browser.set_script_timeout(LIMIT)
+        heard = browser.execute_async_script(ATTACK)
+        assert len(heard) == 10
+        assert not [text for text in heard if "downpour" in text]
+        assert any(text.startswith("421 ") for text in heard)
+        browser.get(f"http://localhost:{port}/")
+        until(lambda: Shown(browser).text("#title").startswith("downpour at "))
