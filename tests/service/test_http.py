@@ -153,11 +153,13 @@ def is_answered(text):
         bool(blank)
         and not rest
         and re.match(rb"(GET|HEAD) /(state.json|metrics) HTTP/1\.[01]\r\n", head)
-        and not re.search(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]", head)
+        and not re.search(rb"(?<!\r)\n|\r(?!\n)", head)
+        and all(re.match(rb"[A-Za-z-]+:", line) for line in head.split(b"\r\n")[1:])
         and [name.lower() for name in names].count(b"host") == len(hosts) == 1
         and hosts[0].decode() in OWN
         and b"Transfer-Encoding" not in head
         and b"Content-Length: 60" not in head
+        and head.count(b"Content-Length") <= 1
     )
 
 
