@@ -12,12 +12,14 @@ from agn_optax.center._core import Answer as Answer
 from agn_optax.center._core import Core as Core
 from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center._ledger import Member as Member
 from agn_optax.center._ledger import Mode as Mode
 from agn_optax.center._local import LocalCenter
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
 from agn_optax.center._protocol import Center, Session, Snapshot
+from agn_optax.center._recent import Recent as Recent
 from agn_optax.center._refusals import Claim as Claim
 from agn_optax.center._refusals import Refuse
 from agn_optax.center._sharded import ShardedCenter as ShardedCenter

@@ -189,7 +189,7 @@ class Core:
             self._settle()
             version = None if self._store is None else self._store.current.number
             members = {
-                name: dataclasses.replace(member)
+                name: dataclasses.replace(member, recent=member.recent.copy())
                 for name, member in self.ledger.present().items()
             }
             return version, members, set(self.ledger.pending)

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._recent import Recent
 from agn_optax.center._refusals import (
     FADES,
     UNSAID,
@@ -166,6 +167,7 @@ class Member:
     clock: int  # rounds made; a newcomer begins with those of the slowest worker
     joined: float  # when
     seen: float  # when it was last heard of
+    recent: Recent  # of its settled exchanges: those applied, and local steps
     state: State = State.IDLE
     connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
@@ -193,7 +195,7 @@ class Member:
 
 # Fields of a member that say nothing in the next process, which has other connections.
 _LOST = {"joined", "seen", "state", "connection", "connected", "silence", "expires"}
-_LOST |= {"began", "speed"}
+_LOST |= {"recent", "began", "speed"}
 _KEPT = [each.name for each in dataclasses.fields(Member) if each.name not in _LOST]
 _ROUNDS = 3  # by which a worker's speed is known
 # How many lives that are gone are remembered, the last ones. They may come back with
@@ -392,7 +394,7 @@ class Ledger:
         else:
             self.pending.pop(worker, None)
             clock = min(others, default=0)
-            member = Member(incarnation, self.version, clock, joined=now, seen=now)
+            member = Member(incarnation, self.version, clock, now, now, Recent(now, 2))
             if old is not None:  # by the same name most likely on the same machine
                 self._measured(member, old.speeds)
             moved = [self._moved(m) for n, m in self._present.items() if n != worker]
@@ -578,6 +580,7 @@ class Ledger:
                 batch.refused.get(entry.worker),
             )
             member.began = now
+            member.recent.add(now, i in taken, entry.claim.steps)
             if refusal is not None:
                 self.refusals.count(refusal)
                 member.refused += 1
@@ -635,7 +638,8 @@ class Ledger:
         for name, told in memory["members"].items():
             # An earlier release has had no speeds.
             fields = {field: told[field] for field in _KEPT if field in told}
-            member = Member(**fields, joined=now, seen=now)
+            recent = Recent(now, 2)
+            member = Member(**fields, joined=now, seen=now, recent=recent)
             self._measured(member, tuple(member.speeds))
             self._gone.pop(name, None)
             self._present[name], self._fastest = member, None

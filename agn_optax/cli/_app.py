@@ -22,7 +22,7 @@ from agn_optax.cli import (
 )
 
 
-class _Group(TyperGroup):
+class _Group(_options.Flags, TyperGroup):
     """Says what is wrong in a line, and exits with 2 for wrong usage, else with 1."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -67,7 +67,7 @@ for each in (
     *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
     *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
 ):
-    app.command()(_options.spread(each))
+    app.command(cls=_options.Command)(_options.spread(each))
 # What follows the program's name is the program's.
 app.command(
     "launch",

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import rich.text
 import typer
-from typer.core import TyperCommand
 
 from agn_optax import errors
 from agn_optax._internal import check
@@ -22,7 +21,7 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _CENTER = "center"
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(_options.Command):
     """What follows a program's name is the program's; a run's file takes options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

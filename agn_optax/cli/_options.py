@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from agn_optax import errors
 
@@ -39,6 +40,25 @@ Config = Annotated[
         "The command line wins.",
     ),
 ]
+
+
+class Flags:
+    """A mixin of commands whose flags are shown without the values they do not take.
+
+    Newer releases of Typer show a type for every option, also for ``--page``.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters of a command, ``--help`` among them."""
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return params
+
+
+class Command(Flags, TyperCommand):
+    """A subcommand."""
 
 
 def switch() -> Any:

@@ -105,7 +105,8 @@ def status(
 ) -> None:
     """Show a center and its workers, once; or all shards of one, or a whole tree.
 
-    Rates are means since the centers were started.
+    Rates of workers are those of the last ten seconds, and those of centers are means
+    since they were started.
     """
     with _centers_at(address, reached, timeout, tree=tree) as centers:
         look = _Look(centers.look(), {})
@@ -135,7 +136,8 @@ def watch(
 ) -> None:
     """Show a center and its workers, again and again, until Ctrl-C; or several.
 
-    Rates are those since the last look. A center that is not there yet is waited for,
+    Rates of workers are those of the last ten seconds, and those of centers are means
+    since the last look. A center that is not there yet is waited for,
     as is one that goes away, of which what was known last stays. With --json, each look
     is an object on a line of its own.
     """
@@ -284,29 +286,21 @@ def _centers_at(
 def _with_rates(
     address: str, before: dict[str, Any] | None, now: dict[str, Any]
 ) -> dict[str, Any]:
-    """A status, and rates since another one; before None: since the start."""
+    """A status, and the center's rates since another one; None: since the start.
+
+    Those of its workers are in the status.
+    """
     since = before or {}
     seconds = now["uptime"] - since.get("uptime", 0.0)
 
-    def rate(
-        now: dict[str, Any], since: dict[str, Any], seconds: float, *names: str
-    ) -> float | None:
+    def rate(*names: str) -> float | None:
         made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
         # None also where another life counts from zero.
         return made / seconds if seconds > 0 and made >= 0 else None
 
-    def with_rate(worker: dict[str, Any]) -> dict[str, Any]:
-        seen = known.get(worker["name"], {})
-        # Of one that was not there before: since it joined.
-        over = seconds if before and seen else worker["joined"]
-        made = rate(worker, seen, over, "exchanges")
-        return {**worker, "exchanges_per_second": made}
-
-    known = {worker["name"]: worker for worker in since.get("workers", ())}
     return {
         "address": address,
         **now,
-        "workers": [with_rate(worker) for worker in now["workers"]],
-        "exchanges_per_second": rate(now, since, seconds, "version"),
-        "bytes_per_second": rate(now, since, seconds, "bytes_received", "bytes_sent"),
+        "exchanges_per_second": rate("version"),
+        "bytes_per_second": rate("bytes_received", "bytes_sent"),
     }

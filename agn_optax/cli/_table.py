@@ -25,7 +25,7 @@ class _Column(NamedTuple):
 
 # In the order in which they stand; what workers report comes after "staleness".
 _COLUMNS = (
-    _Column("there", lambda worker: _yes(worker["connected"]), 1),
+    _Column("there", lambda worker: _there(worker), 1),
     _Column("exchanges", lambda worker: str(worker["exchanges"]), 2),
     _Column("per s", lambda worker: _number(worker["exchanges_per_second"]), 4),
     _Column("staleness", lambda worker: _number(worker["staleness"]), 5),
@@ -167,6 +167,7 @@ def _as_row(center: dict[str, Any]) -> dict[str, Any]:
     workers = center["workers"]
     return {
         **dict.fromkeys(("staleness", "transport", "seen", "period", "norm", "waits")),
+        "stalled": None,
         "connected": not center["error"],
         "exchanges": center["version"] or 0,
         "exchanges_per_second": center["exchanges_per_second"],
@@ -254,6 +255,11 @@ def _number(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
+
+
+def _there(worker: dict[str, Any]) -> str:
+    stalled = worker["stalled"]
+    return _yes(worker["connected"]) if stalled is None else f"stalled {stalled:.0f} s"
 
 
 def _yes(value: bool | None) -> str:

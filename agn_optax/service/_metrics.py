@@ -20,6 +20,7 @@ _CENTER = [
 _WORKER = [
     ("connected", "connected", "Whether it is connected"),
     ("seen_seconds", "seen", "Seconds since it was last heard of"),
+    ("stalled_seconds", "stalled", "Seconds since its last exchange, if unusual"),
     ("staleness", "staleness", "Center updates since it had read the center, last"),
     ("message_norm", "norm", "Global norm of its last message"),
     ("period_steps", "period", "Local steps of its last round"),

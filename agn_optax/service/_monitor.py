@@ -20,6 +20,7 @@ from typing import Any
 from agn_optax import errors
 from agn_optax._internal import in_background
 from agn_optax._version import __version__
+from agn_optax.center import Recent
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import EVERYBODY
 from agn_optax.service._servicer import Servicer
@@ -32,10 +33,9 @@ MOST_EVENTS = 200
 MOST_GONE = 32  # workers that are gone and still shown, the last ones
 _MOST_TOLD = 1 << 16  # between two looks
 _LOOK = 1.0  # seconds between two looks
-_RECENT = 10  # looks at which something had happened: what a rate is of
 _SAME = 60.0  # seconds within which the same event is counted, and not said again
 _LONGEST = 500  # characters of an event
-_EACH = 32  # the staleness from which on several share a bin
+_BITS = 5  # of a staleness by which its bin is known: 16 bins from 32 to 63, and so on
 
 
 class Series:
@@ -76,30 +76,6 @@ class Series:
         return [[*column, newest] for column, newest in ends]
 
 
-class Meter:
-    """How fast some numbers grow, by the last times at which they did."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, ...]] = deque(maxlen=_RECENT)
-
-    def add(self, now: float, *totals: float) -> None:
-        """The numbers at a time, in seconds."""
-        if not self._seen or self._seen[-1][1:] != totals:
-            self._seen.append((now, *totals))
-
-    def rates(self, now: float) -> tuple[float, ...] | None:
-        """What each of them grows by a second; None as long as nobody knows."""
-        if len(self._seen) < 2:
-            return None
-        first, last = self._seen[0], self._seen[-1]
-        usual = (last[0] - first[0]) / (len(self._seen) - 1)
-        is_late = now - last[0] > 2 * max(usual, _LOOK)
-        seconds = (now if is_late else last[0]) - first[0]
-        return tuple(
-            (b - a) / seconds for a, b in zip(first[1:], last[1:], strict=True)
-        )
-
-
 @dataclasses.dataclass
 class _Known:
     """A worker that is there, or was."""
@@ -114,7 +90,6 @@ class _Known:
     steps: int = 0  # local ones, that were in them
     has_exchanged: bool = False  # since the last look
     why: str = ""  # its last message was refused
-    meter: Meter = dataclasses.field(default_factory=Meter)
     curves: dict[str, Series] = dataclasses.field(default_factory=dict)
 
 
@@ -140,9 +115,8 @@ class Monitor:
         self._bins: Counter[int] = Counter()  # of staleness, by their beginnings
         self._staleness = 0  # the sum of all
         self._exchanges = 0
-        self._totals, self._meter = Series(2), Meter()
+        self._totals, self._recent = Series(2), Recent(self._began, 2)
         self._totals.add(0.0, 0, 0)
-        self._meter.add(self._began, 0, 0)
         self._left_out = 0  # curves for which there is no room
         self._draining = False
         self._said = servicer.status(pb.StatusRequest(), EVERYBODY)
@@ -232,7 +206,6 @@ class Monitor:
         known = self._workers.get(name)
         if known is None:
             known = self._workers[name] = _Known(pb.WorkerStatus(name=name), at)
-            known.meter.add(time.monotonic(), 0, 0)
         elif not (known.gone or known.incarnation):
             # It was seen before this was heard; if it was connected, that was said.
             known.incarnation = incarnation
@@ -300,7 +273,6 @@ class Monitor:
             if known is None:  # within this process, or its life before
                 joined = at - status.joined
                 known = self._workers[name] = _Known(status, joined, is_new=False)
-                known.meter.add(now, 0, 0)
                 if status.connected:
                     self._happened(at, "joined", name, "joined")
             elif known.gone and not known.is_new:
@@ -327,7 +299,10 @@ class Monitor:
         self._said = said
         sent = said.bytes_received + said.bytes_sent
         self._totals.add(now - self._began, self._exchanges, sent)
-        self._meter.add(now, self._exchanges, sent)
+        before = self._recent.totals
+        grown = self._exchanges - before[0], sent - before[1]
+        if any(grown):
+            self._recent.add(now, *grown)
 
     def _see(self, known: _Known, status: pb.WorkerStatus, at: float) -> None:
         """A worker that is there."""
@@ -347,7 +322,6 @@ class Monitor:
                 if (series := self._curve(known, label)) is not None:
                     series.add(now - self._began, value)
         known.status, known.has_exchanged = status, False
-        known.meter.add(now, known.exchanges, known.steps)
 
     @property
     def _lease(self) -> float:
@@ -357,6 +331,8 @@ class Monitor:
         """Is the last one of those that are gone."""
         known.gone = how
         known.status.connected = known.status.waits = False
+        for each in ("exchanges_per_second", "steps_per_second", "stalled"):
+            known.status.ClearField(each)
         for series in known.curves.values():  # a gap
             series.add(time.monotonic() - self._began, math.nan)
         name = known.status.name
@@ -421,7 +397,7 @@ class Monitor:
     def _view(self) -> dict[str, Any]:
         now, said = time.monotonic(), self._said
         times, exchanges, sent = self._totals.columns()
-        rates = self._meter.rates(now) or (None, None)
+        rates = self._recent.rates(now) or (None, None)
         return {
             "release": __version__,
             "time": time.time(),
@@ -458,7 +434,7 @@ class Monitor:
                 ],
             },
             "workers": [
-                _shown(known, now)
+                _shown(known)
                 for _, known in sorted(self._workers.items(), key=lambda item: item[0])
             ],
             "curves": [
@@ -478,10 +454,13 @@ class Monitor:
         }
 
 
-def _shown(known: _Known, now: float) -> dict[str, Any]:
+def _shown(known: _Known) -> dict[str, Any]:
     """A worker, in terms of JSON."""
     status = known.status
-    rates = (None if known.gone else known.meter.rates(now)) or (None, None)
+
+    def said(name: Any) -> float | None:
+        return _plain(getattr(status, name)) if status.HasField(name) else None
+
     return {
         "name": status.name,
         "connected": status.connected,
@@ -494,24 +473,26 @@ def _shown(known: _Known, now: float) -> dict[str, Any]:
         "dropped": status.dropped,
         "refused": status.refused,
         "staleness": status.staleness if status.HasField("staleness") else None,
-        "norm": _plain(status.norm) if status.HasField("norm") else None,
+        "norm": said("norm"),
         "period": status.period,
         "transport": status.transport,
         "bytes_received": status.bytes_received,
         "bytes_sent": status.bytes_sent,
-        "exchanges_per_second": _plain(rates[0]),
-        "steps_per_second": _plain(rates[1]),
+        "exchanges_per_second": said("exchanges_per_second"),
+        "steps_per_second": said("steps_per_second"),
+        "stalled": said("stalled"),
         "reported": {n: _plain(value) for n, value in sorted(status.reported.items())},
     }
 
 
 def _bin(staleness: int) -> int:
-    """The beginning of the bin of a staleness: its own, or a power of two."""
-    return staleness if staleness < _EACH else 1 << (staleness.bit_length() - 1)
+    """Return the least staleness that shares a bin with this one."""
+    bits = max(0, staleness.bit_length() - _BITS)
+    return staleness >> bits << bits
 
 
 def _bin_end(first: int) -> int:
-    return first if first < _EACH else 2 * first - 1
+    return first + (1 << max(0, first.bit_length() - _BITS)) - 1
 
 
 def _plain(value: float | None) -> float | None:

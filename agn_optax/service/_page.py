@@ -11,8 +11,6 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import http.client
-import ipaddress
 import json
 import logging
 import math
@@ -22,14 +20,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from typing import Any, BinaryIO
+from typing import Any
 
 from agn_optax import errors
 from agn_optax._internal import extras
-from agn_optax.service import _address, _metrics
+from agn_optax.service import _address, _http, _metrics
 from agn_optax.service._access import Caller
 from agn_optax.service._monitor import Monitor
 from agn_optax.service._servicer import Servicer
@@ -43,14 +41,16 @@ _log = logging.getLogger("agn_optax")
 # What whoever opens it may take of a center.
 _MOST_CONNECTIONS = 32  # at a time; the oldest goes where there is one more
 _BACKLOG = 128  # of those that wait to be taken
-_MOST_HEAD = 16 << 10  # bytes of a request
 _PATIENCE = 10.0  # seconds for a request, or without one; and in which an answer moves
 _FRESH = 0.5  # seconds for which all get the same
 _SHARE = 0.05  # of the time, in which it is made
+_LINGERING = 1.0  # seconds for whoever still sends to hear why nobody reads it
+_MOST_UNREAD = 1 << 20  # bytes that are thrown away meanwhile
 _LEAST_PRESSED = 1 << 12  # bytes
 
 _TEXT, _HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 _HEADERS = {
+    "Server": "agn_optax",
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -132,13 +132,13 @@ class Page(Listener):
                 self._say(request, _metrics.CONTENT_TYPE, self._metrics())
         else:
             self._admit_host(request.host)
-            request.send_error(HTTPStatus.NOT_FOUND, "/, /state.json and /metrics are")
+            request.refuse(HTTPStatus.NOT_FOUND, "/, /state.json and /metrics are")
 
     def _say(
         self, request: _Request, kind: str, body: _Body, policy: str = _NOTHING
     ) -> None:
         more, sent = {"Content-Security-Policy": policy}, body.plain
-        accepted = request.headers.get("Accept-Encoding", "")
+        accepted = request.headers.get("accept-encoding", "")
         if "gzip" in accepted and len(sent) >= _LEAST_PRESSED:
             more["Content-Encoding"], sent = "gzip", body.pressed
         request.say(HTTPStatus.OK, kind, sent, more)
@@ -152,7 +152,7 @@ class Page(Listener):
         end, certificate = request.connection, b""
         if isinstance(end, ssl.SSLSocket):
             certificate = end.getpeercert(binary_form=True) or b""
-        said = request.headers.get("Authorization", "")
+        said = request.headers.get("authorization", "")
         if self.servicer.door.access is not None and not (said or certificate):
             self._admit_host(request.host)  # a page asks so before it has a token
             error = errors.NotAllowedError("this needs a token of this center")
@@ -208,160 +208,110 @@ class Page(Listener):
                         self._open[number] = end
                     with self.transfers.under_way(lambda: shut(end), 0, _PATIENCE):
                         end.do_handshake()
-                _Request(end, host, self)
+                request = _Request(end, host, self)
+                while request.answer():
+                    pass
         finally:
             self._forget(number, end if end.fileno() >= 0 else raw)
 
 
-class _Request(BaseHTTPRequestHandler):
+class _Request:
     """Requests of one connection, one after the other.
+
+    A connection goes on after an answer with what was asked for, and after no other.
 
     Args:
       end: of the connection.
       host: whence it comes.
       page: answers.
+
+    Attributes:
+      headers: of the request, by their names in lower case.
     """
 
-    protocol_version = default_request_version = "HTTP/1.1"
-    server_version, sys_version = "agn_optax", ""
-    disable_nagle_algorithm = True
-
     def __init__(self, end: socket.socket, host: str, page: Page) -> None:
-        self.host, self.page = host, page
-        super().__init__(end, host, page)  # type: ignore[arg-type]
+        self.connection, self.host, self.page = end, host, page
+        self.headers: Mapping[str, str] = {}
+        self._method, self._is_last = "", True
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile: Any = _Head(self.rfile)
-
-    def handle_one_request(self) -> None:
-        self.close_connection = True
-        self.command, self.requestline, self.request_version = "", "", "HTTP/1.1"
+    def answer(self) -> bool:
+        """Answer the next request; return whether another one may follow."""
+        self._method, self._is_last = "", True
         with self._under_way(0):
-            self.rfile.left = _MOST_HEAD
-            try:
-                self.raw_requestline = self.rfile.readline(_MOST_HEAD)
-            except http.client.LineTooLong:
-                self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
-                return
-            if not self.raw_requestline or not self.parse_request():
-                return
+            heard = _http.receive(self.connection.recv)
+        if not heard:
+            return False
         try:
-            self._answer()
+            request = _http.parse(heard, is_local=self.page.is_local)
+            self.headers = request.fields
+            self._method, self._is_last = request.method, request.is_last
+            self.page.answer(request.path, self)
+        except _http.RefusedRequestError as error:
+            self.refuse(error.status, str(error))
         except errors.NotAllowedError as error:
             code = HTTPStatus.FORBIDDEN if error.is_known else HTTPStatus.UNAUTHORIZED
-            self.send_error(code, str(error))
+            self.refuse(code, str(error))
         except errors.CenterUnreachableError as error:
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         except errors.MissingExtraError as error:
-            self.send_error(HTTPStatus.NOT_IMPLEMENTED, str(error))
+            self.refuse(HTTPStatus.NOT_IMPLEMENTED, str(error))
         except OSError:
             raise
         except Exception as error:
             _log.exception("a request for the page failed")
-            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, repr(error))
-
-    def _answer(self) -> None:
-        if self.command not in ("GET", "HEAD"):
-            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD are")
-            return
-        has_body = self.headers.get("Content-Length", "0") != "0"
-        if has_body or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # nobody reads it
-        # A name of somebody else's that leads here is a way around the browser's rules.
-        if self.page.is_local and not _is_loopback(self.headers.get("Host", "")):
-            self.send_error(
-                HTTPStatus.MISDIRECTED_REQUEST,
-                "this page is for this machine, by the names localhost or 127.0.0.1; "
-                "from another one, open it through `ssh -L`",
-            )
-            return
-        self.page.answer(self.path.partition("?")[0], self)
+            self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, repr(error))
+        return not self._is_last
 
     def say(
-        self,
-        status: HTTPStatus,
-        kind: str,
-        body: bytes,
-        headers: dict[str, str] | None = None,
+        self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str]
     ) -> None:
-        """Sends an answer."""
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in {**_HEADERS, **(headers or {})}.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
+        """Send an answer."""
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
+        fields = {
+            **_HEADERS,
+            **headers,
+            "Date": formatdate(usegmt=True),
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+        }
+        if self._is_last:
+            fields["Connection"] = "close"
+        lines += [f"{name}: {value}" for name, value in fields.items()]
+        head = "\r\n".join((*lines, "", "")).encode("ascii")
         with self._under_way(len(body)):
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+            self.connection.sendall(head + (b"" if self._method == "HEAD" else body))
 
-    def send_error(
-        self, code: int, message: str | None = None, explain: str | None = None
-    ) -> None:
-        """As the base class has it, in plain text."""
-        status = HTTPStatus(code)
-        if not (status in _GOES_ON and self.command):
-            self.close_connection = True
-        headers = {"Content-Security-Policy": _NOTHING}
-        headers.update(_GOES_ON.get(status, {}))
-        text = f"{status.value} {status.phrase}: {message or status.description}\n"
+    def refuse(self, status: HTTPStatus, why: str) -> None:
+        """Send an error, and end the connection."""
+        self._is_last = True
+        headers = {"Content-Security-Policy": _NOTHING, **_BESIDE.get(status, {})}
+        text = f"{status.value} {status.phrase}: {why}\n"
         self.say(status, _TEXT, text.encode("utf-8", "replace"), headers)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 of the base
-        del format, args  # paths of strangers are nothing for a log
+        # A socket that is closed with bytes unread takes back what it has sent.
+        with self._under_way(0, _LINGERING):
+            self.connection.shutdown(socket.SHUT_WR)
+            left = _MOST_UNREAD
+            while left > 0 and (unread := self.connection.recv(1 << 16)):
+                left -= len(unread)
 
     @contextlib.contextmanager
-    def _under_way(self, size: int) -> Iterator[None]:
-        """Ends the connection if that takes too long."""
+    def _under_way(self, size: int, patience: float | None = None) -> Iterator[None]:
+        """End the connection if that takes too long."""
 
         def cut() -> None:
             shut(self.connection)
 
-        with self.page.transfers.under_way(cut, size, _PATIENCE):
+        patience = _PATIENCE if patience is None else patience
+        with self.page.transfers.under_way(cut, size, patience):
             yield
 
 
-# After which a connection is as good as before, and what is said beside.
-_GOES_ON: dict[HTTPStatus, dict[str, str]] = {
-    HTTPStatus.NOT_FOUND: {},
-    HTTPStatus.NOT_IMPLEMENTED: {},
-    HTTPStatus.FORBIDDEN: {},
+# What is said beside an error.
+_BESIDE: dict[HTTPStatus, dict[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": 'Bearer realm="agn_optax"'},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
     HTTPStatus.METHOD_NOT_ALLOWED: {"Allow": "GET, HEAD"},
 }
-
-
-class _Head:
-    """The file of a connection, of which a request may take so much.
-
-    Attributes:
-      left: bytes.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.left = 0
-
-    def readline(self, most: int = -1) -> bytes:
-        """A line, as far as there is room for it.
-
-        Raises:
-          LineTooLong: there is none.
-        """
-        line = self._file.readline(self.left + 1)
-        del most  # is always more
-        self.left -= len(line)
-        if self.left < 0:
-            raise http.client.LineTooLong("head")
-        return line
-
-    def close(self) -> None:
-        """Closes it."""
-        self._file.close()
 
 
 class _Body:
@@ -413,16 +363,6 @@ def _policy(html: str) -> str:
         f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine as itself."""
-    name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    name = name.strip("[]").rstrip(".").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 def _listening_at(address: str) -> socket.socket:

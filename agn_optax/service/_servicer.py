@@ -25,6 +25,7 @@ from agn_optax.center import (
     Answer,
     Core,
     LocalSession,
+    Member,
     Packed,
     Version,
     let_go,
@@ -531,6 +532,7 @@ class Servicer:
                     seen=now - member.seen,
                     waits=name in waiting,
                     refused=member.refused,
+                    **_lately(member, now, waits=name in waiting),
                     **traffic.get(name, {}),
                 )
                 for name, member in sorted(members.items())
@@ -823,6 +825,17 @@ class Servicer:
         sent = schema.packed if self._packed else schema
         arrays = _trees.host_arrays(params, sent)
         return Parcel(pb.Frame(snapshot=snapshot), sent, arrays)
+
+
+def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
+    """How fast a worker is, and whether it has stalled, as its status says it."""
+    rates = member.recent.rates(now) or (None, None)
+    is_awaited = member.connected and not waits
+    return {
+        "exchanges_per_second": rates[0],
+        "steps_per_second": rates[1],
+        "stalled": member.recent.overdue(now) if is_awaited else None,
+    }
 
 
 def _unheard(*said: object) -> None:

@@ -317,7 +317,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "refused", "transport", "reported", "serves_at")
+    __slots__ = ("name", "connected", "exchanges", "dropped", "staleness", "norm", "period", "joined", "seen", "bytes_received", "bytes_sent", "waits", "refused", "transport", "reported", "serves_at", "exchanges_per_second", "steps_per_second", "stalled")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +341,9 @@ class WorkerStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     SERVES_AT_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
     name: str
     connected: bool
     exchanges: int
@@ -357,7 +360,10 @@ class WorkerStatus(_message.Message):
     transport: str
     reported: _containers.ScalarMap[str, float]
     serves_at: str
-    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ...) -> None: ...
+    exchanges_per_second: float
+    steps_per_second: float
+    stalled: float
+    def __init__(self, name: _Optional[str] = ..., connected: bool = ..., exchanges: _Optional[int] = ..., dropped: _Optional[int] = ..., staleness: _Optional[int] = ..., norm: _Optional[float] = ..., period: _Optional[int] = ..., joined: _Optional[float] = ..., seen: _Optional[float] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., waits: bool = ..., refused: _Optional[int] = ..., transport: _Optional[str] = ..., reported: _Optional[_Mapping[str, float]] = ..., serves_at: _Optional[str] = ..., exchanges_per_second: _Optional[float] = ..., steps_per_second: _Optional[float] = ..., stalled: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("version", "rule", "mode", "uptime", "parameters", "parameter_bytes", "bytes_received", "bytes_sent", "workers", "parent", "listens_at", "direct_address", "refused", "degraded", "page_address", "disk_free", "disk_needed", "center")

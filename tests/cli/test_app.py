@@ -1,13 +1,14 @@
 """The command itself: help, exit codes, records of options."""
 
 import dataclasses
+import re
 
 import pytest
 import typer
 from commands import command, fails, succeeds
 
 from agn_optax import __version__, errors
-from agn_optax.cli import _options, _status
+from agn_optax.cli import _app, _options, _status
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
 from agn_optax.engines import _run
@@ -39,6 +40,51 @@ def test_every_command_explains_itself(name, options):
     said = succeeds(name, "--help")
     for option in (*options, "--json", "--help"):
         assert option in said
+
+
+APP = typer.main.get_command(_app.app)
+
+
+def flags(command):
+    with command.make_context("agn-optax", [], resilient_parsing=True) as ctx:
+        return [each for each in command.get_params(ctx) if getattr(each, "is_flag", 0)]
+
+
+@pytest.mark.parametrize("name", ["", *APP.commands])
+def test_flags_take_no_value(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # or long names are folded
+    said = succeeds(*name.split(), "--help")
+    assert not re.search("<bool>|BOOL", said, re.IGNORECASE)
+    for each in flags(APP.commands[name] if name else APP):
+        assert all(option in said for option in (*each.opts, *each.secondary_opts))
+        # Nothing between the last name of a flag and its help but space.
+        last = (each.opts + each.secondary_opts)[-1]
+        assert re.search(rf"{last} {{2,}}{each.help.split()[0]}", said), said
+
+
+def test_flags_can_be_denied_where_that_says_something():
+    """``--no-page``, say, beside a file that has ``page = true``."""
+    denied = {
+        option.removeprefix("--no-").replace("-", "_"): command
+        for command in APP.commands.values()
+        for each in flags(command)
+        for option in each.secondary_opts
+    }
+    for kind in (RuleOptions, CenterOptions):
+        for field in dataclasses.fields(kind):
+            if "bool" in str(field.type) and not field.metadata.get("is_switch"):
+                assert field.name in denied
+    assert {"page", "direct", "nesterov"} <= denied.keys()
+    made = []
+
+    def take(center: CenterOptions) -> None:
+        made.append(center.page)
+
+    app = _app_of(take)
+    for said in ("--page", "--no-page"):
+        app([said], standalone_mode=False)
+    assert made == [True, False]
+    assert _options.taken({"page": True}, "a file", CenterOptions) == {"page": True}
 
 
 @pytest.mark.parametrize(

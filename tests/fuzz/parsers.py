@@ -20,7 +20,15 @@ from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.cli import _center_options, _options, _rules, _units
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._rules import RuleOptions
-from agn_optax.service import Access, Tls, _address, _status, _token, _x509
+from agn_optax.service import (
+    Access,
+    Tls,
+    _address,
+    _http,
+    _status,
+    _token,
+    _x509,
+)
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import why_no_token
 from agn_optax.service._connection import Connection
@@ -168,6 +176,20 @@ def _read_status(data):
 def _read_refused(data):
     error = _status.exception_in(pb.Refused.FromString(data))
     assert isinstance(error, errors.AgnOptaxError)
+
+
+REQUEST = (
+    b"GET /state.json?a=b HTTP/1.1\r\nHost: localhost:8080\r\n"
+    b"Authorization: Bearer 0123456789abcdef\r\nContent-Length: 0\r\n\r\n"
+)
+
+
+def _read_request(data):
+    read = _http.parse(data, is_local=True)
+    assert read.method in ("GET", "HEAD")
+    assert read.path.startswith("/")
+    assert _http.is_loopback(read.fields["host"])
+    assert data.endswith(b"\r\n\r\n")
 
 
 # What people write.
@@ -389,6 +411,11 @@ PARSERS = {
         (DecodeError,),
     ),
     "status": Parser([b"NameTakenError|details", b"|", b"x|y"], _read_status, ()),
+    "request": Parser(
+        [REQUEST, b"HEAD / HTTP/1.0\r\nhost:[::1]\r\n\r\n"],
+        _read_request,
+        (_http.RefusedRequestError,),
+    ),
     "address": Parser(
         [b"127.0.0.1:5000", b"[::1]:80", b"unix:/tmp/center", b"host.example:0"],
         _read_address,

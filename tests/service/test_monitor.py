@@ -14,9 +14,9 @@ from waiting import wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
-from agn_optax.service import _monitor, _servicer
+from agn_optax.service import _metrics, _monitor, _servicer
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._monitor import Meter, Series
+from agn_optax.service._monitor import Series
 
 RULE = shared.downpour()
 START = np.zeros(3, np.float32)
@@ -67,19 +67,51 @@ def test_a_series_covers_the_whole_run_with_few_points(seconds):
     assert np.ptp(gaps) <= 0.01 * seconds / 300
 
 
-def test_a_rate_is_that_of_the_last_times_and_falls_when_nothing_comes():
-    meter = Meter()
-    meter.add(0.0, 0, 0)
-    assert meter.rates(0.0) is None
-    for second in range(1, 101):
-        meter.add(second, 2 * second, 20 * second)
-        meter.add(second, 2 * second, 20 * second)  # nothing new
-    assert meter.rates(100.5) == (2.0, 20.0)
-    assert meter.rates(109.0 + 91.0)[0] == pytest.approx(18 / 109)
-    slow = Meter()
-    for minute in range(5):
-        slow.add(60.0 * minute, minute)
-    assert slow.rates(290.0) == (1 / 60,)
+def test_a_worker_that_exchanges_no_more_has_stalled():
+    """Though it is connected and gives signs of life; all who watch are told alike."""
+    with watched() as (server, monitor, center):
+        session = center.join("anna")
+        exchanged(session, 1)
+        member = server.center.core.ledger.present()["anna"]
+        now = time.monotonic()
+        with server.center.core.atomically():
+            member.recent = centers.Recent(now - 60.0, 2)
+            for second in range(60, 22, -1):
+                member.recent.add(now - second, 1, 10)
+        monitor.look()
+        anna = worker(monitor, "anna")
+        assert anna["connected"]
+        assert anna["stalled"] >= 23
+        assert anna["exchanges_per_second"] == anna["steps_per_second"] == 0
+        with service.Observer(server.address) as observer:
+            (said,) = observer.status()["workers"]
+        assert said["stalled"] >= anna["stalled"]
+        assert said["exchanges_per_second"] == 0
+        gauge = 'agn_optax_worker_stalled_seconds{worker="anna"} '
+        assert gauge in _metrics.exposition(monitor.view()).decode()
+        exchanged(session, 2, anchor=1, steps=10)
+        monitor.look()
+        anna = worker(monitor, "anna")
+        assert anna["stalled"] is None
+        assert anna["exchanges_per_second"] > 0
+        assert gauge not in _metrics.exposition(monitor.view()).decode()
+
+
+def test_who_waits_for_others_has_not_stalled():
+    mode = centers.Synchronous()
+    with watched(mode=mode) as (server, monitor, center):
+        anna, _ = center.join("anna"), center.join("bert")
+        anna.submit(1, ONES, anchor_version=0)
+        ledger = server.center.core.ledger
+        wait_until(lambda: "anna" in ledger.pending)
+        now = time.monotonic()
+        with server.center.core.atomically():
+            for member in ledger.present().values():
+                member.recent = centers.Recent(now - 60.0, 2)
+                member.recent.add(now - 59.0, 1, 10)
+        monitor.look()
+        assert worker(monitor, "anna")["stalled"] is None
+        assert worker(monitor, "bert")["stalled"] >= 59
 
 
 def test_everything_is_counted_once():
@@ -319,12 +351,20 @@ def test_what_is_not_finite_is_null():
         }
 
 
-def test_a_large_staleness_shares_a_bin():
-    assert [_monitor._bin(n) for n in (0, 31, 32, 63, 64, 1 << 40)] == [
-        *(0, 31, 32, 32, 64, 1 << 40)
-    ]
-    assert _monitor._bin_end(31) == 31
-    assert _monitor._bin_end(64) == 127
+def test_bins_of_staleness_are_narrow_and_side_by_side():
+    """A sixteenth wide, so that what 50 workers make is not one of them."""
+    first, seen = 0, set()
+    while first < 1 << 12:
+        last = _monitor._bin_end(first)
+        assert last - first < max(1, first / 16 + 1)
+        assert {_monitor._bin(n) for n in range(first, last + 1)} == {first}
+        seen.update(range(first, last + 1))
+        first = last + 1
+    assert seen == set(range(1 << 12))
+    assert len({_monitor._bin(n) for n in range(35, 65)}) > 10
+    assert _monitor._bin_end(_monitor._bin(1 << 40)) < (1 << 40) * 17 / 16
+    for n in range(20):  # metrics have powers of two
+        assert _monitor._bin(1 << n) == 1 << n
 
 
 def test_nobody_is_told_more_than_fits_and_nobody_waits(monkeypatch):

@@ -1,6 +1,7 @@
 """The page in a real browser: workers join, one is killed, and the page says so."""
 
 import contextlib
+import http.server
 import pathlib
 import shutil
 import threading
@@ -29,6 +30,7 @@ _FLAGS = (
     *("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"),
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("disable-dev-shm-usage", "lang=en-US", "window-size=1280,900"),
+    "host-resolver-rules=MAP evil.example 127.0.0.1",
 )
 
 
@@ -209,4 +211,109 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         stack.callback(again.stop)
         until(lambda: not shown.text("#banner"))
         assert shown.text("#title") == f"downpour at {again.address}"
+        assert not shown.complaints()
+
+
+class _Elsewhere(http.server.BaseHTTPRequestHandler):
+    """A site whose name will lead to this machine later."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<title>elsewhere</title>")
+
+    def log_message(self, *said):
+        pass
+
+
+# A body that is the beginning of a request, which the next request ends.
+ATTACK = """
+const done = arguments[0], heard = [];
+const body = "GET /state.json HTTP/1.1\\r\\nHost: localhost\\r\\nX: ";
+const say = async (path, more) => {
+  try {
+    const answer = await fetch(path, {cache: "no-store", ...more});
+    heard.push(answer.status + " " + await answer.text());
+  } catch (error) { heard.push(String(error)); }
+};
+(async () => {
+  for (let i = 0; i < 5; i++) {
+    await say("/", {method: "POST", body});
+    await say("/state.json");
+  }
+  done(heard);
+})();
+"""
+
+
+def test_a_page_of_another_origin_reads_nothing_of_an_open_center(browser):
+    """Its name leads to that page first, and then to the center's machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as site:
+        port = site.server_address[1]
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        try:
+            browser.get(f"http://evil.example:{port}/")
+        finally:
+            site.shutdown()
+            thread.join(LIMIT)
+    assert browser.title == "elsewhere"
+    with service.serve(RULE, START, page=f"127.0.0.1:{port}"):
+        browser.set_script_timeout(LIMIT)
+        heard = browser.execute_async_script(ATTACK)
+        assert len(heard) == 10
+        assert not [text for text in heard if "downpour" in text]
+        assert any(text.startswith("421 ") for text in heard)
+        browser.get(f"http://localhost:{port}/")
+        until(lambda: Shown(browser).text("#title").startswith("downpour at "))
+
+
+def bars(shown):
+    """What each bar of the staleness stands for, and how wide it is."""
+    script = (
+        "const chart = charts[2];"
+        "return chart.bins.map(bin => [bin.from, bin.to, bin.count])"
+    )
+    widths = shown.run(
+        "return [...document.querySelectorAll('#charts figure:nth-child(3) rect')]"
+        "  .map(bar => bar.getBoundingClientRect().width)"
+    )
+    return shown.run(script), widths
+
+
+def test_staleness_of_however_many_workers_is_more_than_one_bar(browser):
+    rng, shown = np.random.default_rng(0), Shown(browser)
+    few, many = [(0, 0), (3, 2), (49, 0), (49, 7)], [(499, 22), (4_000, 400), (0, 1e5)]
+    for mean, spread in few + many:
+        staleness = np.rint(rng.normal(mean, spread, 5000)).clip(0).astype(int)
+        staleness[:20] = np.linspace(0, mean, 20)  # when they began
+        with service.serve(RULE, START, page="127.0.0.1:0") as server:
+            for number, value in enumerate(map(int, staleness)):
+                told = ("a", "life", number + 1, 1, value, True, "")
+                server._servicer.tell("exchange", *told)
+            server._listeners["page"].monitor.look()
+            browser.get(server.page_address)
+            until(lambda: shown.find("#shown").is_displayed())
+            found, widths = bars(shown)
+        firsts, lasts, counts = np.transpose(found)
+        assert list(firsts[1:]) == list(lasts[:-1] + 1)  # side by side, none left out
+        assert 4 <= len(found) <= 48
+        assert min(widths) >= 3
+        assert sum(counts > 0.02 * 5000) >= (4 if spread else 1)
+        for first, last, count in found:
+            assert ((first <= staleness) & (staleness <= last)).sum() == count
+        assert sum(counts) == 5000
+
+
+def test_a_worker_that_has_stalled_is_not_green(browser):
+    shown = Shown(browser)
+    with service.serve(RULE, START, page="127.0.0.1:0") as server:
+        with training(server.address, "anna"):
+            browser.get(server.page_address)
+            until(lambda: "there" in shown.row("anna").get("state", ""))
+            shown.run("clearTimeout(timer); paused = true")
+            shown.run("newest.workers[0].stalled = arguments[0]; show(newest)", 23.4)
+            assert shown.row("anna")["state"] == "stalled for 23 s"
+            assert "good" not in shown.find("#rows .pill").get_attribute("class")
+            assert "1 stalled" in shown.text("#tiles")
         assert not shown.complaints()
