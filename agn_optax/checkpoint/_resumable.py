@@ -174,10 +174,10 @@ class Resumable:
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
         if not self.worker.fills_round(steps):
-            return self.worker.exchange(params, state, steps=steps, weight=weight)
+            loop = self.worker.exchange(params, state, steps=steps, weight=weight)
+            self._sends = self._sends and self.worker.is_stuck
+            return loop
         with self._sending(params, state, more=steps, weight=weight) as loop:
-            if self.worker.is_stuck:  # and has counted these steps
-                return self.worker.retry(*loop)
             return self.worker.exchange(*loop, steps=steps, weight=weight)
 
     def flush(
@@ -243,10 +243,11 @@ class Resumable:
         self, params: PyTree, state: LocalState, **about: Any
     ) -> Iterator[tuple[PyTree, LocalState]]:
         """Around an exchange of what this gives; one that is tried again is written."""
-        loop = self.worker.land(*(self._landed or (params, state)))
-        if loop[0] is not params:  # which have been donated, should the next line fail
-            self._landed = loop
-        if not self._sends:
+        loop = self._landed or (params, state)
+        if not self._sends:  # or the worker knows how far it is with that message
+            given, loop = loop, self.worker.land(*loop)
+            if loop[0] is not given[0]:  # donated, should the next line fail
+                self._landed = loop
             self._write(*loop, **about)
         self._sends = True
         try:
