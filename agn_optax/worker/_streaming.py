@@ -333,19 +333,23 @@ class StreamingWorker(Worker):
             for worker in self._workers:
                 worker._count(steps, weight)
 
-        def acts() -> Iterator[Act]:
-            if acting := self._acting():
-                self._check_state(state)
-            for p in acting:
-                yield from self._of(p, Worker._ending)
-            if acting:
-                self._give_turn_after(acting[-1])
-
-        return self._call(params, state, acts(), count)
+        return self._call(params, state, self._exchanging(), count)
 
     @property
-    def _counting(self) -> Sequence[Worker]:
-        return self._workers
+    def _counts(self) -> Any:
+        return [worker._counts for worker in self._workers]
+
+    @_counts.setter
+    def _counts(self, counts: Any) -> None:
+        for worker, each in zip(self._workers, counts, strict=True):
+            worker._counts = each
+
+    def _exchanging(self) -> Iterator[Act]:
+        acting = self._acting()
+        for p in acting:
+            yield from self._of(p, Worker._ending)
+        if acting:
+            self._give_turn_after(acting[-1])
 
     @property
     def is_stuck(self) -> bool:
@@ -400,18 +404,16 @@ class StreamingWorker(Worker):
     def _flush(
         self, params: PyTree, state: Any, fragments: Sequence[int]
     ) -> tuple[PyTree, Any]:
-        self._check_state(state)
         acts = (act for p in fragments for act in self._of(p, Worker._flushing))
         return self._call(params, state, acts)
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
-        self._check_state(state)
         acts = [
             functools.partial(self._one, p, worker._land_flying)
             for p, worker in enumerate(self._workers)
         ]
-        return self._call(params, state, iter(acts))
+        return self._call(params, state, acts)
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
         """What one fragment's worker does, as what is done to the whole tree."""
@@ -422,6 +424,7 @@ class StreamingWorker(Worker):
         self, p: int, act: Act, params: PyTree, state: StreamingState
     ) -> tuple[PyTree, StreamingState]:
         """An act of one fragment's worker."""
+        self._check_state(state)
         worker, cut, own = self._workers[p], self._cut(params), list(state.fragments)
         refused = worker.refused
         part, local = act(cut[p], own[p])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -372,18 +372,14 @@ class Worker:
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-
-        def acts() -> Iterator[Act]:
-            if self._ask_if_acting():
-                yield from self._ending()
-
-        return self._call(params, state, acts(), lambda: self._count(steps, weight))
+        count = functools.partial(self._count, steps, weight)
+        return self._call(params, state, self._exchanging(), count)
 
     def _call(
         self,
         params: PyTree,
         state: Any,
-        acts: Iterator[Act],
+        acts: Iterable[Act],
         count: Callable[[], None] = lambda: None,
     ) -> tuple[PyTree, Any]:
         """Count what a call of the loop is told, and make its acts in their order.
@@ -393,7 +389,7 @@ class Worker:
         it returned is kept, and the next call goes on from there.
         """
         kept, self._kept = self._kept, None
-        before = [(each._local_steps, each._weight) for each in self._counting]
+        before = self._counts
         try:
             if kept is None:
                 count()
@@ -406,15 +402,18 @@ class Worker:
         except BaseException:
             self._kept = kept
             if kept is None:
-                for each, counts in zip(self._counting, before, strict=True):
-                    each._local_steps, each._weight = counts
+                self._counts = before
             raise
         return params, state
 
     @property
-    def _counting(self) -> Sequence[Worker]:
-        """The workers that count local steps for this one."""
-        return (self,)
+    def _counts(self) -> Any:
+        """The local steps of the round so far, and what was said that they count."""
+        return self._local_steps, self._weight
+
+    @_counts.setter
+    def _counts(self, counts: Any) -> None:
+        self._local_steps, self._weight = counts
 
     def _count(self, steps: int, weight: float | None = None) -> None:
         """So many local steps more have been made, which count so much."""
@@ -452,8 +451,13 @@ class Worker:
             return False
         return bool(self._landing.delay or (self.overlap and self.exchanges))
 
+    def _exchanging(self) -> Iterator[Act]:
+        """What `exchange` does, if it acts at all."""
+        if self._ask_if_acting():
+            yield from self._ending()
+
     def _ending(self) -> Iterator[Act]:
-        """What `exchange` does once it acts: lands, and ends the round if it is full."""
+        """Lands, and ends the round if it is full."""
         length = self._length(self.exchanges + self._in_flight)
         yield self._land_flying
         if self._local_steps >= length:
@@ -461,7 +465,7 @@ class Worker:
             yield self._exchange
 
     def _flushing(self) -> Iterator[Act]:
-        """What `flush` does: lands, sends what the round has had, and lands."""
+        """What `flush` does: lands, sends the round as it is, and lands."""
         yield self._land_flying
         if self._local_steps or self.is_stuck:
             # Whatever the schedule says of the next round, these steps are sent.
@@ -542,7 +546,7 @@ class Worker:
 
         Args, returns and raises as `exchange`.
         """
-        return self._call(params, state, iter([self._land_flying]))
+        return self._call(params, state, [self._land_flying])
 
     def _land_flying(
         self, params: PyTree, state: LocalState
