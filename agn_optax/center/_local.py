@@ -116,7 +116,9 @@ class LocalCenter:
             packs=packs,
         )
         self.life = self.core.life
-        if rule.combine == "mean" and not isinstance(self.core.ledger.mode, Synchronous):
+        if rule.combine == "mean" and not isinstance(
+            self.core.ledger.mode, Synchronous
+        ):
             _log.warning(
                 "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
                 "combines the messages of all workers by their mean, and in mode %s n "

@@ -107,9 +107,7 @@ def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
             "by that"
         )
     if np.allclose(theirs[0], own[0], rtol=1e-3, atol=1e-6):
-        return (
-            ". Later steps differ, so it may be the momentum, a decay rate or a schedule"
-        )
+        return ". Later steps differ: it may be the momentum, a decay or a schedule"
     return ""
 
 

@@ -200,7 +200,7 @@ class Worker:
         self._paced = False  # whether a miscount was said
         # Local steps of a message, as the device has counted them, and as `exchange`
         # was told: until the device has made the number.
-        self._steps: tuple[jax.Array, int] | None = None
+        self._steps: tuple[Any, int] | None = None
         self._empty = 0  # messages in a row without local steps of `tx`
         self._message: Message | None = None  # whose answer has not been adopted
         # Buffers of a message that is over, and of the parameters it was made of: the
@@ -826,18 +826,23 @@ class Worker:
         made = int(counted)
         self._empty = 0 if made else self._empty + 1
         if made > told:
-            is_off = "its rounds are longer than its period. Call it once after every "
-            is_off += "local step, or say of how many it is: exchange(params, state, "
-            is_off += "steps=...)"
+            is_off = (
+                "its rounds are longer than its period. Call it once after every local "
+                "step, or say of how many it is: exchange(params, state, steps=...)"
+            )
         elif 0 < 2 * made <= told:  # fewer where steps are skipped, but not half
-            is_off = "its rounds are shorter than its period. Call it once after every "
-            is_off += "local step"
+            is_off = (
+                "its rounds are shorter than its period. Call it once after every "
+                "local step"
+            )
         elif self._empty >= 2 and not self.center.rule.needs_params:
-            is_off = "its messages are empty, and the center does not move. Make local "
-            is_off += "steps with worker.tx.update(grads, state, params): the record of "
-            is_off += "what is sent is made there. An optimizer of your own is the "
-            is_off += "argument inner, Worker(center, inner, ...). Only where loss "
-            is_off += "scaling has skipped all of these steps, nothing is wrong"
+            is_off = (
+                "its messages are empty, and the center does not move. Make local "
+                "steps with worker.tx.update(grads, state, params), which makes the "
+                "record that is sent; an optimizer of your own is the argument inner, "
+                "Worker(center, inner, ...). Only where loss scaling has skipped all "
+                "of these steps, nothing is wrong"
+            )
         else:
             return
         self._paced = True

@@ -215,10 +215,15 @@ def momentum(rate, momentum):
         (
             rules.diloco(optax.sgd(0.7, momentum=0.9)),
             rules.diloco(optax.sgd(0.7, momentum=0.5)),
-            ["center optimizer makes steps of", "may be the momentum, a decay rate"],
+            ["center optimizer makes steps of", "may be the momentum, a decay"],
             ["times as large"],
         ),
-        (rules.agn(optax.adam(1e-3)), rules.agn(optax.sgd(0.1)), ["steps of"], ["rate"]),
+        (
+            rules.agn(optax.adam(1e-3)),
+            rules.agn(optax.sgd(0.1)),
+            ["steps of"],
+            ["rate"],
+        ),
         (
             rules.diloco(codec=codecs.quantize(8)),
             rules.diloco(codec=codecs.quantize(4)),
