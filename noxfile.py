@@ -44,6 +44,7 @@ USES = {
     "metrics": "import prometheus_client",
     "ray": "import ray",
     "tensorboard": "import tensorboardX",
+    "all": "import flax, grain, ray, tensorboardX; from agn_optax import cli, service",
 }
 
 

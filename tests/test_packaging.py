@@ -208,6 +208,14 @@ def test_every_package_that_a_layer_imports_is_in_an_extra():
             assert found & brought, f"{layer} imports {module}"
 
 
+def test_all_is_every_extra_but_those_for_accelerators():
+    others = set(EXTRAS) - {"all", "cuda13", "tpu"}
+    wanted = {str(each) for extra in others for each in requirements(extra)}
+    assert {str(each) for each in requirements("all")} == wanted
+    (itself,) = EXTRAS["all"]
+    assert Requirement(itself).extras == others
+
+
 class TestVersions:
     """What docs/versions.md promises is what is declared and tested."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from agn_optax import errors
 from agn_optax.center._core import Core
-from agn_optax.center._ledger import Mode
+from agn_optax.center._ledger import Mode, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Refuse
 from agn_optax.center._store import CenterState
@@ -14,6 +15,7 @@ from agn_optax.center.durability import Durability
 from agn_optax.rules import Rule
 
 PyTree = Any
+_log = logging.getLogger("agn_optax")
 
 
 class LocalCenter:
@@ -25,7 +27,9 @@ class LocalCenter:
     what they have, and hold nobody up.
 
     Args:
-      rule: a record of `agn_optax.rules`.
+      rule: a record of `agn_optax.rules`. One that combines messages by their mean, as
+        ``average`` and ``diloco``, is for ``mode=Synchronous()``: in any other mode n
+        workers move the center n times as far, and the log warns of that.
       params: the first parameters, copied; None leaves it to a chief to `initialize`
         them.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
@@ -74,6 +78,12 @@ class LocalCenter:
       ...     params, state = worker.exchange(params, state)
       >>> print(center.pull().params, center.pull().version)
       [0. 1.] 1
+
+    It is a context manager, whose block ends with `close`:
+
+      >>> with agn_optax.LocalCenter(rule, jnp.zeros(2)) as center:
+      ...     print(center.version)
+      0
     """
 
     def __init__(
@@ -106,6 +116,17 @@ class LocalCenter:
             packs=packs,
         )
         self.life = self.core.life
+        if rule.combine == "mean" and not isinstance(
+            self.core.ledger.mode, Synchronous
+        ):
+            _log.warning(
+                "%s is a rule for rounds: mode=Synchronous() (--mode synchronous) "
+                "combines the messages of all workers by their mean, and in mode %s n "
+                "workers move the center n times as far, unless its optimizer is one "
+                "for messages one by one (agn_optax.center_optimizers)",
+                rule.name,
+                self.core.ledger.mode,
+            )
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
@@ -245,6 +266,12 @@ class LocalCenter:
         directory.
         """
         self.core.close(reason)
+
+    def __enter__(self) -> LocalCenter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         is_there = self.core.is_initialized

@@ -12,6 +12,7 @@ are made anew.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,20 @@ from agn_optax.worker import StreamingWorker, Worker
 PyTree = Any
 
 
+def _taken() -> frozenset[str]:
+    """Return the names that mean something else where checkpoints go through."""
+    arguments = [
+        name
+        for function in (_save.load, _save.Rotation.write)
+        for name, argument in inspect.signature(function).parameters.items()
+        if argument.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    return frozenset([*arguments, "center", "worker", _save.ABOUT]) - {"self"}
+
+
+_TAKEN = _taken()
+
+
 class Resumable:
     """A `Worker` that goes on where it was, whenever and however its process ended.
 
@@ -39,8 +54,12 @@ class Resumable:
     process with a `agn_optax.center.Journal`, or one in this process and of this worker
     alone, which is then saved with it. Of a center in shards this is said of each. A
     worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each of them,
-    before which those that are on their way land, be it before their delay is over. A
-    center that was started anew without all that was exchanged says so, and refuses to
+    before which those that are on their way land, be it before their delay is over.
+    With a ``delay``, samples of the local steps between a message and its landing count
+    by the share ``mixing``, as they do without checkpoints: landing replaces the rest
+    of the worker's own progress. That holds for rules that send displacements and adopt
+    the center after the message, such as downpour and diloco. A center that was started
+    anew without all that was exchanged says so, and refuses to
     go on. A power failure may take the last checkpoints, for not all of their files are
     synced.
 
@@ -55,6 +74,7 @@ class Resumable:
       **beside: what is saved with it, by name: what is a checkpointable of Orbax itself
         and is loaded in place, such as a Grain iterator; or a dict of arrays (batch
         statistics, random keys), which is saved as it is then, and filled by `start`.
+        Some names are taken: ``center``, and arguments of `load` and of what writes.
 
     Attributes:
       worker: the worker.
@@ -62,7 +82,7 @@ class Resumable:
       checkpoints: the files.
 
     Raises:
-      InvalidArgumentError: ``keep`` is not positive.
+      InvalidArgumentError: ``keep`` is not positive, or a name is taken.
       MissingExtraError: Orbax is not installed.
       InvalidTypeError: ``worker`` is not a worker.
 
@@ -98,6 +118,12 @@ class Resumable:
     ) -> None:
         check.instance(worker, Worker, "worker must be an agn_optax.Worker")
         check.whole_number(keep, "keep", least=1, optional=False)
+        for name in beside:
+            if name in _TAKEN or name.startswith("center-"):
+                raise errors.InvalidArgumentError(
+                    f"what is saved beside the worker cannot be named {name!r}: names "
+                    f"that are taken are {', '.join(sorted(_TAKEN))} and center-NUMBER"
+                )
         self.worker = worker
         self.resumed = False
         self._beside = beside
@@ -174,10 +200,10 @@ class Resumable:
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
         if not self.worker.fills_round(steps):
-            return self.worker.exchange(params, state, steps=steps, weight=weight)
+            loop = self.worker.exchange(params, state, steps=steps, weight=weight)
+            self._sends = self._sends and self.worker.is_stuck
+            return loop
         with self._sending(params, state, more=steps, weight=weight) as loop:
-            if self.worker.is_stuck:  # and has counted these steps
-                return self.worker.retry(*loop)
             return self.worker.exchange(*loop, steps=steps, weight=weight)
 
     def flush(
@@ -243,10 +269,11 @@ class Resumable:
         self, params: PyTree, state: LocalState, **about: Any
     ) -> Iterator[tuple[PyTree, LocalState]]:
         """Around an exchange of what this gives; one that is tried again is written."""
-        loop = self.worker.land(*(self._landed or (params, state)))
-        if loop[0] is not params:  # which have been donated, should the next line fail
-            self._landed = loop
-        if not self._sends:
+        loop = self._landed or (params, state)
+        if not self._sends:  # or the worker knows how far it is with that message
+            given, loop = loop, self.worker.land(*loop)
+            if loop[0] is not given[0]:  # donated, should the next line fail
+                self._landed = loop
             self._write(*loop, **about)
         self._sends = True
         try:

@@ -26,7 +26,7 @@ from agn_optax.towers import Towers
 from agn_optax.worker import Worker
 
 PyTree = Any
-_ABOUT = "agn_optax"  # the name under which a checkpoint says what is in it
+ABOUT = "agn_optax"  # the name under which a checkpoint says what is in it
 _FILE = "about.json"
 _FORMAT = 1
 
@@ -57,8 +57,8 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
       >>> sorted(agn_optax.checkpoint.checkpointables(center=center))
       ['agn_optax', 'center']
     """
-    if _ABOUT in parts:
-        raise errors.InvalidArgumentError(f"the name {_ABOUT!r} is taken; use another")
+    if ABOUT in parts:
+        raise errors.InvalidArgumentError(f"the name {ABOUT!r} is taken; use another")
     saved, about = {}, {}
     for name, value in parts.items():
         part = as_part(value)
@@ -69,7 +69,7 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
         said |= {"kind": part.kind, "leaves": _tree.describe(tree)}
         about[name], saved[name] = said, _tree.nested(tree)
     whole = {"format": _FORMAT, "release": __version__, "parts": about}
-    return {**saved, _ABOUT: _About(json.dumps(whole))}
+    return {**saved, ABOUT: _About(json.dumps(whole))}
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -238,8 +238,8 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
       DurabilityError: there is none, or it is not one of ours.
     """
     try:
-        kept = orbax().load_checkpointables(folder, {_ABOUT: _About()})
-        whole = json.loads(kept[_ABOUT].text)
+        kept = orbax().load_checkpointables(folder, {ABOUT: _About()})
+        whole = json.loads(kept[ABOUT].text)
     except (OSError, KeyError, ValueError) as error:
         raise errors.DurabilityError(
             f"there is no checkpoint of agn_optax in {folder}: {error}"

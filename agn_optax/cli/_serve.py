@@ -11,7 +11,6 @@ import jax
 import typer
 
 from agn_optax import errors, launch, service
-from agn_optax.center import Synchronous
 from agn_optax.cli import _center_options, _export, _options, _rules
 from agn_optax.cli._center_options import CenterOptions
 from agn_optax.cli._notify import notify
@@ -39,13 +38,6 @@ def serve(
     center = _options.filled(center, values)
     made = _rules.make(_options.filled(rule, values))
     settings = _center_options.settings(center)
-    if made.combine == "mean" and not isinstance(settings["mode"], Synchronous):
-        typer.echo(
-            f"{made.name} is a rule for rounds: --mode synchronous combines the "
-            "messages of all workers by their mean, and in this mode n workers move "
-            "the center n times as far",
-            err=True,
-        )
     if center.save is not None:
         _export.check(center.save)
     address = str(settings.get("address", ":0"))

@@ -45,34 +45,91 @@ def fingerprint(rule: Rule) -> Fingerprint:
     return prints
 
 
-def _numbers(part: Callable[[Rule], PyTree], rule: Rule) -> list[float]:
+def _numbers(part: Callable[[Any], PyTree], rule: Rule | None) -> list[float]:
     values = jax.jit(functools.partial(part, rule))()
     return [float(x) for leaf in jax.tree.leaves(values) for x in np.ravel(leaf)]
 
 
 def difference(theirs: Fingerprint, rule: Rule) -> str | None:
-    """What differs first between another rule and this one, in words; or None."""
-    for part, mine in fingerprint(rule).items():
-        if part not in theirs:
-            continue
-        other = theirs[part]
-        if part in SETTINGS:
-            if mine != other:
-                return f"its {part} is {other!r}, and here it is {mine!r}"
-        elif len(mine) != len(other) or not np.allclose(
-            mine, other, rtol=1e-4, atol=1e-6, equal_nan=True
-        ):
-            what = {"center": "center optimizer"}.get(part, part)
-            return (
-                f"its {what} makes {_show(other)} of the probe, and here it makes "
-                f"{_show(mine)}"
-            )
-    return None
+    """Return what differs between another rule and this one, in words; or None.
+
+    All parts that differ are named, with both values or the first numbers of both.
+    """
+    mine = fingerprint(rule)
+    found = {
+        part: _part_difference(part, theirs[part], value)
+        for part, value in mine.items()
+        if part in theirs and not _is_same(part, theirs[part], value)
+    }
+    if "name" in found:  # all else follows from that
+        return found["name"]
+    if "codec" in found:
+        found.pop("encoding", None)
+        found.pop("answers", None)
+    return "; ".join(found.values()) or None
+
+
+def _is_same(part: str, other: Any, mine: Any) -> bool:
+    if part in SETTINGS:
+        return bool(mine == other)
+    return len(mine) == len(other) and np.allclose(
+        mine, other, rtol=1e-4, atol=1e-6, equal_nan=True
+    )
+
+
+def _part_difference(part: str, other: Any, mine: Any) -> str:
+    if part in SETTINGS:
+        return f"its {part} is {other!r}, and here it is {mine!r}"
+    if part == "center" and len(other) == len(mine):
+        start = _numbers(lambda rule: _probe(_CENTER), None)
+        theirs, own = (
+            np.diff(np.reshape([*start, *each], (-1, len(start))), axis=0)
+            for each in (other, mine)
+        )
+        return (
+            f"its center optimizer makes steps of {_show(theirs[0])} on the probe, and "
+            f"here they are {_show(own[0])}{_guess(theirs, own)}"
+        )
+    what = {"center": "center optimizer"}.get(part, part)
+    factor = _factor(np.asarray(other), np.asarray(mine))
+    guess = "" if factor is None else f", {factor:.4g} times as much"
+    return (
+        f"its {what} makes {_show(other)} of the probe{guess}, and here it makes "
+        f"{_show(mine)}"
+    )
+
+
+def _guess(theirs: np.ndarray, own: np.ndarray) -> str:
+    """Return what two sequences of steps may differ by: rows, first step first."""
+    if (factor := _factor(theirs, own)) is not None:
+        return (
+            f": each is {factor:.4g} times as large as here, so the rates may differ "
+            "by that"
+        )
+    if np.allclose(theirs[0], own[0], rtol=1e-3, atol=1e-6):
+        return ". Later steps differ: it may be the momentum, a decay or a schedule"
+    return ""
+
+
+def _factor(theirs: np.ndarray, own: np.ndarray) -> float | None:
+    """Return by how much each of some numbers is larger; None if it is not one."""
+    size = float(np.sum(own * own)) if theirs.shape == own.shape else 0.0
+    if not (size > 0 and np.isfinite(size)):
+        return None
+    factor = float(np.sum(theirs * own)) / size
+    # Steps are differences of float32 numbers near 1.
+    is_one = np.allclose(theirs, factor * own, rtol=1e-2, atol=1e-6)
+    return factor if is_one and abs(factor - 1) > 1e-3 else None
 
 
 def _show(numbers: Any) -> str:
-    shown = ", ".join(f"{number:.6g}" for number in numbers[:4])
+    if not len(numbers):
+        return "nothing"
+    shown = ", ".join(f"{number:.4g}" for number in numbers[:4])
     return f"[{shown}, ...]" if len(numbers) > 4 else f"[{shown}]"
+
+
+_CENTER = 2.0  # the seed of the probe's center
 
 
 def _probe(seed: float) -> PyTree:
@@ -129,7 +186,7 @@ def _penalty(rule: Rule) -> PyTree:
 
 
 def _center(rule: Rule) -> PyTree:
-    center = _probe(2.0)
+    center, after = _probe(_CENTER), []
     state = rule.center.init(center)
     for staleness, seed in enumerate((3.0, 4.0, 5.0)):
         said = {"staleness": staleness, "since": 1, "workers": 3}
@@ -137,4 +194,5 @@ def _center(rule: Rule) -> PyTree:
         message = discounted(rule, _probe(seed), **extra_args)
         updates, state = rule.center.update(message, state, center, **extra_args)
         center = optax.apply_updates(center, updates)
-    return center
+        after.append(center)
+    return after

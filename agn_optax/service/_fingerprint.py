@@ -23,7 +23,7 @@ def compare(theirs: Any, rule: Rule, address: str) -> None:
     """The rule of a center is this one.
 
     Raises:
-      RuleMismatchError: it is not; names what differs first.
+      RuleMismatchError: it is not; names the parts that differ.
     """
     others = {
         each.part: each.setting if each.part in rules.SETTINGS else tuple(each.numbers)

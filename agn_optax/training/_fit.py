@@ -77,7 +77,8 @@ def fit(
       directory: of the checkpoints of this worker, or of these towers, alone; None for
         none.
       progress: whether to show the records: on a terminal with rich if that is
-        installed, else as lines of the logger ``agn_optax``, at level info.
+        installed, each in the place of the one before, of which the last one stays;
+        else as lines of the logger ``agn_optax``, at level info.
 
     Returns:
       State, the last record, and the number of local steps.

@@ -15,14 +15,29 @@ Show = Callable[[int, Mapping[str, float]], None]
 
 @contextlib.contextmanager
 def showing(progress: bool) -> Iterator[Show]:
-    """A function that shows a record, as a callback gets it."""
+    """A function that shows a record, as a callback gets it.
+
+    On a terminal each record takes the place of the one before, and the last one stays.
+    """
     if not progress:
         yield lambda step, metrics: None
     elif importlib.util.find_spec("rich") is not None and sys.stderr.isatty():
         from rich.console import Console  # noqa: PLC0415 only where it is used
+        from rich.text import Text  # noqa: PLC0415
 
-        with Console(stderr=True).status("training") as status:
-            yield lambda step, metrics: status.update(_line(step, metrics))
+        console, last = Console(stderr=True), Text()
+
+        def show(step: int, metrics: Mapping[str, float]) -> None:
+            nonlocal last
+            last = Text(_line(step, metrics))  # as it is: names are no markup
+            status.update(last)
+
+        try:
+            with console.status("training") as status:
+                yield show
+        finally:
+            if last:
+                console.print(last, soft_wrap=True)
     else:
         yield lambda step, metrics: _log.info(_line(step, metrics))
 

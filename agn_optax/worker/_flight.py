@@ -44,9 +44,11 @@ class Message:
         """Sends it, and waits for the answer."""
         return self.sent()
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether it has come back from its way, or its flight has failed."""
+    def ask_if_answered(self) -> bool:
+        """Return whether it has come back from its way, or its flight has failed.
+
+        A worker of several processes communicates: all of them must ask at once.
+        """
         assert self.flight is not None
         return self.flight.done()
 

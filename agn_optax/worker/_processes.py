@@ -211,9 +211,8 @@ class ToldMessage(Message):
         else:
             self.flight = concurrent.futures.Future()  # of which nothing is heard here
 
-    @property
-    def is_answered(self) -> bool:
-        return bool(_agreed(super().is_answered))
+    def ask_if_answered(self) -> bool:
+        return bool(_agreed(super().ask_if_answered()))
 
     def land(self) -> Snapshot:
         return cast(Snapshot, self.session.snapshot(super().land))

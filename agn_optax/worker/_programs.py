@@ -119,6 +119,13 @@ def programs(
         anchor = trees.copy(center) if keep_anchor else None
         return params, init(params)._replace(anchor=anchor)
 
+    def contribute(
+        state: LocalState, params: PyTree, anchor: PyTree
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        # The steps are returned because the state is donated when an answer is adopted.
+        contribution, codec_state = rounds.contribute(rule, state, params, anchor)
+        return contribution, codec_state, state.local_steps
+
     def adopt(
         params: PyTree, state: LocalState, center: PyTree
     ) -> tuple[PyTree, LocalState]:
@@ -196,7 +203,7 @@ def programs(
         # Whether contributions or answers read the anchor, and the state has none.
         holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
-        contribute=jax.jit(functools.partial(rounds.contribute, rule)),
+        contribute=jax.jit(contribute),
         codec_error=jax.jit(functools.partial(rounds.codec_error, rule)),
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),

@@ -8,8 +8,9 @@ what they share: the local phase, and whose turn it is.
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from agn_optax._internal import check, trees
 from agn_optax.center import Center, ShardedCenter
 from agn_optax.round import Fragments, LocalState, parts
 from agn_optax.worker._programs import InnerState, Landing, check_local, sound
-from agn_optax.worker._worker import Callback, Worker, WorkerState
+from agn_optax.worker._worker import Act, Callback, Worker, WorkerState
 
 PyTree = Any
 
@@ -128,7 +129,7 @@ class StreamingWorker(Worker):
         )
         self._next = 0  # whose turn it is first
         # Of a call that was broken off: what some fragments have been given back.
-        self._kept: tuple[PyTree, StreamingState] | None = None
+        self._kept = None
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
@@ -297,7 +298,7 @@ class StreamingWorker(Worker):
     @property
     def due(self) -> bool:
         """As `Worker.due`, of any fragment."""
-        return any(worker.due for worker in self._workers)
+        return self._kept is not None or any(worker.due for worker in self._workers)
 
     def next_full(self, steps: int) -> int | None:
         """The fragment that `exchange` sends with so many local steps more, or None."""
@@ -327,30 +328,37 @@ class StreamingWorker(Worker):
         self._check_called_from_python(_local(state))
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        for worker in self._workers:
-            worker._count(steps, weight)
+
+        def count() -> None:
+            for worker in self._workers:
+                worker._count(steps, weight)
+
+        return self._call(params, state, self._exchanging(), count)
+
+    @property
+    def _counts(self) -> Any:
+        return [worker._counts for worker in self._workers]
+
+    @_counts.setter
+    def _counts(self, counts: Any) -> None:
+        for worker, each in zip(self._workers, counts, strict=True):
+            worker._counts = each
+
+    def _exchanging(self) -> Iterator[Act]:
         acting = self._acting()
-        if not acting:
-            return params, state
-        params, state = self._each(Worker._act, params, state, acting)
-        self._give_turn_after(acting[-1])
-        return params, state
+        for p in acting:
+            yield from self._of(p, Worker._ending)
+        if acting:
+            self._give_turn_after(acting[-1])
 
     @property
     def is_stuck(self) -> bool:
         """As `Worker.is_stuck`, of any fragment."""
         return any(worker.is_stuck for worker in self._workers)
 
-    def retry(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """As `exchange` where it `is_stuck`, and no local step was made since."""
-        stuck = [p for p in self._order if self._workers[p].is_stuck][:1]
-        params, state = self._each(Worker.retry, params, state, stuck)
-        self._give_turn_after(stuck[0])
-        return params, state
-
     def _acting(self) -> list[int]:
         """The fragments that one call is about: what lands, and what is sent."""
-        now = [p for p in self._order if self._workers[p]._acts]
+        now = [p for p in self._order if self._workers[p]._ask_if_acting()]
         landing = [p for p in now if self._workers[p]._in_flight][:1]
         if not landing or self._workers[landing[0]].fills_round(0):  # it is sent, too
             return now[:1]
@@ -374,7 +382,7 @@ class StreamingWorker(Worker):
         different times.
         """
         self.check_flush(steps, weight)
-        return self._each(Worker.flush, params, state, range(len(self._workers)))
+        return self._flush(params, state, range(len(self._workers)))
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """As `Worker.check_flush`: neither of them can be told."""
@@ -389,47 +397,40 @@ class StreamingWorker(Worker):
         self, fragment: int, params: PyTree, state: Any
     ) -> tuple[PyTree, Any]:
         """Exchanges one fragment now: for who knows that its turn has been."""
-        params, state = self._each(Worker.flush, params, state, [fragment])
+        params, state = self._flush(params, state, [fragment])
         self._give_turn_after(fragment)
         return params, state
 
+    def _flush(
+        self, params: PyTree, state: Any, fragments: Sequence[int]
+    ) -> tuple[PyTree, Any]:
+        acts = (act for p in fragments for act in self._of(p, Worker._flushing))
+        return self._call(params, state, acts)
+
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
-        flying = [p for p, worker in enumerate(self._workers) if worker._in_flight]
-        return self._each(Worker.land, params, state, flying)
+        acts = [
+            functools.partial(self._one, p, worker._land_flying)
+            for p, worker in enumerate(self._workers)
+        ]
+        return self._call(params, state, acts)
 
-    def _each(
-        self,
-        act: Callable[..., tuple[PyTree, LocalState]],
-        params: PyTree,
-        state: Any,
-        fragments: Sequence[int],
-    ) -> tuple[PyTree, Any]:
-        """``act(worker, params, state)`` of some fragments."""
-        kept, self._kept = self._kept, None
-        if kept is not None:  # the loop's arrays have been donated
-            params, state = kept
-        self._check_state(state)
-        for p in fragments:
-            try:
-                params, state = self._one(p, act, params, state)
-            except BaseException:
-                self._kept = kept
-                raise
-            kept = params, state
-        return params, state
+    def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
+        """What one fragment's worker does, as what is done to the whole tree."""
+        for act in acts(self._workers[p]):
+            yield functools.partial(self._one, p, act)
 
     def _one(
-        self,
-        p: int,
-        act: Callable[..., tuple[PyTree, LocalState]],
-        params: PyTree,
-        state: StreamingState,
+        self, p: int, act: Act, params: PyTree, state: StreamingState
     ) -> tuple[PyTree, StreamingState]:
-        """``act(worker, params, state)`` of one fragment."""
+        """An act of one fragment's worker."""
+        self._check_state(state)
         worker, cut, own = self._workers[p], self._cut(params), list(state.fragments)
         refused = worker.refused
-        cut[p], own[p] = act(worker, cut[p], own[p])
+        part, local = act(cut[p], own[p])
+        if part is cut[p] and local is own[p]:
+            return params, state
+        cut[p], own[p] = part, local
         params, inner_state = parts.join(cut), state.inner_state
         if worker.refused > refused:  # it may be that which made it so
             inner_state = self._mend_inner(inner_state, params)

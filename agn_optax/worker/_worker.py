@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,8 @@ from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import AT_ONCE, Left, programs
 
 PyTree = Any
+# Part of a call: the loop's parameters and state, and those with which to go on.
+Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
 # Told of something, with its number and what there is to say of it.
 Callback = Callable[[int, Mapping[str, float]], object]
 _log = logging.getLogger("agn_optax")
@@ -195,7 +197,11 @@ class Worker:
         self._knows_anchor = True  # whether it is of this life of the center
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
-        self._paced = False  # whether that was said
+        self._paced = False  # whether a miscount was said
+        # Local steps of a message, as the device has counted them, and as `exchange`
+        # was told: until the device has made the number.
+        self._steps: tuple[Any, int] | None = None
+        self._empty = 0  # messages in a row without local steps of `tx`
         self._message: Message | None = None  # whose answer has not been adopted
         # Buffers of a message that is over, and of the parameters it was made of: the
         # next one that departs is written over them.
@@ -203,6 +209,9 @@ class Worker:
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
         self._weight: float | None = None  # said of the round
+        # Parameters and state of a call that raised after it had donated those that
+        # it was given: what the next call goes on from.
+        self._kept: tuple[PyTree, Any] | None = None
 
     def __repr__(self) -> str:
         """Its name and rule, and how far it is."""
@@ -305,6 +314,8 @@ class Worker:
         For loops whose arrays must be brought together first, such as those of
         `Towers`: on the other steps `exchange` returns whatever it is given.
         """
+        if self._kept is not None:
+            return True
         lands = self._in_flight and self._local_steps + 1 >= self._landing.delay
         return lands or self.fills_round(1)
 
@@ -322,15 +333,18 @@ class Worker:
         is traced. On the other steps it returns what it was given, at the cost of a few
         comparisons.
         An exchange donates ``params`` and ``state``: go on with what is returned. If it
-        raises, nothing has changed, and the next call tries again. If the center was
-        unreachable, that sends the same message again, and local steps that were made
-        after the first attempt are lost when the answer is adopted.
+        raises, nothing has changed: ``steps`` and ``weight`` are not counted, so the
+        same call again tries again. If the center was unreachable, that sends the same
+        message again, and local steps that were made after the first attempt are lost
+        when the answer is adopted. If an answer had been adopted before the error, the
+        arrays are donated but not lost: the same call again goes on from there.
 
         Args:
           params: the parameters after the local step.
           state: the state after the local step.
-          steps: local steps since the last call, if a compiled function makes several
-            (`jax.lax.scan`). The round ends at the first call with which it is full.
+          steps: local steps since the last call that returned, if a compiled function
+            makes several (`jax.lax.scan`). The round ends at the first call with which
+            it is full.
           weight: what these local steps count, such as their tokens or samples, a
             positive number of Python's or NumPy's. The message says the sum of its
             round, for center optimizers that ask for it, and where messages of a round
@@ -358,8 +372,48 @@ class Worker:
         self._check_called_from_python(state)
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
-        self._count(steps, weight)
-        return self._act(params, state) if self._acts else (params, state)
+        count = functools.partial(self._count, steps, weight)
+        return self._call(params, state, self._exchanging(), count)
+
+    def _call(
+        self,
+        params: PyTree,
+        state: Any,
+        acts: Iterable[Act],
+        count: Callable[[], None] = lambda: None,
+    ) -> tuple[PyTree, Any]:
+        """Count what a call of the loop is told, and make its acts in their order.
+
+        A call that raises can be made again with the same. Nothing is counted twice;
+        and where an act before the one that raised has donated the loop's arrays, what
+        it returned is kept, and the next call goes on from there.
+        """
+        kept, self._kept = self._kept, None
+        before = self._counts
+        try:
+            if kept is None:
+                count()
+            else:  # it was counted by the call that this one goes on with
+                params, state = kept
+            for act in acts:
+                loop = act(params, state)
+                if loop[0] is not params or loop[1] is not state:
+                    kept = params, state = loop
+        except BaseException:
+            self._kept = kept
+            if kept is None:
+                self._counts = before
+            raise
+        return params, state
+
+    @property
+    def _counts(self) -> Any:
+        """The local steps of the round so far, and what was said that they count."""
+        return self._local_steps, self._weight
+
+    @_counts.setter
+    def _counts(self, counts: Any) -> None:
+        self._local_steps, self._weight = counts
 
     def _count(self, steps: int, weight: float | None = None) -> None:
         """So many local steps more have been made, which count so much."""
@@ -369,9 +423,11 @@ class Worker:
         if weight is not None:
             self._weight = (self._weight or 0.0) + weight
 
-    @property
-    def _acts(self) -> bool:
-        """Whether there is something to do, after the local steps made so far."""
+    def _ask_if_acting(self) -> bool:
+        """Return whether there is something to do after the local steps made so far.
+
+        A worker of several processes communicates: all of them must ask at once.
+        """
         message = self._message
         if message is None or self.is_stuck:
             return self.fills_round(0)
@@ -381,16 +437,12 @@ class Worker:
         if self._patience is not None:
             patience = max(self._patience, delay, 1)
         made = self._local_steps
-        return made >= patience or (made >= delay and message.is_answered)
+        return made >= patience or (made >= delay and message.ask_if_answered())
 
     @property
     def is_stuck(self) -> bool:
         """Whether it has a message that did not come through, to be sent again."""
         return self._message is not None and self._message.flight is None
-
-    def retry(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """As `exchange` where it `is_stuck`, and no local step was made since."""
-        return self._exchange(params, state)
 
     @property
     def _departs(self) -> bool:
@@ -399,15 +451,26 @@ class Worker:
             return False
         return bool(self._landing.delay or (self.overlap and self.exchanges))
 
-    def _act(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Does it: as `exchange` after the local steps that were counted."""
+    def _exchanging(self) -> Iterator[Act]:
+        """What `exchange` does, if it acts at all."""
+        if self._ask_if_acting():
+            yield from self._ending()
+
+    def _ending(self) -> Iterator[Act]:
+        """Lands, and ends the round if it is full."""
         length = self._length(self.exchanges + self._in_flight)
-        if self._in_flight:
-            params, state = self._land(params, state)
-        if self._local_steps < length:
-            return params, state
-        self._length(self.exchanges + 1)  # no exchange if the next round cannot begin
-        return self._exchange(params, state)
+        yield self._land_flying
+        if self._local_steps >= length:
+            self._length(self.exchanges + 1)  # or the next round cannot begin
+            yield self._exchange
+
+    def _flushing(self) -> Iterator[Act]:
+        """What `flush` does: lands, sends the round as it is, and lands."""
+        yield self._land_flying
+        if self._local_steps or self.is_stuck:
+            # Whatever the schedule says of the next round, these steps are sent.
+            yield self._exchange
+        yield self._land_flying
 
     def report(self, **numbers: Any) -> None:
         """Numbers of this worker's own, such as its loss, for whoever watches.
@@ -463,14 +526,12 @@ class Worker:
         self._require_start()
         self._check_called_from_python(state)
         weight = self.check_flush(steps, weight)
-        self._local_steps = self._local_steps if steps is None else steps
-        self._weight = self._weight if weight is None else weight
-        if self._in_flight:
-            params, state = self._land(params, state)
-        if self._local_steps:
-            # Whatever the schedule says of the next round, these steps are sent.
-            params, state = self._exchange(params, state)
-        return self.land(params, state)
+
+        def count() -> None:
+            self._local_steps = self._local_steps if steps is None else steps
+            self._weight = self._weight if weight is None else weight
+
+        return self._call(params, state, self._flushing(), count)
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """The weight, as Python's own, if `flush` can be told both of these."""
@@ -485,6 +546,12 @@ class Worker:
 
         Args, returns and raises as `exchange`.
         """
+        return self._call(params, state, [self._land_flying])
+
+    def _land_flying(
+        self, params: PyTree, state: LocalState
+    ) -> tuple[PyTree, LocalState]:
+        """Waits for the answer of an exchange that is in flight, if one is."""
         return self._land(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
@@ -493,7 +560,7 @@ class Worker:
         What was not exchanged is lost: call `flush` before, if it matters. A ``with
         worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
-        self._anchor = self._spare = None
+        self._anchor = self._spare = self._kept = None
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
@@ -530,6 +597,7 @@ class Worker:
                 f"worker {self.name!r} has an exchange that has not ended, which "
                 "cannot be saved: land() or flush() before"
             )
+        params, state = self._kept or (params, state)
         return WorkerState(
             params,
             state,
@@ -600,10 +668,10 @@ class Worker:
             return self._depart(params, state)
         if message is None:
             measured = self._measured(params, state)
-            contribution, codec_state = self._programs.contribute(
+            contribution, codec_state, made = self._programs.contribute(
                 state, params, anchor.params
             )
-            message = self._new_message(contribution, measured, codec_state)
+            message = self._new_message(contribution, made, measured, codec_state)
             self._message = message
         if message.answer is None:
             try:
@@ -618,7 +686,6 @@ class Worker:
             except errors.AgnOptaxError:
                 self._message = None  # it was refused, and is not to be sent again
                 raise
-        self._check_pace(state)
         answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
         if answer.refused:
@@ -667,10 +734,13 @@ class Worker:
     def _new_message(
         self,
         contribution: PyTree,
+        made: jax.Array,
         measured: dict[str, Any],
         codec_state: PyTree = None,
     ) -> Message:
         anchor, session = self._require_start()
+        if self._steps is None:
+            self._steps = made, self._local_steps
         arguments = (self._sent + 1, contribution)
         more = {
             "anchor_version": anchor.version,
@@ -680,11 +750,11 @@ class Worker:
         }
         if self._programs.follows and self._knows_anchor:
             more["anchor"] = anchor.params
-        made = (contribution, measured, codec_state)
+        kept = (contribution, measured, codec_state)
         if isinstance(session, ToldSession):
             send = functools.partial(session.exchange_alone, *arguments, **more)
-            return ToldMessage(send, *made, session=session)
-        return Message(functools.partial(session.exchange, *arguments, **more), *made)
+            return ToldMessage(send, *kept, session=session)
+        return Message(functools.partial(session.exchange, *arguments, **more), *kept)
 
     @property
     def _in_flight(self) -> bool:
@@ -695,7 +765,7 @@ class Worker:
         anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
         if spare is None:
-            contribution, _ = self._programs.contribute(state, params, anchor.params)
+            contribution, *_ = self._programs.contribute(state, params, anchor.params)
             kept = params if self._programs.keeps_left else None
             spare = trees.copy((contribution, kept))
         measured = self._measured(params, state)
@@ -704,7 +774,7 @@ class Worker:
         )
         for leaf in jax.tree.leaves(contribution):
             leaf.copy_to_host_async()
-        self._take_off(self._new_message(contribution, measured), left)
+        self._take_off(self._new_message(contribution, left.steps, measured), left)
         return params, state
 
     def _take_off(self, message: Message, left: Left) -> None:
@@ -742,23 +812,43 @@ class Worker:
             self._spare = message.contribution, left.params
         return params, state
 
-    def _check_pace(self, state: LocalState) -> None:
-        """Whether `exchange` is told of every local step, if that is known by now."""
-        steps: Any = state.local_steps
-        if self._paced or not steps.is_ready():  # it is, where one waits for answers
+    def _check_steps(self) -> None:
+        """Warn where the local steps of a message are not those that were told.
+
+        Of steps that an optimizer of the caller's own has made, the record has nothing,
+        and the center gets nothing. That is no error: loss scaling may skip all steps
+        of a round, or of some.
+        """
+        # A number that the device has yet to make is looked at after a later exchange.
+        if self._paced or self._steps is None or not self._steps[0].is_ready():
             return
-        made, told = int(steps), self._local_steps
+        (counted, told), self._steps = self._steps, None
+        made = int(counted)
+        self._empty = 0 if made else self._empty + 1
         if made > told:
-            is_off = "longer than its period. Call it once after every local step, or "
-            is_off += "say of how many it is: exchange(params, state, steps=...)"
+            is_off = (
+                "its rounds are longer than its period. Call it once after every local "
+                "step, or say of how many it is: exchange(params, state, steps=...)"
+            )
         elif 0 < 2 * made <= told:  # fewer where steps are skipped, but not half
-            is_off = "shorter than its period. Call it once after every local step"
+            is_off = (
+                "its rounds are shorter than its period. Call it once after every "
+                "local step"
+            )
+        elif self._empty >= 2 and not self.center.rule.needs_params:
+            is_off = (
+                "its messages are empty, and the center does not move. Make local "
+                "steps with worker.tx.update(grads, state, params), which makes the "
+                "record that is sent; an optimizer of your own is the argument inner, "
+                "Worker(center, inner, ...). Only where loss scaling has skipped all "
+                "of these steps, nothing is wrong"
+            )
         else:
             return
         self._paced = True
         _log.warning(
             "worker %r has made %d local steps in a round in which exchange() was told "
-            "of %d: its rounds are %s",
+            "of %d: %s",
             self.name,
             made,
             told,
@@ -812,6 +902,7 @@ class Worker:
     def _adopted(self, answer: Snapshot) -> None:
         """An exchange is over."""
         message = self._message
+        self._check_steps()
         self._sent += 1
         self.exchanges += 1
         self.dropped += not (answer.applied or answer.refused)
@@ -848,6 +939,7 @@ class Worker:
         self._session, self._sent = session, 0
         self._local_steps, self._weight = 0, None
         self._knows_anchor = True
+        self._steps, self._empty = None, 0
         self._like = jax.eval_shape(lambda: loop)
         self._keep_anchor(anchor)
 

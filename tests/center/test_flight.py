@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 import shared
+import waiting
 from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors
-from agn_optax.center import BoundedStaleness, Session
+from agn_optax import checkpoint, errors
+from agn_optax.center import BoundedStaleness, Session, ShardedCenter
 
 LIMIT = 60  # seconds that nothing here takes
 
@@ -27,6 +28,9 @@ class Watched(agn_optax.LocalCenter):
         self.refuses = False
         self.sent = []  # sequence, contribution and steps; of every attempt
 
+    def submitted(self, sequence, said):
+        """For centers that are lost by a plan."""
+
     def join(self, *args, **kwargs):
         return Link(self, super().join(*args, **kwargs))
 
@@ -34,11 +38,13 @@ class Watched(agn_optax.LocalCenter):
 class Link(Session):
     def __init__(self, center, session):
         self.worker, self.incarnation = session.worker, session.incarnation
+        self.life = session.life
         self.center, self.session = center, session
 
     def submit(self, sequence, contribution, *, anchor_version, steps=0, **said):
         seen = jax.tree.map(np.array, contribution)
         self.center.sent.append((sequence, seen, int(steps)))
+        self.center.submitted(sequence, said)
         if self.center.refuses:
             raise errors.MessageRefusedError("not this one")
         if not self.center.there.is_set():
@@ -78,13 +84,17 @@ class Loop:
 
         self.local = jax.jit(step, donate_argnums=(0, 1))
 
+    def local_step(self):
+        self.params, self.state = self.local(self.params, self.state)
+
     def step(self, times=1):
         for _ in range(times):
-            self.params, self.state = self.local(self.params, self.state)
+            self.local_step()
             self.exchange()
 
-    def exchange(self):
-        self.params, self.state = self.worker.exchange(self.params, self.state)
+    def exchange(self, **told):
+        loop = self.worker.exchange(self.params, self.state, **told)
+        self.params, self.state = loop
 
     def flush(self):
         self.params, self.state = self.worker.flush(self.params, self.state)
@@ -152,11 +162,13 @@ def test_a_refused_message_is_not_sent_again():
     loop = Loop(center, period=2)
     loop.step(1)
     center.refuses = True
-    for _ in range(2):
+    loop.local_step()
+    for steps in (1, 2):  # since the last call that returned
         with pytest.raises(errors.MessageRefusedError, match="not this one"):
-            loop.step(1)
+            loop.exchange(steps=steps)
+        loop.local_step()
     center.refuses = False
-    loop.step(1)
+    loop.exchange(steps=3)
     assert [(sequence, steps) for sequence, _, steps in center.sent] == [
         (1, 2),
         (1, 3),
@@ -223,6 +235,120 @@ def test_who_starts_again_sends_in_the_dtype_that_it_has_now():
         loop.step(4)
         loop.flush()
         assert {each.dtype.name for _, each, _ in center.sent[-4:]} == {dtype}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_flush_that_is_repeated_sends_its_steps_once(overlap):
+    """Also where it has donated the loop's arrays before it raised."""
+    center = Watched(shared.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=4, overlap=overlap, patience=0, give_up=0.0)
+    loop.step(4)
+    assert center.version == 1
+    center.there.clear()
+    loop.step(3)
+    for told in ({}, {"steps": 3, "weight": 6.0}, {"steps": 3, "weight": 6.0}):
+        with pytest.raises(errors.CenterUnreachableError, match="nobody answers"):
+            loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
+    center.there.set()
+    loop.flush()
+    assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 4), (2, 3)}
+    assert (loop.worker.exchanges, center.version) == (2, 2)
+    np.testing.assert_array_equal(center.pull().params, -7.0)
+    loop.step(4)
+    loop.flush()
+    np.testing.assert_array_equal(center.pull().params, -11.0)
+
+
+def test_an_answer_that_landed_before_the_error_is_kept():
+    """The loop's arrays were donated to it, and the message after it is refused."""
+    center = Watched(shared.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=2)
+    center.there.clear()
+    loop.step(3)  # it goes on without the center
+    loop.local_step()
+    center.there.set()
+    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    center.refuses = True
+    for _ in range(3):
+        with pytest.raises(errors.MessageRefusedError, match="not this one"):
+            loop.exchange()
+        assert loop.worker.due
+    assert loop.worker.exchanges == center.version == 1
+    center.refuses = False
+    loop.exchange()
+    assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 2), (2, 2)}
+    np.testing.assert_array_equal(center.pull().params, -4.0)
+    np.testing.assert_array_equal(loop.params, -4.0)
+
+
+class Flaky(Watched):
+    """A center at which the first attempts of each message fail."""
+
+    failures = ()
+
+    def submitted(self, sequence, said):
+        attempts = [sequence for sequence, *_ in self.sent].count(sequence)
+        self.told = {**getattr(self, "told", {}), sequence: said["weight"]}
+        if attempts <= len(self.failures):
+            raise self.failures[attempts - 1]("not now")
+
+
+KINDS = {
+    "waits": {},
+    "overlaps": {"overlap": True},
+    "in shards": {},
+    "by fragments": {"fragments": agn_optax.Fragments(2)},
+    "by fragments, overlaps": {"fragments": agn_optax.Fragments(2), "overlap": True},
+    "by fragments, delay": {"fragments": agn_optax.Fragments(2, delay=1)},
+    "resumable": {},
+    "resumable, overlaps": {"overlap": True},
+    "resumable, by fragments": {"fragments": agn_optax.Fragments(2)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_is_repeated_counts_steps_and_weight_once(kind, tmp_path):
+    """Every message says the same as at a center where nothing fails."""
+
+    def run(failures, folder):
+        center, shards = Flaky(shared.downpour(), jnp.zeros(2)), []
+        if "fragments" in KINDS[kind] or "shards" in kind:
+            shards = [Flaky(shared.downpour()) for _ in range(2)]
+            center = ShardedCenter(shards, fragments=KINDS[kind].get("fragments"))
+            center.initialize({"a": jnp.zeros(2), "b": jnp.zeros(2)}, worker="chief")
+        for each in shards or [center]:
+            each.failures = failures
+        settings = {"patience": 0, "give_up": 0.0, "period": 4, **KINDS[kind]}
+        loop = Loop(center, **settings)
+        member = loop.worker
+        if "resumable" in kind:
+            member = checkpoint.Resumable(loop.worker, folder)
+            loop.params, loop.state = member.start()
+        raised = 0
+        for number in range(1, 11):
+            loop.local_step()
+            end = member.flush if number == 10 else member.exchange
+            told = {} if number == 10 else {"weight": float(number)}
+            while True:
+                try:
+                    loop.params, loop.state = end(loop.params, loop.state, **told)
+                    break
+                except failures:
+                    raised += 1
+        sent = [
+            sorted({(seq, steps, each.told[seq]) for seq, _, steps in each.sent})
+            for each in shards or [center]
+        ]
+        return sent, raised, center.pull().params
+
+    failures = [errors.CenterUnreachableError, errors.CenterUnreachableError]
+    if not ("overlap" in kind or "delay" in kind):  # there a refused message is lost
+        failures[0] = errors.MessageRefusedError
+    sent, raised, params = run(tuple(failures), tmp_path / "lost")
+    expected, never, there = run((), tmp_path / "there")
+    assert sent == expected
+    assert raised > 0 == never
+    assert_identical(params, there)
 
 
 def test_dropped_messages_are_counted():

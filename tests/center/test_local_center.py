@@ -1,5 +1,6 @@
 """The embedded center: one version at a time, whole, however many threads share it."""
 
+import re
 import threading
 
 import jax
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
-from agn_optax import errors
+from agn_optax import errors, service
+from agn_optax.center import BoundedStaleness, Synchronous
 
 
 def threads(*targets):
@@ -284,3 +286,29 @@ def test_what_was_saved_is_a_copy():
     for seed in range(3):
         sessions.exchange(center, tree(seed=seed), anchor_version=0, worker="w")
     assert_identical(saved, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "says"),
+    [
+        (shared.average, {}, "average is a rule for rounds.*mode Asynchronous"),
+        (shared.diloco, {"mode": BoundedStaleness(versions=2)}, "diloco is.*BoundedS"),
+        (shared.diloco, {"mode": Synchronous()}, ""),
+        (shared.downpour, {}, ""),
+    ],
+)
+@pytest.mark.parametrize("make", [agn_optax.LocalCenter, service.serve])
+def test_a_rule_for_rounds_one_by_one_is_said(make, rule, settings, says, caplog):
+    with make(rule(), jnp.zeros(2), **settings):
+        said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(says)
+    assert all(re.search(f"{says}.*n workers move the center n", line) for line in said)
+
+
+def test_a_center_ends_with_its_block():
+    with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2)) as center:
+        session = center.join("anna")
+        session.exchange(1, jnp.ones(2), anchor_version=0)
+    with pytest.raises(errors.CenterClosedError):
+        session.exchange(2, jnp.ones(2), anchor_version=1)
+    np.testing.assert_array_equal(center.pull().params, -1.0)

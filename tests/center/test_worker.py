@@ -511,6 +511,60 @@ def test_a_loop_that_miscounts_its_steps_is_told(steps, calls, said, caplog):
     assert_identical(loop[0], center.pull().params)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_of_another_optimizer_are_said_at_the_second_exchange(
+    overlap, compiled, caplog
+):
+    """While the worker's state is handed through, of which AGN makes its messages."""
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), jnp.ones(2))
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=5, overlap=overlap)
+    own, (params, state) = shared.sgd(0.1), worker.start()
+
+    def step(params, state, mine):
+        updates, mine = own.update(params, mine)
+        return optax.apply_updates(params, updates), state, mine
+
+    step = jax.jit(step) if compiled else step
+    mine, said = own.init(params), {}
+    for number in range(1, 21):
+        params, state, mine = step(params, state, mine)
+        params, state = worker.exchange(params, state)
+        if number % 5 == 0:
+            params, state = worker.land(params, state)
+            said[worker.exchanges] = [each.getMessage() for each in caplog.records]
+    assert said[1] == []
+    assert said[2] == said[4]
+    assert len(said[2]) == 1
+    wanted = r"made 0 local steps .* told of 5: its messages are empty.*worker\.tx\.up"
+    assert re.search(wanted, said[2][0])
+
+
+def test_steps_of_another_optimizer_count_where_parameters_are_sent(caplog):
+    center = agn_optax.LocalCenter(shared.average(), jnp.ones(2))
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
+    params, state = worker.start()
+    caplog.clear()  # of what the center says of its rule
+    for _ in range(3):
+        params, state = worker.exchange(params - 1.0, state)
+    np.testing.assert_array_equal(center.pull().params, -2.0)
+    assert not caplog.records
+
+
+def test_a_round_of_skipped_steps_is_no_mistake(caplog):
+    """Loss scaling begins with a scale that is too large for some steps."""
+    center = agn_optax.LocalCenter(shared.agn(shared.sgd(0.1)), jnp.ones(2))
+    worker = agn_optax.Worker(center, shared.sgd(0.1), period=2)
+    params, state = worker.start()
+    for number in range(8):
+        if number not in (0, 1, 4, 5):
+            updates, state = worker.tx.update(jnp.ones(2), state, params)
+            params = optax.apply_updates(params, updates)
+        params, state = worker.exchange(params, state)
+    assert worker.exchanges == 4
+    assert not caplog.records
+
+
 def test_what_other_optimizers_return_is_refused_with_the_cause():
     center = agn_optax.LocalCenter(shared.downpour(), tree())
     worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)

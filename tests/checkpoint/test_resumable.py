@@ -485,3 +485,29 @@ def test_other_fragments_than_were_saved(halved, tmp_path):
     other = checkpoint.Resumable(whole, tmp_path / "own", data=data)
     with pytest.raises(errors.TreeMismatchError, match=r"by no fragments, and .* by 2"):
         other.start()
+
+
+@pytest.mark.parametrize(
+    "name", ["path", "like", "elastic", "center", "number", "agn_optax", "center-0"]
+)
+def test_a_name_that_is_taken_is_refused_before_anything_is_written(
+    name, journaled, tmp_path
+):
+    worker = agn_optax.Worker(journaled, shared.sgd(1.0), period=PERIOD, name="w")
+    with pytest.raises(errors.InvalidArgumentError, match=f"be named '{name}'.*elasti"):
+        checkpoint.Resumable(worker, tmp_path / "own", **{name: {"mean": jnp.zeros(2)}})
+    assert not (tmp_path / "own").exists()
+
+
+def test_any_other_name_comes_back(journaled, tmp_path):
+    for mean in (1.0, 0.0):
+        beside = {name: {"mean": jnp.full(2, mean)} for name in ("parts", "life")}
+        loop, data = resumable(journaled, tmp_path / "own", **beside)
+        params, state = loop.start()
+        if not loop.resumed:
+            params, state = a_step(loop, params, state, next(data))
+            loop.flush(params, state)
+        loop.close()
+    assert loop.resumed
+    for kept in beside.values():
+        np.testing.assert_array_equal(kept["mean"], [1.0, 1.0])

@@ -197,3 +197,58 @@ def test_elastic_pull_rounds_once():
     pulled, _ = tx.update(updates, tx.init(params), params, center=jnp.zeros(1))
     assert pulled.dtype == jnp.bfloat16
     assert float(pulled[0]) == 1 + 2**-7
+
+
+def momentum(rate, momentum):
+    return rules.diloco(optax.sgd(rate, momentum=momentum, nesterov=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "own", "says", "says_not"),
+    [
+        (
+            momentum(0.7, 0.9),
+            momentum(0.35, 0.9),
+            ["center optimizer makes steps of", "2 times as large", "the rates may"],
+            ["message", ";"],
+        ),
+        (
+            rules.diloco(optax.sgd(0.7, momentum=0.9)),
+            rules.diloco(optax.sgd(0.7, momentum=0.5)),
+            ["center optimizer makes steps of", "may be the momentum, a decay"],
+            ["times as large"],
+        ),
+        (
+            rules.agn(optax.adam(1e-3)),
+            rules.agn(optax.sgd(0.1)),
+            ["steps of"],
+            ["rate"],
+        ),
+        (
+            rules.diloco(codec=codecs.quantize(8)),
+            rules.diloco(codec=codecs.quantize(4)),
+            ["its codec is 'quantize(8", "here it is 'quantize(4"],
+            ["encoding", ";"],
+        ),
+        (
+            rules.diloco(optax.sgd(0.2), codec=codecs.quantize(8)),
+            rules.diloco(optax.sgd(0.1)),
+            ["its codec is 'quantize(8", "; its center optimizer", "2 times as large"],
+            [],
+        ),
+        (
+            rules.easgd(0.5),
+            rules.easgd(0.25),
+            ["its adopt makes", "; its center optimizer", "2 times as large"],
+            [],
+        ),
+        (rules.downpour(), rules.average(), ["name is 'downpour'"], ["combine", ";"]),
+    ],
+)
+def test_a_rule_that_differs_is_told_by_its_parts(other, own, says, says_not):
+    assert rules.difference(rules.fingerprint(own), own) is None
+    said = rules.difference(rules.fingerprint(other), own)
+    for words in says:
+        assert words in said, said
+    for words in says_not:
+        assert words not in said, said

@@ -311,6 +311,7 @@ def test_another_protocol(serve, connect, monkeypatch):
         (shared.downpour(), "its name is 'agn', and here it is 'downpour'"),
         (shared.agn(shared.adam(0.2)), "its center optimizer makes"),
         (shared.agn(shared.sgd(0.1)), "its center optimizer makes"),
+        (shared.agn(shared.adam(0.2)), "each is 0.5 times as large as here.*rates may"),
     ],
 )
 def test_another_rule(serve, connect, rule, message):

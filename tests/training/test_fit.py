@@ -1,8 +1,12 @@
 """One loop for embedded and served centers, and for towers."""
 
+import contextlib
 import functools
 import logging
+import os
+import re
 import signal
+import sys
 import threading
 
 import flax.linen as nn
@@ -20,6 +24,12 @@ from flax.training.train_state import TrainState
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.launch import _signals
+from agn_optax.training._progress import showing
+
+try:
+    import pty
+except ImportError:  # not everywhere
+    pty = None
 
 STEPS, PERIOD = 12, 3
 DATA = problem.batches(STEPS)
@@ -289,3 +299,58 @@ def test_only_the_main_thread_is_told_to_end():
     thread.start()
     thread.join()
     assert asked == [False]
+
+
+class Screen:
+    """What a terminal shows of what was written to it: lines, erased or not."""
+
+    def __init__(self, written):
+        self.lines, self.row, self.column = [""], 0, 0
+        control = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+        for number, letter, end, text in control.findall(written):
+            if letter == "A":
+                self.row -= int(number or 1)
+            elif letter == "K":
+                self.lines[self.row] = ""
+            elif end == "\r":
+                self.column = 0
+            elif end == "\n":
+                self.row += 1
+                self.lines += [""] * (self.row == len(self.lines))
+            elif text:
+                line = self.lines[self.row]
+                after = line[self.column + len(text) :]
+                self.lines[self.row] = line[: self.column] + text + after
+                self.column += len(text)
+
+
+@pytest.mark.skipif(pty is None, reason="no pseudo terminals on this system")
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_the_last_record_stays_on_the_terminal(term, ends, monkeypatch):
+    """Whole, once, and nothing else; also where the loop raises."""
+    pytest.importorskip("rich")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", term)
+    end, terminal = pty.openpty()
+    written = []
+
+    def read():
+        with contextlib.suppress(OSError):  # it is closed at its other end
+            while chunk := os.read(end, 4096):
+                written.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(terminal, "w") as stderr, monkeypatch.context() as patched:  # noqa: PTH123
+        patched.setattr(sys, "stderr", stderr)
+        with contextlib.suppress(ZeroDivisionError), showing(True) as show:
+            for step in (100, 200, 300):
+                show(step, {"loss": 1 / step, "[b]": 2.0})
+            if not ends:
+                raise ZeroDivisionError
+    reader.join(60)
+    os.close(end)
+    lines = Screen(b"".join(written).decode()).lines
+    assert [line for line in lines if line] == ["step 300, loss 0.003333, [b] 2"]
