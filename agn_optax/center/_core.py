@@ -287,8 +287,12 @@ class Core:
             self._begin(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
-        """Whether the center has parameters, now or within ``timeout`` seconds."""
-        return self.wait_for(lambda: self.is_initialized, timeout)
+        """Whether the center has parameters, now or within ``timeout`` seconds.
+
+        Raises:
+          CenterClosedError: it has ended, and will never have any.
+        """
+        return self._wait_while_open(lambda: self.is_initialized, timeout)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Whether ``condition`` holds, now or within ``timeout`` seconds."""
@@ -307,7 +311,7 @@ class Core:
 
     def wait_until_closed(self, timeout: float | None = None) -> bool:
         """Whether no more exchanges are taken, for whatever reason: now or in time."""
-        return self.wait_for(lambda: bool(self._closed or self.failure), timeout)
+        return self.wait_for(lambda: bool(self._ended), timeout)
 
     # Who takes part.
 
@@ -376,8 +380,12 @@ class Core:
                 self._settle()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
-        """Whether as many workers as the barrier wants have come."""
-        return self.wait_for(lambda: self.ledger.is_open, timeout)
+        """Whether as many workers as the barrier wants have come.
+
+        Raises:
+          CenterClosedError: no more workers will come.
+        """
+        return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """A version with ``adopted`` in place of ``sent``, and all progress since."""
@@ -420,7 +428,7 @@ class Core:
     def _settle(self) -> None:
         """Applies whatever waits no longer, and lets go of what nobody waits for."""
         while (
-            not (self._closed or self.failure)
+            not self._ended
             and (batch := self.ledger.take(time.monotonic())) is not None
         ):
             self._apply(batch)
@@ -567,12 +575,33 @@ class Core:
 
     def _wait_until_kept(self, recorded: int) -> None:
         keeper = self._keeper
-        if keeper is not None:
-            self.wait_for(lambda: keeper.is_kept(recorded), None)
+        if keeper is None:
+            return
+        with self._changed:  # a center that is closed still writes what it has
+            self._changed.wait_for(lambda: keeper.is_kept(recorded) or self.failure)
+            if not keeper.is_kept(recorded):
+                self._check_open()
+
+    # How it has ended: whoever asks a center that takes no more is told so here.
+
+    @property
+    def _ended(self) -> str:
+        """Why no more exchanges are taken; "" as long as they are."""
+        return self.failure or self._closed
 
     def _check_open(self) -> None:
-        if reason := self.failure or self._closed:
+        if reason := self._ended:
             raise errors.CenterClosedError(reason)
+
+    def _wait_while_open(
+        self, condition: Callable[[], bool], timeout: float | None
+    ) -> bool:
+        """Whether ``condition`` holds in time; an error where the center ends before."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._ended, timeout)
+            if not (holds := condition()):
+                self._check_open()
+            return holds
 
 
 def _parts(

@@ -330,14 +330,9 @@ class Keeper:
     def is_kept(self, recorded: int) -> bool:
         """Whether that is on disk, or nobody has promised it.
 
-        Raises:
-          CenterClosedError: it never will be.
+        After a `failure` it never will be.
         """
-        if recorded <= self._written or self._lost_journal:
-            return True
-        if self.failure:
-            raise errors.CenterClosedError(self.failure)
-        return False
+        return recorded <= self._written or bool(self._lost_journal)
 
     def save(self) -> int:
         """Writes a snapshot, in place of the journal; returns when it is on disk.
