@@ -596,7 +596,7 @@ class Core:
     def _wait_while_open(
         self, condition: Callable[[], bool], timeout: float | None
     ) -> bool:
-        """Whether ``condition`` holds in time; an error where the center ends before."""
+        """Whether ``condition`` holds in time; raises if the center ends before."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._ended, timeout)
             if not (holds := condition()):
