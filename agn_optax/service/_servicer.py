@@ -280,11 +280,12 @@ class Servicer:
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        busy = errors.CenterFullError(
+        # Which its client does, as long as it has time: the other one may break off.
+        busy = errors.CenterUnreachableError(
             "another worker initializes this center; try again"
         )
         with (
-            self._initializations.one(caller.key, busy, _STALLED / 2),
+            self._initializations.one(caller.key, busy, WAITING_INTERVAL),
             self._receiving(reader, context.cancel),
         ):
             return self._initialize(reader, context, caller)
