@@ -34,6 +34,7 @@ _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
+_MOST_NORM = float(np.finfo(np.float32).max)
 
 
 class CenterState(NamedTuple):
@@ -56,6 +57,15 @@ class Version:
     readers: int = 0  # who say when they have finished
     escaped: bool = False  # given to somebody who need not say
     public: Public | None = None  # of the same number; read and moved as this is
+
+
+class Prepared(NamedTuple):
+    """What makes one version of another: see `Store.prepare`."""
+
+    before: Version
+    program: SimpleNamespace
+    one: PyTree  # a contribution, or the sum of a round's messages
+    about: Any  # what the center optimizer is told of it
 
 
 class Store:
@@ -271,11 +281,21 @@ class Store:
         contributions: Sequence[PyTree],
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
-        norms: Sequence[Any] | None = None,
         claims: Sequence[Claim] | None = None,
         workers: int = 1,
     ) -> None:
-        """Makes the next version.
+        """Makes the next version, whatever it is: `prepare`, and `move`."""
+        self.move(self.prepare(contributions, staleness, weights, claims, workers))
+
+    def prepare(
+        self,
+        contributions: Sequence[PyTree],
+        staleness: Sequence[int],
+        weights: Sequence[float] | None = None,
+        claims: Sequence[Claim] | None = None,
+        workers: int = 1,
+    ) -> Prepared:
+        """All that makes the next version of the current one; nothing moves yet.
 
         Args:
           contributions: one; or those of a round, whose messages become one, as the
@@ -283,12 +303,8 @@ class Store:
           staleness: of each of them.
           weights: of each message of a round; None if this is none. A rule that
             discounts messages by their staleness needs no others.
-          norms: of their messages, if the next version is to be finite.
           claims: of their workers; None where nothing is said.
           workers: that are there.
-
-        Raises:
-          MessageRefusedError: it would not be; nothing has changed.
         """
         before, programs = self.current, self._programs
         claims = claims or [UNSAID] * len(contributions)
@@ -297,48 +313,74 @@ class Store:
             for stale, claim in zip(staleness, claims, strict=True)
         ]
         if weights is None:
-            (one,), move = contributions, programs.move
-            about: Any = abouts[0]
+            (one,) = contributions
+            return Prepared(before, programs.move, one, abouts[0])
+        one, count = None, len(contributions)
+        # Of those that say nothing, 1.
+        steps = [max(1, claim.steps) for claim in claims]
+        own = [1.0 if claim.weight is None else claim.weight for claim in claims]
+        is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
+        counted = []
+        for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+            counts = 1.0 if self._rule.discount else weight
+            counts *= weighs / mean if is_mean else 1.0
+            counted.append((told_of, _on_device(counts)))
+        if programs.combine is None:
+            for contribution, each in zip(contributions, counted, strict=True):
+                one = programs.weigh(one, contribution, before.params, *each)
         else:
-            one, move, count = None, programs.move_round, len(contributions)
-            # Of those that say nothing, 1.
-            steps = [max(1, claim.steps) for claim in claims]
-            own = [1.0 if claim.weight is None else claim.weight for claim in claims]
-            is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
-            counted = []
-            for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
-                counts = 1.0 if self._rule.discount else weight
-                counts *= weighs / mean if is_mean else 1.0
-                counted.append((told_of, _on_device(counts)))
-            if programs.combine is None:
-                for contribution, each in zip(contributions, counted, strict=True):
-                    one = programs.weigh(one, contribution, before.params, *each)
-            else:
-                one = programs.combine(list(contributions), before.params, counted)
-            mean_steps = max(1, round(sum(steps) / count))
-            about = (
-                _on_device(float(count if is_mean else 1)),
-                _about(before.number, 0, mean_steps, mean, workers),
-            )
-        if norms is not None and not self._is_bounded(sum(map(float, norms))):
-            finite = move.stays_finite(
-                one, about, before.params, self._center_state, before.public
-            )
-            if not finite:
-                raise errors.MessageRefusedError(
-                    "with this message, or with another one of its round, the center "
-                    "would not be finite any more, as it is or as workers adopt it "
-                    f"({self._rule.codec.answer_dtype or 'unrounded'})"
-                )
+            one = programs.combine(list(contributions), before.params, counted)
+        mean_steps = max(1, round(sum(steps) / count))
+        about = (
+            _on_device(float(count if is_mean else 1)),
+            _about(before.number, 0, mean_steps, mean, workers),
+        )
+        return Prepared(before, programs.move_round, one, about)
+
+    def move(self, prepared: Prepared) -> None:
+        """Makes the version that was prepared, of the one that is still current."""
+        before = prepared.before
+        assert before is self.current
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
-        run = move.in_place if in_place else move.anew
+        run = prepared.program.in_place if in_place else prepared.program.anew
         params, self._center_state, public, made = run(
-            one, about, before.params, self._center_state, before.public
+            prepared.one,
+            prepared.about,
+            before.params,
+            self._center_state,
+            before.public,
         )
         self._becomes(params, public, made)
+
+    def stays_finite(self, prepared: Prepared, norm: float) -> bool:
+        """Whether a version would be finite, by looking at the center.
+
+        Waits for the device, so it is not for those who hold a lock; nobody may `move`
+        meanwhile.
+
+        Args:
+          prepared: what makes the version.
+          norm: that its messages have together, at most.
+        """
+        before = prepared.before
+        factor, _ = self._reach
+        if factor is not None and norm < _MOST_NORM:
+            self._largest = float(_largest(before.params))
+            if self.is_bounded(norm):
+                return True
+        self._largest = math.inf
+        return bool(
+            prepared.program.stays_finite(
+                prepared.one,
+                prepared.about,
+                before.params,
+                self._center_state,
+                before.public,
+            )
+        )
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
@@ -358,21 +400,20 @@ class Store:
             return None, most / 2  # a difference may have no room
         return growth(self._rule, self.current.params), most / 2
 
-    def _is_bounded(self, norm: float) -> bool:
-        """Whether a message of at most this norm cannot carry the center too far.
+    def is_bounded(self, norm: float) -> bool:
+        """Whether it is known that a message of at most this norm may be applied.
 
-        The largest number of the center is looked for only where the norms of all
-        messages since could have carried it there.
+        By what the norms of all messages since can have made of the largest number of
+        the center, which `stays_finite` has looked for; nobody waits for the device.
         """
         factor, most = self._reach
-        if factor is None or not norm < jnp.finfo(jnp.float32).max:
-            self._largest = math.inf
+        if factor is None or not norm < _MOST_NORM:
             return False
-        step = 1.01 * factor * norm  # with some for rounding
-        if not self._largest + step < most:
-            self._largest = float(_largest(self.current.params))
-        self._largest += step
-        return self._largest < most  # else the next one looks again
+        reached = self._largest + 1.01 * factor * norm  # with some for rounding
+        if not reached < most:
+            return False
+        self._largest = reached
+        return True
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""

@@ -71,6 +71,21 @@ def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
     assert center.version == len(good) + 1
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_round_whose_norms_exceed_float32_is_refused(packs):
+    """Without a warning of NumPy's, which as an error would fail the round."""
+    mode = agn_optax.center.Synchronous()
+    center = agn_optax.LocalCenter(
+        shared.downpour(), times(0.0), packs=packs, mode=mode
+    )
+    sessions = [center.join(name) for name in "abc"]
+    for session in sessions:
+        session.submit(1, times(3e38), anchor_version=0)
+    for session in sessions:
+        assert "finite" in session.collect(1).refused
+    assert center.version == 0
+
+
 @pytest.mark.parametrize("rule", [shared.downpour(), shared.easgd(1.0)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_narrow_center_overflows_before_its_messages(rule, dtype):
