@@ -21,8 +21,9 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, tracing, trees
+from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
+from agn_optax.center._reach import Bound, Reach, extremes, reach_of
 from agn_optax.center._refusals import UNSAID, Claim
 from agn_optax.round import Public
 from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
@@ -34,6 +35,7 @@ _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
+_AT_ONCE = 16.0  # times the norm of a message, for which others may have bounds, too
 _MOST_NORM = float(np.finfo(np.float32).max)
 
 
@@ -115,7 +117,9 @@ class Store:
         packing = self.packing = packing_of(rule, self.like) if packs else None
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        self._largest = math.inf  # of the center's numbers, at most
+        # What is known of messages, and how large the center's numbers are at most.
+        self._bound: Bound | None = None
+        self._largest = math.inf
         if public is None:
             public = rounds.init_public(rule, kept)
         self.current = Version(kept, version, public=public)
@@ -366,21 +370,22 @@ class Store:
           norm: that its messages have together, at most.
         """
         before = prepared.before
-        factor, _ = self._reach
-        if factor is not None and norm < _MOST_NORM:
-            self._largest = float(_largest(before.params))
-            if self.is_bounded(norm):
-                return True
-        self._largest = math.inf
-        return bool(
-            prepared.program.stays_finite(
-                prepared.one,
-                prepared.about,
-                before.params,
-                self._center_state,
-                before.public,
+        self._find_bound(before, norm)
+        is_finite = self.is_bounded(norm)
+        if not is_finite:
+            self._bound = None  # the center moves, and is to be looked at again
+            is_finite = bool(
+                prepared.program.stays_finite(
+                    prepared.one,
+                    prepared.about,
+                    before.params,
+                    self._center_state,
+                    before.public,
+                )
             )
-        )
+        if self.current is not before:  # it has been shifted meanwhile
+            self._bound = None
+        return is_finite
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
@@ -390,69 +395,62 @@ class Store:
             self._differences.append((number, made))
 
     @functools.cached_property
-    def _reach(self) -> tuple[float | None, float]:
-        """By how much messages are multiplied, if they are; and how far they may go."""
+    def _reach(self) -> tuple[Reach | None, float]:
+        """What bounds messages, if anything does; and how far they may go."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
         if _is_narrower(self.difference_like, self.like):
             return None, most / 2  # a difference may have no room
-        return growth(self._rule, self.current.params), most / 2
+        reach = reach_of(self._rule, self.current.params, self._center_state)
+        return reach, most / 2
 
     def is_bounded(self, norm: float) -> bool:
         """Whether it is known that a message of at most this norm may be applied.
 
-        By what the norms of all messages since can have made of the largest number of
-        the center, which `stays_finite` has looked for; nobody waits for the device.
+        By how far all messages since can have carried the center from where
+        `stays_finite` has found it; nobody waits for the device.
         """
-        factor, most = self._reach
-        if factor is None or not norm < _MOST_NORM:
+        bound = self._bound
+        if bound is None or not norm <= bound.message:
             return False
-        reached = self._largest + 1.01 * factor * norm  # with some for rounding
-        if not reached < most:
+        reached = self._largest + bound.update
+        if not reached < bound.center:
             return False
         self._largest = reached
         return True
+
+    def _find_bound(self, before: Version, norm: float) -> None:
+        """Bounds messages of a norm and more, by looking at the center."""
+        self._bound = None
+        reach, most = self._reach
+        if reach is None or not norm < _MOST_NORM:
+            return
+        params = jax.tree.leaves(before.params)
+        found = extremes([*params, *jax.tree.leaves(self._center_state)])
+        boxes, state = found[: len(params)], found[len(params) :]
+        if None in boxes:
+            return
+        largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
+        # With a weight decay, less is known of a larger center.
+        for message in (_AT_ONCE * norm, norm):
+            for center in (most, min(most, 2 * largest + 1)):
+                bound = reach.bound(message, center, state)
+                if bound is not None and largest + bound.update < center:
+                    self._bound, self._largest = bound, largest
+                    return
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
         params = _with_progress(
             self.place(adopted), self.current.params, self.place(sent)
         )
-        self._largest = math.inf
+        self._bound = None
         self._becomes(params, *self._programs.publish(params, self.current.public))
 
 
 _with_progress = jax.jit(rounds.with_progress)
-
-
-def growth(rule: Rule, center: PyTree) -> float | None:
-    """By how much ``rule`` multiplies a contribution; None if it does anything else.
-
-    Then the norm of a message, which is known anyway, bounds what it adds to a number
-    of the center. All others are tried before they move it, which takes another pass.
-    """
-    # A discount makes no message larger. Of whatever else is said it is not known how
-    # large it may be, so that nothing is by how much it multiplies.
-    said = {k: v for k, v in told({}).items() if k != "staleness"}
-
-    def move(message: PyTree, said: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        state = rule.center.init(message)
-        return rule.center.update(message, state, None, staleness=np.int32(0), **said)
-
-    def ask() -> float:
-        leaves = len(jax.tree.leaves(center))
-        given = [tracing.Value(i, frozenset({i}), factor=1.0) for i in range(leaves)]
-        given += [tracing.Value(name, is_array=False) for name in said]
-        made = tracing.read(move, center, said, given=given).made.values()
-        factors = [value.factor for value in made if value.factor is not None]
-        largest = max(factors, default=0.0)
-        if len(factors) < len(made) or rule.message or not math.isfinite(largest):
-            raise tracing.UnfitError("a center optimizer that does not only multiply")
-        return largest
-
-    return tracing.unless_unfit(f"norms bound a center of rule {rule.name!r}", ask)
 
 
 def _square(part: np.ndarray) -> float:
