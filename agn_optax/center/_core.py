@@ -34,7 +34,7 @@ from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Claim, Refusal, Size
 from agn_optax.center._store import CenterState, Prepared, Store, Version
-from agn_optax.center.durability import Durability, Keeper, Room
+from agn_optax.center.durability import Durability, Image, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
@@ -249,7 +249,7 @@ class Core:
                 read = store.answer
             version = version or store.current
             version.escaped = True
-            return Snapshot(read(version), version.number, **answer)
+        return Snapshot(read(version), version.number, **answer)
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
         """See `Store.differences`."""
@@ -259,7 +259,8 @@ class Core:
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""
         with self._changed:
-            return self.store.save()
+            store, copied = self.store, self.store.copy()
+        return store.unpacked(copied)
 
     def write_snapshot(self) -> int:
         """See `LocalCenter.write_snapshot`."""
@@ -652,8 +653,10 @@ class Core:
             raise
         self._changed.notify_all()
 
-    def _image(self) -> tuple[CenterState, dict[str, Any], str | None]:
-        return self.store.save(), self.ledger.memory(), self._chief
+    def _image(self) -> Image:
+        store, copied = self.store, self.store.copy()
+        state = functools.partial(store.unpacked, copied)  # without the lock
+        return state, self.ledger.memory(), self._chief
 
     def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """What has happened to some workers; returns what to wait for."""

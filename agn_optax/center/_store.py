@@ -191,14 +191,24 @@ class Store:
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
-        center_state = self._center_state
-        if self.packing is not None:
-            center_state = self.packing.unpack_state(self._rule, center_state)
-        params = self.unplace(self.current.params)
+        return self.unpacked(self.copy())
+
+    def copy(self) -> CenterState:
+        """A copy of everything as it is kept, which nobody moves; see `unpacked`."""
+        current = self.current
         params, center_state, public = trees.copy(
-            (params, center_state, self.current.public)
+            (current.params, self._center_state, current.public)
         )
-        return CenterState(params, center_state, self.current.number, public)
+        return CenterState(params, center_state, current.number, public)
+
+    def unpacked(self, copied: CenterState) -> CenterState:
+        """What was copied, as a tree; waits for the device where it was packed."""
+        if self.packing is None:
+            return copied
+        params, center_state, number, public = copied
+        params = jax.device_put(self.packing.unpack(params))
+        center_state = self.packing.unpack_state(self._rule, center_state)
+        return CenterState(params, jax.device_put(center_state), number, public)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""

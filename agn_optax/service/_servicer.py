@@ -344,10 +344,10 @@ class Servicer:
         try:
             with self.core.reading(kept=True) as version:
                 public = request.public
-                parcel = self._parcel(
+                # Held until it is sent: its arrays are views of it.
+                yield self._parcel(
                     version, self._travels.center, public=public, applied=True
                 )
-            yield parcel
         finally:
             self._pulls.give_back(caller.key)
 

@@ -152,8 +152,9 @@ class Journal:
 Durability = Snapshots | Journal
 
 
-# All that a center is at one moment: it, what its ledger remembers, and its chief.
-Image = tuple[CenterState, dict[str, Any], str | None]
+# All that a center is at one moment: what makes it of a copy, what its ledger
+# remembers, and its chief.
+Image = tuple[Callable[[], CenterState], dict[str, Any], str | None]
 
 
 class Keeper:
@@ -505,15 +506,17 @@ class Keeper:
                     lambda: not writer.is_turning or self.failure or self._lost_journal
                 )
                 begin = writer.begin
-        self._save(number, image)
+        version = self._save(number, image)
         promise = self._directory.promise
         if promise is not None and promise.kind == "memory":
             self._directory.note(number)
         self._forget(begin)
-        return int(image[0].version)
+        return version
 
-    def _save(self, number: int, image: Image) -> None:
-        state, ledger, chief = image
+    def _save(self, number: int, image: Image) -> int:
+        """Writes a snapshot of an image; returns its version."""
+        copied, ledger, chief = image
+        state = copied()
         described = trees.describe(state.params)
         about = {
             "version": int(state.version),
@@ -529,6 +532,7 @@ class Keeper:
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
         self.saved_version = int(state.version)
+        return self.saved_version
 
 
 def _repeat(record: Record, store: Store) -> None:
