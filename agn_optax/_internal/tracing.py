@@ -12,7 +12,6 @@ and its expression does not tell the shape. All others are listed (`Reading.acro
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -50,8 +49,6 @@ _CALLS = frozenset(
     custom_vjp_call_jaxpr checkpoint remat remat2
     """.split()  # noqa: SIM905 as above
 )
-# Primitives that do no more to an argument than to multiply it.
-_MULTIPLIES = frozenset(("convert_element_type", "copy", "copy_p", "mul", "neg"))
 
 
 class UnfitError(Exception):
@@ -92,9 +89,6 @@ class Value(NamedTuple):
     expression: Hashable
     leaves: frozenset[int] = frozenset()  # of the arguments' that it is made of
     is_array: bool = True  # and no scalar
-    # If it is an argument times a constant: the size of that constant; else None.
-    factor: float | None = None
-    number: Any = None  # the value of a scalar that is constant; else None
 
 
 class Reading(NamedTuple):
@@ -120,9 +114,7 @@ def read(
     program, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
     if given is None:
         paths = [keystr(path) for path, _ in tree_leaves_with_path(arguments)]
-        given = [
-            Value(path, frozenset({i}), factor=1.0) for i, path in enumerate(paths)
-        ]
+        given = [Value(path, frozenset({i})) for i, path in enumerate(paths)]
     reader = _Reader()
     made = reader.follow(program, given)
     results = [keystr(path) for path, _ in tree_leaves_with_path(out)]
@@ -146,6 +138,11 @@ def operations(program: Any) -> Iterator[JaxprEqn]:
         yield equation
         for inner in jaxprs_in_params(equation.params):
             yield from operations(inner)
+
+
+def called(operation: JaxprEqn) -> Any:
+    """The program that an operation calls, once, with its operands; None for others."""
+    return _programs(operation)[0] if operation.primitive.name in _CALLS else None
 
 
 class _Reader:
@@ -209,9 +206,8 @@ class _Reader:
         if not is_elementwise:
             self.across.append((equation, self._outermost[0]))
         what = hash(tuple(told))
-        factor = _factor(read) if name in _MULTIPLIES else None
         return [
-            _made(variable, (what, i), read)._replace(factor=factor)
+            _made(variable, (what, i), read)
             for i, variable in enumerate(equation.outvars)
         ]
 
@@ -225,22 +221,13 @@ def _made(variable: Any, what: Hashable, read: Sequence[Value]) -> Value:
     return Value(hash(told), leaves, is_array)
 
 
-def _factor(read: Sequence[Value]) -> float | None:
-    """The factor of a product: of one value that has a factor, and of numbers."""
-    factors = [value.factor for value in read if value.number is None]
-    if len(factors) != 1 or factors[0] is None:
-        return None
-    numbers = [abs(float(value.number)) for value in read if value.number is not None]
-    return factors[0] * math.prod(numbers)
-
-
 def _constant(value: Any) -> Value:
     is_array = bool(np.ndim(value))
     if isinstance(value, jax.core.Tracer):
         return Value(("traced", id(value)), is_array=is_array)
     array = np.asarray(value)
     told = str(array.dtype), array.shape, array.tobytes()
-    return Value(told, is_array=is_array, number=None if is_array else array)
+    return Value(told, is_array=is_array)
 
 
 def _programs(equation: JaxprEqn) -> list[Any]:

@@ -12,11 +12,14 @@ run.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import logging
 import math
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,12 +29,12 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, in_background
 from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Claim, Refusal, Size
-from agn_optax.center._store import CenterState, Store, Version
-from agn_optax.center.durability import Durability, Keeper, Room
+from agn_optax.center._store import CenterState, Prepared, Store, Version
+from agn_optax.center.durability import Durability, Image, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
 
 PyTree = Any
@@ -63,6 +66,17 @@ class _Message:
     size: Size | None  # where messages are measured
     # Of its worker alone: a crowd that waits for a round would wake up for each other.
     over: threading.Condition  # notified when it waits no longer
+
+
+@dataclasses.dataclass(eq=False)
+class _Look:
+    """Messages to be applied, if the device says that the center stays finite."""
+
+    batch: Batch
+    messages: list[_Message]
+    prepared: Prepared
+    norm: float  # of all of them
+    is_taken: bool = False  # somebody looks
 
 
 class Core:
@@ -111,6 +125,7 @@ class Core:
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
         self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
+        self._look: _Look | None = None  # at messages whose turn it is
         self.observer: Callable[[PyTree, Claim], None] | None = None
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
@@ -234,7 +249,7 @@ class Core:
                 read = store.answer
             version = version or store.current
             version.escaped = True
-            return Snapshot(read(version), version.number, **answer)
+        return Snapshot(read(version), version.number, **answer)
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
         """See `Store.differences`."""
@@ -244,7 +259,8 @@ class Core:
     def save(self) -> CenterState:
         """A copy of everything that the center is, consistent, for a checkpoint."""
         with self._changed:
-            return self.store.save()
+            store, copied = self.store, self.store.copy()
+        return store.unpacked(copied)
 
     def write_snapshot(self) -> int:
         """See `LocalCenter.write_snapshot`."""
@@ -287,8 +303,12 @@ class Core:
             self._begin(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
-        """Whether the center has parameters, now or within ``timeout`` seconds."""
-        return self.wait_for(lambda: self.is_initialized, timeout)
+        """Whether the center has parameters, now or within ``timeout`` seconds.
+
+        Raises:
+          CenterClosedError: it has ended, and will never have any.
+        """
+        return self._wait_while_open(lambda: self.is_initialized, timeout)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Whether ``condition`` holds, now or within ``timeout`` seconds."""
@@ -307,7 +327,7 @@ class Core:
 
     def wait_until_closed(self, timeout: float | None = None) -> bool:
         """Whether no more exchanges are taken, for whatever reason: now or in time."""
-        return self.wait_for(lambda: bool(self._closed or self.failure), timeout)
+        return self.wait_for(lambda: bool(self._ended), timeout)
 
     # Who takes part.
 
@@ -376,8 +396,12 @@ class Core:
                 self._settle()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
-        """Whether as many workers as the barrier wants have come."""
-        return self.wait_for(lambda: self.ledger.is_open, timeout)
+        """Whether as many workers as the barrier wants have come.
+
+        Raises:
+          CenterClosedError: no more workers will come.
+        """
+        return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """A version with ``adopted`` in place of ``sent``, and all progress since."""
@@ -417,46 +441,122 @@ class Core:
             self.ledger.pace(worker),
         )
 
-    def _settle(self) -> None:
-        """Applies whatever waits no longer, and lets go of what nobody waits for."""
+    def _settle(self, *, looks: bool = False) -> None:
+        """Applies whatever waits no longer, and lets go of what nobody waits for.
+
+        Args:
+          looks: whether the caller looks at what must be looked at before, once it has
+            let the lock go; else a thread of its own does.
+        """
         while (
-            not (self._closed or self.failure)
-            and (batch := self.ledger.take(time.monotonic())) is not None
+            not self._ended
+            and self._look is None
+            and (batch := self.ledger.due(time.monotonic())) is not None
         ):
-            self._apply(batch)
+            self._begin_batch(batch)
+        if not looks and (look := self._take_look()) is not None:
+            in_background(functools.partial(self._look_at, look), "agn-optax look")
         for worker in self.ledger.departed():
             self._cut(worker)
             self._prune(worker)
         self._changed.notify_all()
 
-    def _apply(self, batch: Batch) -> None:
-        store, before = self.store, self.store.current
-        messages = [self._messages.pop(entry.worker) for entry in batch.entries]
+    def _begin_batch(self, batch: Batch) -> None:
+        """Applies messages, unless the center must be looked at first."""
+        messages = [self._messages[entry.worker] for entry in batch.entries]
         batch = self.ledger.judge(batch, [message.size for message in messages])
+        prepared = None
         try:
             if batch.taken:
-                store.apply(
-                    *_parts(batch, messages), self._norms(batch), *_claims(batch)
+                prepared = self.store.prepare(*_parts(batch, messages), *_claims(batch))
+                if self.ledger.refusals.refuse.nonfinite:
+                    norm = sum(batch.norms[i] for i in batch.taken)
+                    if not self.store.is_bounded(norm):
+                        self._look = _Look(batch, messages, prepared, norm)
+                        return
+        except Exception as error:
+            self._end_batch(batch, messages, None, _kept(error))
+        else:
+            self._end_batch(batch, messages, prepared)
+
+    def _take_look(self) -> _Look | None:
+        """What must be looked at, if nobody does already: the caller has to."""
+        look = self._look
+        if look is None or look.is_taken:
+            return None
+        look.is_taken = True
+        return look
+
+    def _look_at(self, look: _Look) -> None:
+        """Waits for what the device says of messages, and ends them.
+
+        The lock is not held meanwhile, so that everything else goes on. Nothing else is
+        applied: turns stay as they are.
+        """
+        store, is_finite, failure = self.store, None, None
+        try:
+            is_finite = store.stays_finite(look.prepared, look.norm)
+        except Exception as error:
+            failure = _kept(error)
+        finally:  # by Ctrl-C, too: then they still wait, and the next one looks
+            with self._changed:
+                self._look = None
+                # The center may have been shifted meanwhile, and workers have gone.
+                is_current = self._store is store and (
+                    store.current is look.prepared.before
                 )
-        except errors.MessageRefusedError as error:
-            refusal = Refusal("nonfinite", str(error))
-            others = {batch.entries[i].worker: refusal for i in batch.taken}
-            batch = self.ledger.refusing(batch, others)
-        except Exception as error:  # whoever called, it is these workers' to hear
-            for entry in batch.entries:
-                self._failures[entry.worker] = entry.sequence, error
+                said = is_finite is not None or failure is not None
+                if (
+                    said
+                    and is_current
+                    and not self._ended
+                    and self.ledger.is_waiting(look.batch)
+                ):
+                    batch = look.batch
+                    if is_finite is False:
+                        batch = self._not_finite(batch)
+                    self._end_batch(batch, look.messages, look.prepared, failure)
+                self._settle()
+
+    def _not_finite(self, batch: Batch) -> Batch:
+        """A batch, of which all that was to be applied is refused."""
+        answers = self.rule.codec.answer_dtype or "unrounded"
+        refusal = Refusal(
+            "nonfinite",
+            "with this message, or with another one of its round, the center would not "
+            f"be finite any more, as it is or as workers adopt it ({answers})",
+        )
+        others = {batch.entries[i].worker: refusal for i in batch.taken}
+        return self.ledger.refusing(batch, others)
+
+    def _end_batch(
+        self,
+        batch: Batch,
+        messages: list[_Message],
+        prepared: Prepared | None,
+        failure: Exception | None = None,
+    ) -> None:
+        """Applies messages, or drops or refuses them: they wait no longer."""
+        store, before = self.store, self.store.current
+        self.ledger.remove(batch)
+        for entry in batch.entries:
+            del self._messages[entry.worker]
+        try:
+            if batch.taken and failure is None:
+                assert prepared is not None
+                store.move(prepared)
+        except Exception as error:
+            failure = _kept(error)
         finally:  # by Ctrl-C, too
+            if failure is not None:  # whoever called, it is these workers' to hear
+                for entry in batch.entries:
+                    self._failures[entry.worker] = entry.sequence, failure
             if batch.taken and store.current is before:
                 self.ledger.refuse(batch)
             else:
                 self._answer(batch, messages, before)
             for message in messages:
                 message.over.notify_all()
-
-    def _norms(self, batch: Batch) -> list[float] | None:
-        """Of the messages to be applied, if the center is to stay finite."""
-        is_asked = self.ledger.refusals.refuse.nonfinite
-        return [batch.norms[i] for i in batch.taken] if is_asked else None
 
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Messages have been applied, dropped or refused."""
@@ -553,8 +653,10 @@ class Core:
             raise
         self._changed.notify_all()
 
-    def _image(self) -> tuple[CenterState, dict[str, Any], str | None]:
-        return self.store.save(), self.ledger.memory(), self._chief
+    def _image(self) -> Image:
+        store, copied = self.store, self.store.copy()
+        state = functools.partial(store.unpacked, copied)  # without the lock
+        return state, self.ledger.memory(), self._chief
 
     def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
         """What has happened to some workers; returns what to wait for."""
@@ -567,12 +669,33 @@ class Core:
 
     def _wait_until_kept(self, recorded: int) -> None:
         keeper = self._keeper
-        if keeper is not None:
-            self.wait_for(lambda: keeper.is_kept(recorded), None)
+        if keeper is None:
+            return
+        with self._changed:  # a center that is closed still writes what it has
+            self._changed.wait_for(lambda: keeper.is_kept(recorded) or self.failure)
+            if not keeper.is_kept(recorded):
+                self._check_open()
+
+    # How it has ended: whoever asks a center that takes no more is told so here.
+
+    @property
+    def _ended(self) -> str:
+        """Why no more exchanges are taken; "" as long as they are."""
+        return self.failure or self._closed
 
     def _check_open(self) -> None:
-        if reason := self.failure or self._closed:
+        if reason := self._ended:
             raise errors.CenterClosedError(reason)
+
+    def _wait_while_open(
+        self, condition: Callable[[], bool], timeout: float | None
+    ) -> bool:
+        """Whether ``condition`` holds in time; raises if the center ends before."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._ended, timeout)
+            if not (holds := condition()):
+                self._check_open()
+            return holds
 
 
 def _parts(
@@ -590,6 +713,21 @@ def _parts(
 def _claims(batch: Batch) -> tuple[list[Claim], int]:
     """What is said of the messages to be applied, and how many workers there are."""
     return [batch.entries[i].claim for i in batch.taken], batch.workers
+
+
+def _kept(error: Exception) -> Exception:
+    """An error to keep: its traceback, whose frames hold arrays, as a note."""
+    kept = _again(error)
+    kept.add_note("".join(traceback.format_exception(error)))
+    return kept
+
+
+def _again(error: Exception) -> Exception:
+    """An equal error to raise: what raises one is held by its traceback."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of a class that takes other arguments than it keeps
+        return errors.CenterError(f"it failed: {error!r}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -629,7 +767,10 @@ class LocalSession(Session):
             if core.ledger.submit(*life, sequence, anchor, now, claim):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
-            core._settle()
+            core._settle(looks=True)
+            look = core._take_look()
+        if look is not None:
+            core._look_at(look)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """As `Session.collect`."""
@@ -658,7 +799,7 @@ class LocalSession(Session):
                 member = core.ledger.member(worker, self.incarnation)
                 failed = core._failures.get(worker)
                 if failed is not None and failed[0] == sequence:
-                    raise failed[1]
+                    raise _again(failed[1])
                 if member.sequence == sequence:
                     kept = core._answers.get(worker)
                     return kept or core._late_answer(worker, member)

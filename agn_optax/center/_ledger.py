@@ -6,8 +6,9 @@ argument. Its owner tells it what happened, and asks it what to do:
     join, leave                 a worker comes or goes
     connect, disconnect, hear   its connection does; a sign of life came
     submit                      its message is there
-    take -> Batch | None        the messages to apply (or to drop) next, as one exchange
+    due -> Batch | None         the messages to apply (or to drop) next, as one exchange
     judge -> Batch              ... and which of them are refused for what they are
+    remove                      they wait no longer: settle or refuse follows at once
     settle, refuse              they have been; they could not be
     acknowledge                 the worker has its answer
     shift                       the center moved, and no message moved it
@@ -505,11 +506,31 @@ class Ledger:
         return not is_last
 
     def take(self, now: float) -> Batch | None:
-        """The messages to deal with next, which wait no longer; None if all must."""
+        """`due`, and `remove`: the messages to deal with at once."""
+        batch = self.due(now)
+        if batch is not None:
+            self.remove(batch)
+        return batch
+
+    def remove(self, batch: Batch) -> None:
+        """The messages of a batch wait no longer."""
+        for entry in batch.entries:
+            del self.pending[entry.worker]
+
+    def is_waiting(self, batch: Batch) -> bool:
+        """Whether all messages of a batch still wait: none of its workers has gone."""
+        return all(self.pending.get(each.worker) is each for each in batch.entries)
+
+    def due(self, now: float) -> Batch | None:
+        """The messages to deal with next; None if all must wait. They wait until then.
+
+        What was due may be dealt with later, as long as it `is_waiting`: messages that
+        come meanwhile are for the next batch.
+        """
         self.expire(now)
         mode = self.mode
         if isinstance(mode, Synchronous):
-            return self._take_round(mode, now)
+            return self._due_round(mode, now)
         for entry in self.pending.values():
             if isinstance(mode, Asynchronous):
                 return self._batch([entry])
@@ -679,7 +700,7 @@ class Ledger:
         """The norms of what a worker was applied, as much as they still count."""
         return member.moved * FADES ** (self.version - member.turn)
 
-    def _take_round(self, mode: Synchronous, now: float) -> Batch | None:
+    def _due_round(self, mode: Synchronous, now: float) -> Batch | None:
         if mode.late == "drop":
             for entry in self.pending.values():
                 if entry.missed:
@@ -690,9 +711,7 @@ class Ledger:
         return self._batch(list(self.pending.values()))
 
     def _batch(self, entries: list[Entry], *, applies: bool = True) -> Batch:
-        """These messages, which wait no longer."""
-        for entry in entries:
-            del self.pending[entry.worker]
+        """These messages, as one exchange."""
         entries = sorted(entries, key=lambda entry: entry.worker)
         staleness = tuple(self.version - entry.anchor_version for entry in entries)
         weights = None

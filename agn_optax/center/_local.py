@@ -250,14 +250,18 @@ class LocalCenter:
         session = self.core.join(
             worker, incarnation, params, replace=True, back=life is not None
         )
-        if not self.core.wait_for_barrier(timeout):
+        try:
+            if self.core.wait_for_barrier(timeout):
+                return session
+        except errors.CenterClosedError:
             session.leave()
-            raise errors.NotInitializedError(
-                f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
-                f"workers to start together, and {len(self.core.ledger.present())} "
-                "others are there"
-            )
-        return session
+            raise
+        session.leave()
+        raise errors.NotInitializedError(
+            f"worker {worker!r} waited {timeout} s for {self.core.ledger.barrier} "
+            f"workers to start together, and {len(self.core.ledger.present())} "
+            "others are there"
+        )
 
     def close(self, reason: str = "this center has been closed") -> None:
         """Takes no more exchanges; those that wait are told so, and nothing is lost.

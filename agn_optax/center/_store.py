@@ -21,8 +21,9 @@ from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, tracing, trees
+from agn_optax._internal import check, trees
 from agn_optax.center._packing import Packed, packing_of
+from agn_optax.center._reach import Bound, Reach, extremes, reach_of
 from agn_optax.center._refusals import UNSAID, Claim
 from agn_optax.round import Public
 from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
@@ -34,6 +35,8 @@ _BLOCK = 1 << 18  # numbers whose squares are added up in float32
 _MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
 _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
+_AT_ONCE = 16.0  # times the norm of a message, for which others may have bounds, too
+_MOST_NORM = float(np.finfo(np.float32).max)
 
 
 class CenterState(NamedTuple):
@@ -56,6 +59,15 @@ class Version:
     readers: int = 0  # who say when they have finished
     escaped: bool = False  # given to somebody who need not say
     public: Public | None = None  # of the same number; read and moved as this is
+
+
+class Prepared(NamedTuple):
+    """What makes one version of another: see `Store.prepare`."""
+
+    before: Version
+    program: SimpleNamespace
+    one: PyTree  # a contribution, or the sum of a round's messages
+    about: Any  # what the center optimizer is told of it
 
 
 class Store:
@@ -105,7 +117,9 @@ class Store:
         packing = self.packing = packing_of(rule, self.like) if packs else None
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        self._largest = math.inf  # of the center's numbers, at most
+        # What is known of messages, and how large the center's numbers are at most.
+        self._bound: Bound | None = None
+        self._largest = math.inf
         if public is None:
             public = rounds.init_public(rule, kept)
         self.current = Version(kept, version, public=public)
@@ -177,14 +191,24 @@ class Store:
 
     def save(self) -> CenterState:
         """A copy of everything, for a checkpoint."""
-        center_state = self._center_state
-        if self.packing is not None:
-            center_state = self.packing.unpack_state(self._rule, center_state)
-        params = self.unplace(self.current.params)
+        return self.unpacked(self.copy())
+
+    def copy(self) -> CenterState:
+        """A copy of everything as it is kept, which nobody moves; see `unpacked`."""
+        current = self.current
         params, center_state, public = trees.copy(
-            (params, center_state, self.current.public)
+            (current.params, self._center_state, current.public)
         )
-        return CenterState(params, center_state, self.current.number, public)
+        return CenterState(params, center_state, current.number, public)
+
+    def unpacked(self, copied: CenterState) -> CenterState:
+        """What was copied, as a tree; waits for the device where it was packed."""
+        if self.packing is None:
+            return copied
+        params, center_state, number, public = copied
+        params = jax.device_put(self.packing.unpack(params))
+        center_state = self.packing.unpack_state(self._rule, center_state)
+        return CenterState(params, jax.device_put(center_state), number, public)
 
     def tree(self, version: Version) -> PyTree:
         """The parameters of a version, which must not be moved in place any more."""
@@ -271,11 +295,21 @@ class Store:
         contributions: Sequence[PyTree],
         staleness: Sequence[int],
         weights: Sequence[float] | None = None,
-        norms: Sequence[Any] | None = None,
         claims: Sequence[Claim] | None = None,
         workers: int = 1,
     ) -> None:
-        """Makes the next version.
+        """Makes the next version, whatever it is: `prepare`, and `move`."""
+        self.move(self.prepare(contributions, staleness, weights, claims, workers))
+
+    def prepare(
+        self,
+        contributions: Sequence[PyTree],
+        staleness: Sequence[int],
+        weights: Sequence[float] | None = None,
+        claims: Sequence[Claim] | None = None,
+        workers: int = 1,
+    ) -> Prepared:
+        """All that makes the next version of the current one; nothing moves yet.
 
         Args:
           contributions: one; or those of a round, whose messages become one, as the
@@ -283,12 +317,8 @@ class Store:
           staleness: of each of them.
           weights: of each message of a round; None if this is none. A rule that
             discounts messages by their staleness needs no others.
-          norms: of their messages, if the next version is to be finite.
           claims: of their workers; None where nothing is said.
           workers: that are there.
-
-        Raises:
-          MessageRefusedError: it would not be; nothing has changed.
         """
         before, programs = self.current, self._programs
         claims = claims or [UNSAID] * len(contributions)
@@ -297,48 +327,75 @@ class Store:
             for stale, claim in zip(staleness, claims, strict=True)
         ]
         if weights is None:
-            (one,), move = contributions, programs.move
-            about: Any = abouts[0]
+            (one,) = contributions
+            return Prepared(before, programs.move, one, abouts[0])
+        one, count = None, len(contributions)
+        # Of those that say nothing, 1.
+        steps = [max(1, claim.steps) for claim in claims]
+        own = [1.0 if claim.weight is None else claim.weight for claim in claims]
+        is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
+        counted = []
+        for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
+            counts = 1.0 if self._rule.discount else weight
+            counts *= weighs / mean if is_mean else 1.0
+            counted.append((told_of, _on_device(counts)))
+        if programs.combine is None:
+            for contribution, each in zip(contributions, counted, strict=True):
+                one = programs.weigh(one, contribution, before.params, *each)
         else:
-            one, move, count = None, programs.move_round, len(contributions)
-            # Of those that say nothing, 1.
-            steps = [max(1, claim.steps) for claim in claims]
-            own = [1.0 if claim.weight is None else claim.weight for claim in claims]
-            is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
-            counted = []
-            for told_of, weight, weighs in zip(abouts, weights, own, strict=True):
-                counts = 1.0 if self._rule.discount else weight
-                counts *= weighs / mean if is_mean else 1.0
-                counted.append((told_of, _on_device(counts)))
-            if programs.combine is None:
-                for contribution, each in zip(contributions, counted, strict=True):
-                    one = programs.weigh(one, contribution, before.params, *each)
-            else:
-                one = programs.combine(list(contributions), before.params, counted)
-            mean_steps = max(1, round(sum(steps) / count))
-            about = (
-                _on_device(float(count if is_mean else 1)),
-                _about(before.number, 0, mean_steps, mean, workers),
-            )
-        if norms is not None and not self._is_bounded(sum(map(float, norms))):
-            finite = move.stays_finite(
-                one, about, before.params, self._center_state, before.public
-            )
-            if not finite:
-                raise errors.MessageRefusedError(
-                    "with this message, or with another one of its round, the center "
-                    "would not be finite any more, as it is or as workers adopt it "
-                    f"({self._rule.codec.answer_dtype or 'unrounded'})"
-                )
+            one = programs.combine(list(contributions), before.params, counted)
+        mean_steps = max(1, round(sum(steps) / count))
+        about = (
+            _on_device(float(count if is_mean else 1)),
+            _about(before.number, 0, mean_steps, mean, workers),
+        )
+        return Prepared(before, programs.move_round, one, about)
+
+    def move(self, prepared: Prepared) -> None:
+        """Makes the version that was prepared, of the one that is still current."""
+        before = prepared.before
+        assert before is self.current
         # Whoever was promised the old version keeps it; else it is written over.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
-        run = move.in_place if in_place else move.anew
+        run = prepared.program.in_place if in_place else prepared.program.anew
         params, self._center_state, public, made = run(
-            one, about, before.params, self._center_state, before.public
+            prepared.one,
+            prepared.about,
+            before.params,
+            self._center_state,
+            before.public,
         )
         self._becomes(params, public, made)
+
+    def stays_finite(self, prepared: Prepared, norm: float) -> bool:
+        """Whether a version would be finite, by looking at the center.
+
+        Waits for the device, so it is not for those who hold a lock; nobody may `move`
+        meanwhile.
+
+        Args:
+          prepared: what makes the version.
+          norm: that its messages have together, at most.
+        """
+        before = prepared.before
+        self._find_bound(before, norm)
+        is_finite = self.is_bounded(norm)
+        if not is_finite:
+            self._bound = None  # the center moves, and is to be looked at again
+            is_finite = bool(
+                prepared.program.stays_finite(
+                    prepared.one,
+                    prepared.about,
+                    before.params,
+                    self._center_state,
+                    before.public,
+                )
+            )
+        if self.current is not before:  # it has been shifted meanwhile
+            self._bound = None
+        return is_finite
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
@@ -348,70 +405,62 @@ class Store:
             self._differences.append((number, made))
 
     @functools.cached_property
-    def _reach(self) -> tuple[float | None, float]:
-        """By how much messages are multiplied, if they are; and how far they may go."""
+    def _reach(self) -> tuple[Reach | None, float]:
+        """What bounds messages, if anything does; and how far they may go."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
         if _is_narrower(self.difference_like, self.like):
             return None, most / 2  # a difference may have no room
-        return growth(self._rule, self.current.params), most / 2
+        reach = reach_of(self._rule, self.current.params, self._center_state)
+        return reach, most / 2
 
-    def _is_bounded(self, norm: float) -> bool:
-        """Whether a message of at most this norm cannot carry the center too far.
+    def is_bounded(self, norm: float) -> bool:
+        """Whether it is known that a message of at most this norm may be applied.
 
-        The largest number of the center is looked for only where the norms of all
-        messages since could have carried it there.
+        By how far all messages since can have carried the center from where
+        `stays_finite` has found it; nobody waits for the device.
         """
-        factor, most = self._reach
-        if factor is None or not norm < jnp.finfo(jnp.float32).max:
-            self._largest = math.inf
+        bound = self._bound
+        if bound is None or not norm <= bound.message:
             return False
-        step = 1.01 * factor * norm  # with some for rounding
-        if not self._largest + step < most:
-            self._largest = float(_largest(self.current.params))
-        self._largest += step
-        return self._largest < most  # else the next one looks again
+        reached = self._largest + bound.update
+        if not reached < bound.center:
+            return False
+        self._largest = reached
+        return True
+
+    def _find_bound(self, before: Version, norm: float) -> None:
+        """Bounds messages of a norm and more, by looking at the center."""
+        self._bound = None
+        reach, most = self._reach
+        if reach is None or not norm < _MOST_NORM:
+            return
+        params = jax.tree.leaves(before.params)
+        found = extremes([*params, *jax.tree.leaves(self._center_state)])
+        boxes, state = found[: len(params)], found[len(params) :]
+        if None in boxes:
+            return
+        largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
+        # With a weight decay, less is known of a larger center.
+        for message in (_AT_ONCE * norm, norm):
+            for center in (most, min(most, 2 * largest + 1)):
+                bound = reach.bound(message, center, state)
+                if bound is not None and largest + bound.update < center:
+                    self._bound, self._largest = bound, largest
+                    return
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
         params = _with_progress(
             self.place(adopted), self.current.params, self.place(sent)
         )
-        self._largest = math.inf
+        self._bound = None
         self._becomes(params, *self._programs.publish(params, self.current.public))
 
 
 _with_progress = jax.jit(rounds.with_progress)
-
-
-def growth(rule: Rule, center: PyTree) -> float | None:
-    """By how much ``rule`` multiplies a contribution; None if it does anything else.
-
-    Then the norm of a message, which is known anyway, bounds what it adds to a number
-    of the center. All others are tried before they move it, which takes another pass.
-    """
-    # A discount makes no message larger. Of whatever else is said it is not known how
-    # large it may be, so that nothing is by how much it multiplies.
-    said = {k: v for k, v in told({}).items() if k != "staleness"}
-
-    def move(message: PyTree, said: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        state = rule.center.init(message)
-        return rule.center.update(message, state, None, staleness=np.int32(0), **said)
-
-    def ask() -> float:
-        leaves = len(jax.tree.leaves(center))
-        given = [tracing.Value(i, frozenset({i}), factor=1.0) for i in range(leaves)]
-        given += [tracing.Value(name, is_array=False) for name in said]
-        made = tracing.read(move, center, said, given=given).made.values()
-        factors = [value.factor for value in made if value.factor is not None]
-        largest = max(factors, default=0.0)
-        if len(factors) < len(made) or rule.message or not math.isfinite(largest):
-            raise tracing.UnfitError("a center optimizer that does not only multiply")
-        return largest
-
-    return tracing.unless_unfit(f"norms bound a center of rule {rule.name!r}", ask)
 
 
 def _square(part: np.ndarray) -> float:

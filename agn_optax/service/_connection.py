@@ -89,6 +89,7 @@ class Connection:
         self._answers = False  # whether it ever has
         self._closed = threading.Event()
         self._heard = -math.inf  # when something came; monotonic seconds
+        self._served = -math.inf  # when that was no refusal
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -138,7 +139,9 @@ class Connection:
                     self.unreachable_since = None
                 return result
             now = time.monotonic()
-            if self._heard > began:  # it was there meanwhile, and waited perhaps
+            # It was there meanwhile, and waited perhaps. A center that answers only to
+            # say that it is closed gets no more time than one that does not answer.
+            if self._served > began:
                 begin, attempts = self._heard, 1
                 end = max(begin + self.timeout, now + SOON)
                 end = min(end, now + within)
@@ -322,8 +325,11 @@ class Connection:
             finally:
                 over_by = math.inf
 
+        def served() -> None:
+            self._served = time.monotonic()
+
         sent()
-        link.sent, link.heard, link.pace = sent, heard, pace
+        link.sent, link.heard, link.pace, link.served = sent, heard, pace, served
         try:
             with watchdog.watching(link):
                 yield
@@ -342,7 +348,7 @@ class Connection:
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:
             # They know the link: in a circle, its memory would outlive it for long.
-            link.sent = link.heard = nothing
+            link.sent = link.heard = link.served = nothing
             link.pace = contextlib.nullcontext
 
     def stop(self) -> None:

@@ -281,11 +281,12 @@ class Servicer:
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        busy = errors.CenterFullError(
+        # Which its client does, as long as it has time: the other one may break off.
+        busy = errors.CenterUnreachableError(
             "another worker initializes this center; try again"
         )
         with (
-            self._initializations.one(caller.key, busy, _STALLED / 2),
+            self._initializations.one(caller.key, busy, WAITING_INTERVAL),
             self._receiving(reader, context.cancel),
         ):
             return self._initialize(reader, context, caller)
@@ -344,10 +345,10 @@ class Servicer:
         try:
             with self.core.reading(kept=True) as version:
                 public = request.public
-                parcel = self._parcel(
+                # Held until it is sent: its arrays are views of it.
+                yield self._parcel(
                     version, self._travels.center, public=public, applied=True
                 )
-            yield parcel
         finally:
             self._pulls.give_back(caller.key)
 

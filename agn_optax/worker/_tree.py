@@ -120,7 +120,7 @@ class Uplink:
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     self._core.initialize(params, worker=None)
                 break
-            if self._core.wait_until_initialized(_POLL):
+            if self._core.wait_for(lambda: self._core.is_initialized, _POLL):
                 # If another site is quicker, this one adopts what that gave.
                 with contextlib.suppress(errors.AlreadyInitializedError):
                     self._insist(self._initialize_parent)

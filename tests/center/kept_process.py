@@ -14,7 +14,6 @@ import shared
 import talking
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
-from agn_optax.center.durability import _directory
 
 KINDS = {"journal": Journal, "snapshots": Snapshots}
 ANSWERED = struct.Struct("<q32s")
@@ -25,7 +24,6 @@ class Commands:
 
     def start(self, kind, directory, answered, uid=None, elements=100, **settings):
         """Exchanges one after the other, each of which takes one from all elements."""
-        _directory._RESERVED = 1 << 16  # small files are quickly copied
         with pathlib.Path(answered).open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), ANSWERED.size)
         if uid is not None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import itertools
 import math
 import os
@@ -10,9 +12,12 @@ import shutil
 import tempfile
 import threading
 import uuid
+import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import shared
 from hypothesis import settings
@@ -364,7 +369,7 @@ class Exchanges(RuleBasedStateMachine):
 @pytest.mark.parametrize("journals", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_exchange_is_applied_once(mode, journals, clock, monkeypatch):
-    monkeypatch.setattr(_directory, "_RESERVED", 1 << 14)  # bytes, quickly copied
+    monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 14)  # bytes, quickly copied
     monkeypatch.setattr(os, "fsync", lambda file: None)  # a copy needs none
     monkeypatch.setattr(_writer, "_sync", lambda file: None)
     run_state_machine_as_test(
@@ -506,7 +511,7 @@ def test_what_the_rule_cannot_apply_is_refused_and_may_be_sent_again(monkeypatch
     def fails(*args):
         raise FloatingPointError("no memory for this")
 
-    monkeypatch.setattr(core.store, "apply", fails)
+    monkeypatch.setattr(core.store, "move", fails)
     submit(anna)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="no memory"):
@@ -517,6 +522,91 @@ def test_what_the_rule_cannot_apply_is_refused_and_may_be_sent_again(monkeypatch
     np.testing.assert_array_equal(core.snapshot().params, -2)
 
 
+@pytest.mark.parametrize("mode", [None, Synchronous()])
+def test_failure_that_is_kept_holds_no_arrays_of_its_round(mode):
+    def update(updates, state, params=None):
+        raise FloatingPointError("no such update")
+
+    failing = optax.GradientTransformation(lambda params: (), update)
+    core = Core(shared.agn(failing), jnp.zeros(2), mode=mode)
+    anna = core.join("anna")
+    message = jnp.ones(2)
+    held = weakref.ref(message)
+    for _ in range(2):
+        anna.submit(1, message, anchor_version=0)
+        with pytest.raises(FloatingPointError, match="no such update") as raised:
+            anna.collect(1)
+        note = "".join(raised.value.__notes__)  # where it came from, nevertheless
+        assert "in update" in note
+    del message, raised
+    gc.collect()
+    assert held() is None
+    with pytest.raises(FloatingPointError, match="no such update"):
+        anna.collect(1)
+
+
+def look_and_wait(looks, may, updates, params):
+    """An optimizer whose programs tell when they run, and wait until they may."""
+
+    def wait(update):
+        looks.set()
+        assert may.wait(LIMIT)
+        return update
+
+    return jax.pure_callback(wait, jax.eval_shape(lambda: updates), updates)
+
+
+@pytest.mark.parametrize("mode", [None, Synchronous()])
+def test_center_answers_others_while_the_device_looks_at_a_message(mode):
+    """Nobody waits for the device under the lock; and turns stay as they are."""
+    looks, may = threading.Event(), threading.Event()
+    waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
+    core = Core(shared.agn(waiting), jnp.zeros(2), mode=mode)
+    anna, bert = core.join("anna"), core.join("bert")
+    sends = [threading.Thread(target=submit, args=(each,)) for each in (anna, bert)]
+    for thread in sends:
+        thread.start()
+    answered = threading.Event()
+
+    def others():
+        lives = [(each.worker, each.incarnation) for each in (anna, bert)]
+        assert core.hear(lives) == ["anna", "bert"]
+        core.join("carl").leave()
+        assert set(core.members()[1]) == {"anna", "bert"}
+        assert core.snapshot().version == 0
+        answered.set()
+
+    assert looks.wait(LIMIT)
+    asks = threading.Thread(target=others)
+    asks.start()
+    try:
+        assert answered.wait(10.0)
+    finally:
+        may.set()
+        asks.join(LIMIT)
+    for thread in sends:
+        thread.join(LIMIT)
+    versions = {each.collect(1, LIMIT).version for each in (anna, bert)}
+    assert versions == ({1, 2} if mode is None else {1})
+
+
+def test_worker_that_leaves_while_its_message_is_looked_at_moves_nothing():
+    looks, may = threading.Event(), threading.Event()
+    waiting = optax.stateless(functools.partial(look_and_wait, looks, may))
+    core = Core(shared.agn(waiting), jnp.zeros(2))
+    anna, bert = core.join("anna"), core.join("bert")
+    sends = threading.Thread(target=submit, args=(anna,))
+    sends.start()
+    assert looks.wait(LIMIT)
+    anna.leave()
+    may.set()
+    sends.join(LIMIT)
+    assert core.snapshot().version == 0
+    assert exchange(bert).version == 1
+    back = core.join("anna", anna.incarnation, back=True)
+    assert exchange(back, 1).version == 2
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_new_life_is_not_told_what_became_of_the_last(again, monkeypatch):
     core = core_of()
@@ -525,7 +615,7 @@ def test_a_new_life_is_not_told_what_became_of_the_last(again, monkeypatch):
     def fails(*args):
         raise FloatingPointError("no memory for this")
 
-    monkeypatch.setattr(core.store, "apply", fails)
+    monkeypatch.setattr(core.store, "move", fails)
     submit(anna)
     monkeypatch.undo()
     if again:
@@ -558,14 +648,14 @@ def test_an_exchange_that_is_interrupted_is_applied_once(when, monkeypatch):
     """By Ctrl-C in the middle of a notebook's cell, say."""
     core = core_of()
     anna = core.join("anna")
-    apply = core.store.apply
+    move = core.store.move
 
     def interrupted(*args):
         if when == "after":
-            apply(*args)
+            move(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core.store, "apply", interrupted)
+    monkeypatch.setattr(core.store, "move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         submit(anna)
     monkeypatch.undo()

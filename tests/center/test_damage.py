@@ -38,7 +38,7 @@ def read(directory):
 @pytest.fixture(params=["journal", "interval", "ended", "snapshots"])
 def kept(request, tmp_path, monkeypatch):
     """What is left of a center that was killed, or has ended."""
-    monkeypatch.setattr(_directory, "_RESERVED", RESERVED)
+    monkeypatch.setattr(_directory, "_LEAST_RESERVED", RESERVED)
     durability = {
         "journal": Journal(tmp_path / "a"),
         "interval": Journal(tmp_path / "a", interval=1000.0),

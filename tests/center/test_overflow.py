@@ -14,7 +14,7 @@ from support import assert_identical
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center._store import growth
+from agn_optax.center._reach import extremes, reach_of
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
 
@@ -69,6 +69,21 @@ def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
     refuses(center, bad)  # nor is it taken when it is sent again
     takes(center, 1e-3)
     assert center.version == len(good) + 1
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_round_whose_norms_exceed_float32_is_refused(packs):
+    """Without a warning of NumPy's, which as an error would fail the round."""
+    mode = agn_optax.center.Synchronous()
+    center = agn_optax.LocalCenter(
+        shared.downpour(), times(0.0), packs=packs, mode=mode
+    )
+    sessions = [center.join(name) for name in "abc"]
+    for session in sessions:
+        session.submit(1, times(3e38), anchor_version=0)
+    for session in sessions:
+        assert "finite" in session.collect(1).refused
+    assert center.version == 0
 
 
 @pytest.mark.parametrize("rule", [shared.downpour(), shared.easgd(1.0)])
@@ -162,44 +177,87 @@ def test_over_a_wire():
         assert answer.version == 3
 
 
-MULTIPLES = {
+BOUNDED = {
     "sgd": shared.sgd(0.3),
     "chain": optax.chain(optax.scale(-2.0), shared.sgd(3.0)),
     "none": optax.identity(),
-}
-OTHERS = {
     "adam": shared.adam(0.1),
+    "adamw": shared.adamw(0.1),
     "momentum": shared.sgd(0.1, momentum=0.9),
+    "nesterov": shared.sgd(0.1, momentum=0.99, nesterov=True),
+    "lion": optax.lion(0.1),
     "decay": optax.chain(optax.add_decayed_weights(0.1), shared.sgd(0.1)),
     "schedule": shared.sgd(optax.linear_schedule(0.1, 1.0, 10)),
-    "noise": optax.add_noise(0.1, 0.5, 0),
+    "cosine": shared.adam(optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 20)),
+    "rmsprop": optax.rmsprop(0.1),
     "sign": optax.scale_by_sign(),
-    "inverse": optax.stateless(lambda u, _: jax.tree.map(lambda x: 1 / x, u)),
     "square": optax.stateless(lambda u, _: jax.tree.map(lambda x: x * x, u)),
     "shifted": optax.stateless(lambda u, _: jax.tree.map(lambda x: x + 1, u)),
     "constant": optax.stateless(lambda u, _: jax.tree.map(jnp.ones_like, u)),
 }
+UNBOUNDED = {
+    "adam": shared.adam(0.1, eps=0.0),
+    "sum": agn_optax.accumulate(),
+    "noise": optax.add_noise(0.1, 0.5, 0),
+    "inverse": optax.stateless(lambda u, _: jax.tree.map(lambda x: 1 / x, u)),
+    "logarithm": optax.stateless(lambda u, _: jax.tree.map(jnp.log, u)),
+    "weight": rules.scale_by_weight(),
+}
 
 
-@pytest.mark.parametrize("name", MULTIPLES)
-def test_the_growth_of_multiples_is_known(name):
-    rule = shared.agn(MULTIPLES[name])
-    factor = growth(rule, ONES)
-    state = rule.center.init(ONES)
-    updates, _ = rule.center.update(ONES, state, ONES, staleness=jnp.int32(0))
-    largest = max(float(jnp.abs(u).max()) for u in jax.tree.leaves(updates))
-    np.testing.assert_allclose(factor, largest, rtol=1e-6)
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_updates_stay_within_the_bound_of_their_messages(name, dtype):
+    rule = shared.agn(BOUNDED[name])
+    center = times(1.0, dtype)
+    state = rule.center.init(center)
+    reach = reach_of(rule, center, state)
+    if reach is None:
+        # Where 0.99 and 0.999 may be 1.
+        assert dtype == "bfloat16"
+        assert name in {"adam", "adamw", "cosine", "lion", "nesterov"}
+        return
+    bound = reach.bound(5.0, 100.0, extremes(jax.tree.leaves(state)))
+    update = jax.jit(rule.center.update)
+    random = np.random.default_rng(0)
+    for step in range(50):
+        size = random.choice([0.0, 1e-30, 1e-3, 1.0, 5.0 / 11**0.5])
+        signs = random.choice([-1.0, 1.0]) if step % 2 else 1.0
+        said = {"staleness": jnp.int32(step % 3), "outside": True}
+        updates, state = update(
+            times(signs * size, dtype), state, times(signs * 99, dtype), **said
+        )
+        for leaf in jax.tree.leaves(updates):
+            assert np.abs(np.asarray(leaf, np.float64)).max() <= bound.update
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_growth_of_others_is_not(name):
-    rule = shared.agn(OTHERS[name])
-    assert growth(rule, ONES) is None
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_optimizer_without_a_bound_has_its_center_looked_at(name):
+    rule = shared.agn(UNBOUNDED[name])
+    center = times(1.0)
+    assert reach_of(rule, center, rule.center.init(center)) is None
 
 
-def test_the_growth_of_a_message_made_of_the_center_is_not():
+def test_message_that_is_made_of_the_center_has_no_bound():
     rule = dataclasses.replace(shared.easgd(0.5), center=shared.sgd(0.5))
-    assert growth(rule, ONES) is None
+    assert reach_of(rule, ONES, rule.center.init(ONES)) is None
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("name", ["adam", "momentum"])
+def test_center_is_looked_at_once_and_not_at_every_message(name, packs, monkeypatch):
+    rule = shared.agn(BOUNDED[name])
+    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs)
+    takes(center, 1.0)
+
+    def looks(*args):
+        raise AssertionError("the center is looked at")
+
+    monkeypatch.setattr(center.core.store, "stays_finite", looks)
+    for number in (1.0, -2.0, 1e-6, 0.0, 3.0):
+        takes(center, number)
 
 
 @pytest.mark.parametrize("codec", ["cast", "feedback", "two_way"])

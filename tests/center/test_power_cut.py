@@ -217,7 +217,7 @@ def run(durability, root, patch):
 @pytest.fixture
 def lives(tmp_path, monkeypatch):
     """Cuts in a center's first life, and in the next one: after an end, or a kill."""
-    monkeypatch.setattr(_directory, "_RESERVED", 1 << 13)
+    monkeypatch.setattr(_directory, "_LEAST_RESERVED", 1 << 13)
 
     def lives(make):
         count = itertools.count()

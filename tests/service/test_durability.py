@@ -20,6 +20,8 @@ import agn_optax
 from agn_optax import errors, service
 from agn_optax.center import Journal, Snapshots
 from agn_optax.center.durability import _writer
+from agn_optax.service import _connection, _session
+from agn_optax.service.transports import _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
@@ -222,6 +224,84 @@ def test_nothing_is_told_before_the_disk_has_it(tmp_path, monkeypatch):
         exchanging.join(LIMIT)
         pulling.join(LIMIT)
         assert said == {"answer": 1, "pull": 1}
+
+
+def test_exchange_at_a_center_whose_journal_failed_raises_the_same_over_all_transports(
+    tmp_path, monkeypatch
+):
+    for module in (_connection, _session):
+        monkeypatch.setattr(module, "SOON", 0.5)
+    transports = ["memory"] * _memory.IS_SUPPORTED + ["socket", "grpc"]
+    raised = {}
+
+    def exchange(transport, worker, params, state):
+        try:
+            worker.exchange(params, state)
+        except errors.AgnOptaxError as error:
+            raised[transport] = error
+
+    with contextlib.ExitStack() as stack:
+        durability = Journal(tmp_path / "a")
+        server = stack.enter_context(
+            service.serve(RULE, np.zeros(2, np.float32), durability=durability)
+        )
+        ready = []
+        for transport in transports:
+            center = stack.enter_context(
+                service.connect(
+                    server.address, RULE, timeout=5.0, transports=[transport]
+                )
+            )
+            worker = agn_optax.Worker(
+                center, shared.sgd(1.0), period=1, patience=0, give_up=6.0
+            )
+            params, state = worker.exchange(*worker.start())
+            ready.append((transport, worker, params, state))
+        shutil.rmtree(tmp_path / "a")
+        threads = [
+            threading.Thread(target=exchange, args=each, daemon=True) for each in ready
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        assert set(raised) == set(transports)
+        assert {type(error) for error in raised.values()} == {
+            errors.CenterUnreachableError
+        }
+        for error in raised.values():
+            assert str(error).endswith(server.center.core.failure)
+        # And whatever else is asked of it.
+        for ask in (center.pull, lambda: center.join("another")):
+            with pytest.raises(errors.CenterUnreachableError, match="cannot be kept"):
+                ask()
+
+
+def test_barrier_of_a_center_whose_journal_failed_raises(tmp_path):
+    center = agn_optax.LocalCenter(
+        RULE, np.zeros(2, np.float32), barrier=2, durability=Journal(tmp_path / "a")
+    )
+    raised = []
+
+    def join():
+        try:
+            center.join("w")
+        except errors.CenterClosedError as error:
+            raised.append(str(error))
+
+    joining = threading.Thread(target=join, daemon=True)
+    shutil.rmtree(tmp_path / "a")
+    joining.start()
+    joining.join(10.0)
+    assert raised == [center.core.failure]
+    center.close()
+
+
+def test_wait_for_parameters_of_a_center_that_is_closed_raises():
+    center = agn_optax.LocalCenter(RULE)
+    center.close("it goes down")
+    with pytest.raises(errors.CenterClosedError, match="it goes down"):
+        center.wait()
 
 
 def test_a_failed_server_lets_its_directory_go(tmp_path):

@@ -297,7 +297,7 @@ def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
 
 
 def test_one_initializes_at_a_time(monkeypatch):
-    """Others wait for it a while: what each has sent would be in memory."""
+    """Others wait for it: what each has sent would be in memory."""
     monkeypatch.setattr(_servicer, "_STALLED", 1.0)
     with (
         service.serve(RULE) as server,
@@ -309,10 +309,11 @@ def test_one_initializes_at_a_time(monkeypatch):
         peer.say(packet(pb.Frame(start=start), START.nbytes) + bytes(1000))
         wait_until(lambda: server._servicer._initializations._taken)
         other = service.connect(server.address, RULE, timeout=LIMIT)
-        with other, pytest.raises(errors.CenterFullError, match="another worker init"):
+        with other:
             other._remote.initialize(START, "b")
         peer.has_ended()  # for it says nothing any more
-        assert center.initialize(START, worker="c").version == 0
+        with pytest.raises(errors.AlreadyInitializedError, match="'b'"):
+            center.initialize(START, worker="c")
 
 
 def test_few_pulls_at_a_time(server, center):

@@ -6,17 +6,23 @@ import time
 
 import jax.numpy as jnp
 import network
+import numpy as np
 import optax
 import pytest
 import sessions
 import shared
-from waiting import BUSY
+from waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import GrpcLink
+from agn_optax.service.wire import _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel
 
 RULE = shared.downpour()
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
@@ -236,3 +242,36 @@ def test_a_message_in_a_dtype_that_the_center_cannot_read():
         message = pb.Message(sequence=1, dtype="float64")
         with pytest.raises(errors.InvalidArgumentError, match="JAX_ENABLE_X64"):
             server._servicer._schema_of(message)
+
+
+@pytest.mark.parametrize("ends", ["breaks off", "initializes"])
+def test_chief_waits_for_another_one_that_initializes_the_center(ends, lively, caplog):
+    """A chief whose connection broke comes back before the center has noticed."""
+    caplog.set_level("WARNING")
+    params = np.zeros(2, np.float32)
+    with (
+        service.serve(RULE) as server,
+        service.connect(server.address, RULE) as first,
+        service.connect(server.address, RULE) as second,
+    ):
+        link = GrpcLink(first._connection, "Initialize", Buffers())
+        servicer = server._servicer
+        wait_until(lambda: servicer._initializations._taken)
+        asked = in_background(
+            lambda: second.initialize(params + 1, worker="second"), "second"
+        )
+        wait_until(lambda: "another worker initializes this center" in caplog.text)
+        assert not asked.done()
+        if ends == "breaks off":
+            link.cancel()
+            np.testing.assert_array_equal(asked.result(LIMIT).params, params + 1)
+            return
+        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+        start = pb.Start(
+            protocol=_address.PROTOCOL, worker="first", schema=_trees.to_proto(schema)
+        )
+        link.send(Parcel(pb.Frame(start=start), schema, arrays))
+        link.end()
+        with pytest.raises(errors.AlreadyInitializedError, match="'first'"):
+            asked.result(LIMIT)
+        np.testing.assert_array_equal(second.pull().params, params)

@@ -9,10 +9,20 @@ from agn_optax.center.durability._backup import backup
 from agn_optax.center.durability._directory import Room
 from agn_optax.center.durability._keeper import (
     Durability,
+    Image,
     Journal,
     Keeper,
     Snapshots,
     read,
 )
 
-__all__ = ["Durability", "Journal", "Keeper", "Room", "Snapshots", "backup", "read"]
+__all__ = [
+    "Durability",
+    "Image",
+    "Journal",
+    "Keeper",
+    "Room",
+    "Snapshots",
+    "backup",
+    "read",
+]

@@ -31,7 +31,8 @@ from agn_optax.center.durability._found import (
 if sys.platform != "win32":
     import fcntl
 
-_RESERVED = 64 << 20  # bytes of a journal that are reserved at a time
+# Bytes of a journal that are reserved at a time: as many as it has, within these.
+_LEAST_RESERVED, _MOST_RESERVED = 64 << 10, 64 << 20
 
 
 class Room(NamedTuple):
@@ -111,7 +112,9 @@ class Directory(Found):
           OSError: the directory is gone.
         """
         free = shutil.disk_usage(self.path).free
-        return Room(free, snapshot + (_RESERVED if journal else 0))
+        # A record has about as many bytes as the parameters.
+        begins = max(_LEAST_RESERVED, min(snapshot, _MOST_RESERVED))
+        return Room(free, snapshot + (begins if journal else 0))
 
     def make_promise(self, kind: Kind, number: int) -> None:
         """What the next process may rely on; it is on disk when this returns.
@@ -201,10 +204,10 @@ class Directory(Found):
 def reserve(file: int, size: int, needed: int) -> int:
     """Makes a file larger than ``needed`` bytes, and gives its new size.
 
-    Writes are quicker where that has been done, and a file that was cut off is known
-    by its size.
+    A small file grows by little, and a large one seldom. Writes are quicker where that
+    has been done, and a file that was cut off is known by its size.
     """
-    more = max(_RESERVED, needed - size)
+    more = max(_LEAST_RESERVED, min(size, _MOST_RESERVED), needed - size)
     try:
         os.posix_fallocate(file, size, more)
     except (AttributeError, OSError):  # no such call here, or not for these files

@@ -152,8 +152,9 @@ class Journal:
 Durability = Snapshots | Journal
 
 
-# All that a center is at one moment: it, what its ledger remembers, and its chief.
-Image = tuple[CenterState, dict[str, Any], str | None]
+# All that a center is at one moment: what makes it of a copy, what its ledger
+# remembers, and its chief.
+Image = tuple[Callable[[], CenterState], dict[str, Any], str | None]
 
 
 class Keeper:
@@ -330,14 +331,9 @@ class Keeper:
     def is_kept(self, recorded: int) -> bool:
         """Whether that is on disk, or nobody has promised it.
 
-        Raises:
-          CenterClosedError: it never will be.
+        After a `failure` it never will be.
         """
-        if recorded <= self._written or self._lost_journal:
-            return True
-        if self.failure:
-            raise errors.CenterClosedError(self.failure)
-        return False
+        return recorded <= self._written or bool(self._lost_journal)
 
     def save(self) -> int:
         """Writes a snapshot, in place of the journal; returns when it is on disk.
@@ -510,15 +506,17 @@ class Keeper:
                     lambda: not writer.is_turning or self.failure or self._lost_journal
                 )
                 begin = writer.begin
-        self._save(number, image)
+        version = self._save(number, image)
         promise = self._directory.promise
         if promise is not None and promise.kind == "memory":
             self._directory.note(number)
         self._forget(begin)
-        return int(image[0].version)
+        return version
 
-    def _save(self, number: int, image: Image) -> None:
-        state, ledger, chief = image
+    def _save(self, number: int, image: Image) -> int:
+        """Writes a snapshot of an image; returns its version."""
+        copied, ledger, chief = image
+        state = copied()
         described = trees.describe(state.params)
         about = {
             "version": int(state.version),
@@ -534,6 +532,7 @@ class Keeper:
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
         self.saved_version = int(state.version)
+        return self.saved_version
 
 
 def _repeat(record: Record, store: Store) -> None:

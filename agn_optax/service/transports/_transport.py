@@ -125,6 +125,7 @@ class Link(Reader, abc.ABC):
     Attributes:
       ended: what its methods raise when the call has ended; `why_it_ended` has more.
       sent: called when something went out, as ``heard`` is when something came.
+      served: called when a packet came that is no refusal.
       deadline: when whoever watches it cancels it; monotonic seconds.
       is_late: whether that has happened.
       transport: its name, once it is dialled for a worker.
@@ -136,7 +137,7 @@ class Link(Reader, abc.ABC):
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
         super().__init__(receive, buffers)
-        self.sent = nothing
+        self.sent = self.served = nothing
         self.deadline = math.inf
         self.is_late = False
 
@@ -151,6 +152,7 @@ class Link(Reader, abc.ABC):
             raise EOFError("the call has ended")
         if frame.HasField("refused"):
             raise _status.exception_in(frame.refused)
+        self.served()
         return frame
 
     def path(self) -> Path | None:

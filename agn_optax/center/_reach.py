@@ -1,0 +1,351 @@
+"""How far messages can carry a center: intervals through its optimizer's program.
+
+The norm of a message bounds its elements. The program of the center optimizer is
+followed with intervals in place of arrays, from the operands of each operation to its
+result. If the state of the optimizer stays within its own bounds, as Adam's moments do,
+every message of at most that norm moves the center by at most so much, and the center
+need not be looked at.
+
+An operation that is not known here gives no bounds, and the center is looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from agn_optax._internal import tracing
+from agn_optax.rules import Rule, told
+
+PyTree = Any
+Range = tuple[float, float]  # all numbers of an array lie between, and are finite
+
+_WIDENINGS = 64  # of the state's bounds, twofold each
+_MOST_VERSIONS = 1 << 30  # that a center makes
+_ANY_COUNT = (0.0, float(_MOST_VERSIONS))
+# What is said of a message. Nobody knows how large its weight may be.
+_SAID = {"staleness": _ANY_COUNT, "steps": (1.0, 2.0**31 - 1), "since": _ANY_COUNT}
+_SAID["workers"] = (1.0, float(_MOST_VERSIONS))
+
+
+class Bound(NamedTuple):
+    """What is known of all messages up to a norm."""
+
+    message: float  # that norm
+    center: float  # the absolute value of the center's numbers, as long as it holds
+    update: float  # by how much a message moves each of them
+
+
+class Reach:
+    """The bounds of one rule's messages at one center.
+
+    Args:
+      rule: whose center optimizer it is.
+      center: its parameters, as they are kept.
+      state: of the center optimizer.
+
+    Raises:
+      UnfitError: there are none to be told.
+    """
+
+    def __init__(self, rule: Rule, center: PyTree, state: PyTree) -> None:
+        if rule.message is not None:
+            raise tracing.UnfitError("a message that is made of the center as it is")
+        said = told({})
+
+        def update(message: PyTree, state: PyTree, center: PyTree, said: Any) -> PyTree:
+            said = {**said, "outside": True}
+            return rule.center.update(message, state, center, **said)
+
+        abstract = jax.eval_shape(lambda: (center, state, center, said))
+        self._program, made = jax.make_jaxpr(update, return_shape=True)(*abstract)
+        self._state = jax.tree.leaves(abstract[1])
+        self._center = jax.tree.leaves(center)
+        self._updates = len(jax.tree.leaves(made[0]))
+        self._said = [_SAID.get(name) for name in sorted(said)]
+        zeros: list[Range | None] = [(0.0, 0.0)] * len(self._state)
+        if self.bound(1e-3, 1.0, zeros) is None:
+            raise tracing.UnfitError("a center optimizer without bounds")
+
+    def bound(
+        self, message: float, center: float, state: Sequence[Range | None]
+    ) -> Bound | None:
+        """What messages of at most this norm can do; None if that is not known.
+
+        Args:
+          message: the norm.
+          center: of whose numbers none is larger.
+          state: between which the numbers of the state's leaves lie.
+        """
+        state = [
+            box if box is None or _is_float(leaf) else (box[0], box[1] + _MOST_VERSIONS)
+            for box, leaf in zip(state, self._state, strict=True)
+        ]
+        most = 1.01 * message  # the norm is rounded
+        for _ in range(_WIDENINGS):
+            made = _follow(
+                self._program,
+                [
+                    *[(-most, most)] * len(self._center),
+                    *state,
+                    *[(-center, center)] * len(self._center),
+                    *self._said,
+                ],
+            )
+            if None in made or None in state:
+                return None
+            updates, after = made[: self._updates], made[self._updates :]
+            wider = [
+                _wider(old, new, is_float=_is_float(leaf))
+                for old, new, leaf in zip(state, after, self._state, strict=True)
+            ]
+            if wider == state:
+                moves = [max(-low, high) for low, high in updates]
+                # And what is rounded where it is added to the center.
+                return Bound(message, center, 1.01 * max(moves, default=0.0))
+            state = wider
+        return None
+
+
+def extremes(leaves: Sequence[jax.Array]) -> list[Range | None]:
+    """Between which numbers those of arrays lie; None where some are not finite."""
+    found = jax.device_get(_extremes(list(leaves)))
+    return [
+        (float(low), float(high))
+        if math.isfinite(low) and math.isfinite(high)
+        else None
+        for low, high in found
+    ]
+
+
+@jax.jit
+def _extremes(leaves: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    def of(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not leaf.size:
+            return jnp.zeros(()), jnp.zeros(())
+        return leaf.min(), leaf.max()
+
+    return [of(leaf) for leaf in leaves]
+
+
+def _wider(old: Range, new: Range, *, is_float: bool) -> Range:
+    """The bounds of a leaf, so that what is made of it may lie within."""
+    if not is_float:  # which counts messages, and need not hold for ever
+        return (
+            old if old[0] <= new[0] and new[1] <= old[1] + 1 else (-math.inf, math.inf)
+        )
+    low = old[0] if new[0] >= old[0] else min(2 * new[0], new[0] / 2)
+    high = old[1] if new[1] <= old[1] else max(2 * new[1], new[1] / 2)
+    return low, high
+
+
+def _follow(program: Any, given: Sequence[Range | None]) -> list[Any]:
+    """The ranges of a program's results; None of those that are not known."""
+    consts = getattr(program, "consts", ())
+    program = getattr(program, "jaxpr", program)
+    known: dict[Any, Range | None] = {
+        variable: _fits(box, variable.aval)
+        for variable, box in zip(program.invars, given, strict=True)
+    }
+    known.update(
+        (variable, _of_number(value))
+        for variable, value in zip(program.constvars, consts, strict=True)
+    )
+
+    def box(atom: Any) -> Range | None:
+        return _of_number(atom.val) if hasattr(atom, "val") else known[atom]
+
+    for operation in program.eqns:
+        boxes = [box(atom) for atom in operation.invars]
+        inner = tracing.called(operation)
+        if inner is not None:
+            made = _follow(inner, boxes)
+        else:
+            made = [_made(operation, boxes)] * len(operation.outvars)
+        known.update(
+            (variable, _fits(each, variable.aval))
+            for variable, each in zip(operation.outvars, made, strict=True)
+        )
+    return [box(atom) for atom in program.outvars]
+
+
+def _made(operation: Any, boxes: list[Range | None]) -> Range | None:
+    """The range of what an operation makes; of one result."""
+    name = operation.primitive.name
+    if _is_bool(operation.outvars[0].aval):
+        return _decided(name, boxes)
+    if name == "select_n":
+        which, *boxes = boxes
+        if which is not None and which[0] == which[1]:
+            return boxes[int(which[0])]
+    if name not in _RANGES or None in boxes:
+        return None
+    try:
+        return _RANGES[name](operation, *boxes)
+    except (ArithmeticError, ValueError):  # a division by zero, a root of less
+        return None
+
+
+def _decided(name: str, boxes: list[Range | None]) -> Range:
+    """Of a question: yes (1) or no (0) where the ranges tell it, else both."""
+    if name not in _ORDERS or None in boxes:
+        return 0.0, 1.0
+    first, second = boxes if _ORDERS[name] == "less" else reversed(boxes)
+    assert first is not None
+    assert second is not None
+    return float(first[1] < second[0]), float(first[0] <= second[1])
+
+
+def _fits(box: Range | None, aval: Any) -> Range | None:
+    """A range, rounded as its dtype rounds; None beyond what that can hold."""
+    dtype = getattr(aval, "dtype", None)
+    if box is None or dtype is None or math.isnan(box[0]) or math.isnan(box[1]):
+        return None
+    low, high = box
+    if _is_bool(aval):
+        return box
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        fits = info.min <= low and high <= info.max  # else it may begin anew
+        return box if fits else (float(info.min), float(info.max))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    info = jnp.finfo(dtype)
+    eps, least = 2 * float(info.eps), float(info.smallest_normal)
+    low, high = low - eps * abs(low), high + eps * abs(high)
+    # What is smaller may become zero, or lies between zero and that.
+    low = 0.0 if 0 < low < least else -least if -least < low < 0 else low
+    high = 0.0 if -least < high < 0 else least if 0 < high < least else high
+    return (low, high) if max(-low, high) < 0.75 * float(info.max) else None
+
+
+def _of_number(value: Any) -> Range | None:
+    try:
+        array = np.asarray(value).astype(np.float64)
+    except (TypeError, ValueError):
+        return None
+    if not array.size or not np.isfinite(array).all():
+        return None
+    return float(array.min()), float(array.max())
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_bool(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == np.dtype(bool)
+
+
+def _hull(*boxes: Range) -> Range:
+    return min(low for low, _ in boxes), max(high for _, high in boxes)
+
+
+def _product(a: Range, b: Range) -> Range:
+    ends = [x * y for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _inverse(box: Range) -> Range:
+    low, high = box
+    if low <= 0 <= high:
+        raise ZeroDivisionError
+    return 1 / high, 1 / low
+
+
+def _square(box: Range) -> Range:
+    low, high = sorted(map(abs, box))
+    return (0.0 if box[0] <= 0 <= box[1] else low**2), high**2
+
+
+def _power(box: Range, exponent: int) -> Range:
+    if exponent < 0:
+        return _inverse(_power(box, -exponent))
+    made = (1.0, 1.0) if exponent % 2 == 0 else box
+    for _ in range(exponent // 2):
+        made = _product(made, _square(box))
+    return made
+
+
+def _decay(base: Range, exponent: Range) -> Range:
+    """Of a factor, with a count in its exponent."""
+    if exponent[0] == exponent[1] == int(exponent[0]):
+        return _power(base, int(exponent[0]))
+    if not 0 <= base[0] <= base[1] <= 1 or exponent[0] < 0:
+        raise ArithmeticError
+    return base[0] ** exponent[1], base[1] ** exponent[0]
+
+
+def _absolute(box: Range) -> Range:
+    low, high = sorted(map(abs, box))
+    return (0.0 if box[0] <= 0 <= box[1] else low), high
+
+
+def _sum(operation: Any, box: Range) -> Range:
+    (before,), (after,) = operation.invars, operation.outvars
+    count = before.aval.size // max(after.aval.size, 1)
+    return count * min(box[0], 0.0), count * max(box[1], 0.0)
+
+
+def _of(call: Callable[..., Range]) -> Callable[..., Range]:
+    return lambda operation, *boxes: call(*boxes)
+
+
+def _monotone(call: Callable[[float], float]) -> Callable[..., Range]:
+    return lambda operation, box: (call(box[0]), call(box[1]))
+
+
+_same = _of(lambda box, *_: box)
+_add = _of(lambda a, b: (a[0] + b[0], a[1] + b[1]))
+_largest = _of(lambda a, b: (max(a[0], b[0]), max(a[1], b[1])))
+_smallest = _of(lambda a, b: (min(a[0], b[0]), min(a[1], b[1])))
+_unit = _of(lambda box: (-1.0, 1.0))
+
+_ORDERS = {"lt": "less", "le": "less", "gt": "greater", "ge": "greater"}
+# The range of an operation's result, by the operation and the ranges of its operands.
+_RANGES: dict[str, Callable[..., Range]] = {
+    **dict.fromkeys(
+        """
+        broadcast_in_dim convert_element_type copy copy_p expand_dims pcast pvary
+        reduce_max reduce_min reshape squeeze stop_gradient transpose
+        """.split(),  # noqa: SIM905 easier to read so
+        _same,
+    ),
+    "abs": _of(_absolute),
+    "add": _add,
+    "add_any": _add,
+    "sub": _of(lambda a, b: (a[0] - b[1], a[1] - b[0])),
+    "mul": _of(_product),
+    "div": _of(lambda a, b: _product(a, _inverse(b))),
+    "neg": _of(lambda box: (-box[1], -box[0])),
+    "max": _largest,
+    "min": _smallest,
+    "clamp": _of(
+        lambda low, x, high: (
+            min(max(x[0], low[0]), high[0]),
+            min(max(x[1], low[1]), high[1]),
+        )
+    ),
+    "select_n": _of(_hull),
+    "square": _of(_square),
+    "integer_pow": lambda operation, box: _power(box, operation.params["y"]),
+    "pow": _of(_decay),
+    "sqrt": _monotone(math.sqrt),
+    "rsqrt": _of(lambda box: _inverse((math.sqrt(box[0]), math.sqrt(box[1])))),
+    "exp": _monotone(math.exp),
+    "reduce_sum": _sum,
+    **dict.fromkeys(("sign", "sin", "cos", "tanh"), _unit),
+    "logistic": _of(lambda box: (0.0, 1.0)),
+}
+
+
+def reach_of(rule: Rule, center: PyTree, state: PyTree) -> Reach | None:
+    """The bounds of a rule's messages; None if it has none."""
+    what = f"norms bound a center of rule {rule.name!r}"
+    return tracing.unless_unfit(what, functools.partial(Reach, rule, center, state))
