@@ -180,11 +180,12 @@ def quantize(
 
 def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
     """The index of the nearest level, or of one of two if there is noise in [0, 1)."""
+    levels = levels.astype(x.dtype)  # exact: they have few bits
     if noise is None:
         return _count_below(x, (levels[1:] + levels[:-1]) / 2)
     low = _count_below(x, levels[1:-1])
     bottom, top = jnp.asarray(levels[:-1])[low], jnp.asarray(levels[1:])[low]
-    return low + (noise * (top - bottom) < x - bottom)
+    return low + (noise * (top - bottom) < x - bottom).astype(low.dtype)
 
 
 def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:
