@@ -64,6 +64,15 @@ def widened(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf).astype(wide(leaf))
 
 
+def scaled(tree: PyTree, factor: jax.Array) -> PyTree:
+    """``factor * tree`` in the dtypes of the tree, computed in float32 at least."""
+
+    def scale(leaf: Any) -> jax.Array:
+        return (widened(leaf) * factor.astype(wide(leaf))).astype(jnp.result_type(leaf))
+
+    return jax.tree.map(scale, tree)
+
+
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """``x`` as ``dtype`` would hold it, in its own dtype.
 

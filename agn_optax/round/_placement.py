@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives, _messages
 from agn_optax.rules import robust
 
@@ -402,8 +402,7 @@ class Layout:
             if shares is None:
                 return made
 
-            counts = shares[worker]
-            return jax.tree.map(lambda m: _messages.wide(m) * counts, made)
+            return trees.scaled(jax.tree.map(_messages.wide, made), shares[worker])
 
         if isinstance(how, robust.Combine):
 
