@@ -62,7 +62,10 @@ def quantize(
 
     Scales and levels have few bits, so that decoding is exact: all programs that decode
     one message get the same numbers, and what an element lost is exactly the
-    difference. The same contribution and state always give the same bits.
+    difference. The same contribution and state always give the same bits: random
+    numbers follow from the bits of the contribution, the number of the message and the
+    leaf. So workers draw other ones, for what they contribute differs, and
+    contributions that differ in one last place are rounded by other numbers altogether.
 
     To the nearest level, it forgets what it rounds away, so small elements of a block
     may never be sent: wrap it in `error_feedback`.
