@@ -54,6 +54,25 @@ def wider(*dtypes: Any) -> Any:
         return functools.reduce(jnp.promote_types, dtypes)
 
 
+def wide(leaf: Any) -> Any:
+    """The dtype to compute with a leaf in: float32, or the leaf's own if wider."""
+    return wider(jnp.result_type(leaf), jnp.float32)
+
+
+def widened(leaf: Any) -> jax.Array:
+    """A leaf in the dtype to compute with it in."""
+    return jnp.asarray(leaf).astype(wide(leaf))
+
+
+def scaled(tree: PyTree, factor: jax.Array) -> PyTree:
+    """``factor * tree`` in the dtypes of the tree, computed in float32 at least."""
+
+    def scale(leaf: Any) -> jax.Array:
+        return (widened(leaf) * factor.astype(wide(leaf))).astype(jnp.result_type(leaf))
+
+    return jax.tree.map(scale, tree)
+
+
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """``x`` as ``dtype`` would hold it, in its own dtype.
 

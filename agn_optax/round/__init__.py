@@ -64,6 +64,7 @@ from agn_optax.round._period import as_schedule as as_schedule
 from agn_optax.round._period import dynamic_period as dynamic_period
 from agn_optax.round._period import local_warmup as local_warmup
 from agn_optax.round._period import synchronous_warmup as synchronous_warmup
+from agn_optax.round._placement import HOST_SHAPE as HOST_SHAPE
 from agn_optax.round._placement import OnHost as OnHost
 from agn_optax.round._placement import OwnCenter as OwnCenter
 from agn_optax.round._placement import Placement as Placement

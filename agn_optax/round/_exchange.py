@@ -50,7 +50,7 @@ class Departed(NamedTuple):
 
     in_flight: jax.Array  # bool scalar: whether there is one
     steps: jax.Array  # int32 scalar: local steps that it was made of
-    weight: jax.Array  # float32 scalar: the mean weight of the workers' rounds
+    weight: jax.Array  # float scalar: the mean weight of the workers' rounds
     message: PyTree  # of all workers together, as the center
     adopted: PyTree  # the parameters as they were then set; None if it is not eager
 
@@ -456,7 +456,7 @@ def _said(
     if weight is None:
         return None, said
     check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
-    own = jnp.asarray(weight, jnp.float32)
+    own = jnp.asarray(weight, float)
     mean = layout.mean(own, state.exchanges)
     return own / mean if rule.combine == "mean" else None, {**said, "weight": mean}
 
@@ -479,7 +479,7 @@ def _combined(
     if rule.codec.is_identity:  # messages may be summed on their way
         own = message(contribution, kept if live is None else live)
         if share is not None:
-            own = jax.tree.map(lambda m: (m * share).astype(m.dtype), own)
+            own = trees.scaled(own, share)
         return layout.combine(own, rule.combine, params, kept, turn)
     return layout.combine_encoded(
         contribution, lambda each: message(each, kept), rule.combine, params, share
@@ -491,7 +491,7 @@ def nothing_departed(params: PyTree, center: PyTree, *, eager: bool) -> Departed
     return Departed(
         in_flight=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
-        weight=jnp.ones((), jnp.float32),
+        weight=jnp.ones((), float),
         message=optax.tree.zeros_like(center),
         adopted=optax.tree.zeros_like(params) if eager else None,
     )
@@ -527,8 +527,8 @@ def depart(
         own = message_of(rule, contribution, center)
         if rule.combine == "mean":
             count = layout.count(state.exchanges)
-            part = (1.0 if share is None else share) / count
-            own = jax.tree.map(lambda m: (m * part).astype(m.dtype), own)
+            part = jnp.asarray(1.0 if share is None else share) / count
+            own = trees.scaled(own, part)
         more = {**extra_args, **said}
         moved, _ = _descend(rule, own, center, state.center_state, more)
         params = adopted = overwrite(params, answer_of(rule, moved))
@@ -536,7 +536,7 @@ def depart(
         before = answer_of(rule, center, state.public)
         params = adopt(rule, params, before)
         local = move_anchor(local, before)
-    weight = jnp.asarray(said.get("weight", 1.0), jnp.float32)
+    weight = jnp.asarray(said.get("weight", 1.0), float)
     departed = Departed(jnp.ones((), bool), local.local_steps, weight, message, adopted)
     return params, state._replace(
         local=empty_record(rule, local, params, message, layout),

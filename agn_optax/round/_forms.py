@@ -147,11 +147,12 @@ def phases(
     if fragments is not None:
         fragments.check(rule, layout.placement)
     # On a mesh the center itself is the anchor, unless workers adopt it as it was
-    # before, or rounded, or need all of it at every step and hold a piece.
+    # before, or rounded, or need all of it at every step and hold a piece, or hold it
+    # in the memory of the host.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
         or rule.codec.answer_dtype is not None
-        or (rule.penalty is not None and layout.sharded)
+        or (rule.penalty is not None and (layout.sharded or layout.on_host))
     )
 
     if rule.codec.answer_codec is not None and layout.placement != Placement():

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.round import _collectives, _messages
 from agn_optax.rules import robust
 
@@ -167,7 +167,37 @@ class OwnCenter:
 class OnHost:
     """What an optimizer state keeps in the memory of the host."""
 
-    tree: PyTree
+    tree: PyTree  # leaves [1, 1, 1, 1, 1, 1, ...], see `for_host`
+
+
+# JAX gives the buffer of a donated argument to the first output with its shape and
+# dtype, whatever memory the two lie in; where a buffer of the host becomes an output on
+# the device, the process aborts (JAX 0.10). So what lies on the host has a shape that
+# nothing on the device has: these dimensions come before its own.
+HOST_SHAPE = (1,) * 6
+
+
+def for_host(tree: PyTree) -> PyTree:
+    """``tree`` in the shapes that it has on the host."""
+    return jax.tree.map(
+        lambda leaf: jnp.reshape(leaf, (*HOST_SHAPE, *jnp.shape(leaf))), tree
+    )
+
+
+def from_host(tree: PyTree) -> PyTree:
+    """The reverse of `for_host`, also of rows of such trees, where each lies."""
+
+    def shaped(leaf: Any) -> jax.Array:
+        shape, count = jnp.shape(leaf), len(HOST_SHAPE)
+        found = (i for i in range(len(shape)) if shape[i : i + count] == HOST_SHAPE)
+        if (first := next(found, None)) is None:  # behind the rows, if there are any
+            raise errors.TreeMismatchError(
+                f"a leaf of shape {list(shape)} cannot be from the host, where all "
+                f"shapes begin with {list(HOST_SHAPE)}"
+            )
+        return jnp.reshape(leaf, shape[:first] + shape[first + count :])
+
+    return jax.tree.map(shaped, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,8 +402,7 @@ class Layout:
             if shares is None:
                 return made
 
-            counts = shares[worker]
-            return jax.tree.map(lambda m: _messages.wide(m) * counts, made)
+            return trees.scaled(jax.tree.map(_messages.wide, made), shares[worker])
 
         if isinstance(how, robust.Combine):
 
@@ -487,6 +516,7 @@ class Layout:
         if self.in_pairs:
             center = OwnCenter(center, self.workers)
         if self.on_host:
+            center, center_state = map(for_host, (center, center_state))
             center, center_state = OnHost(center), OnHost(center_state)
         return self.settle(center, center_state)
 
@@ -499,9 +529,8 @@ class Layout:
     def load(self, center: PyTree, center_state: PyTree) -> Any:
         """The reverse of `store`."""
         if self.on_host:
-            center, center_state = _to(
-                jax.memory.Space.Device, (center.tree, center_state.tree)
-            )
+            both = _to(jax.memory.Space.Device, (center.tree, center_state.tree))
+            center, center_state = from_host(both)
         return held(center), center_state
 
     def check_memory(self) -> None:
@@ -628,7 +657,7 @@ def _stays_on_host() -> bool:
 def unwrapped(center: PyTree) -> tuple[bool, PyTree]:
     """Whether a stored center is on the host, and what it is there."""
     if isinstance(center, OnHost):
-        return True, center.tree
+        return True, from_host(center.tree)
     return False, center
 
 

@@ -250,7 +250,7 @@ def scale_by_staleness(
         late = jnp.asarray(staleness)
         if exponent == 1.0 and decay == 1.0:
             return _divide(updates, late + 1), state
-        late = late.astype(jnp.float32)
+        late = late.astype(float)
         return _divide(updates, (late + 1) ** exponent * decay**-late), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)

@@ -50,13 +50,14 @@ class Rule:
       center: the center optimizer. ``update`` gets the message, its own state, the
         center, and as extra arguments, all scalars: ``staleness`` (int32), how many
         versions the center has moved since the worker's anchor; ``steps`` (int32), the
-        local steps that the message was made of; ``weight`` (float32), what its worker
-        says that they count, 1 if it says nothing; ``since`` (int32), the version of
-        the anchor, so that ``since + staleness`` is the center's now; and ``workers``
-        (int32), how many there are. The one message of a round has staleness 0, the
-        mean steps of its messages (rounded, 1 at least) and their mean weight. In an
-        optimizer state versions are exchanges, and ``weight`` is an extra argument of
-        the step, or of the exchange, that ends the round.
+        local steps that the message was made of; ``weight`` (float32, or float64 where
+        JAX has it enabled), what its worker says that they count, 1 if it says nothing;
+        ``since`` (int32), the version of the anchor, so that ``since + staleness`` is
+        the center's now; and ``workers`` (int32), how many there are. The one message
+        of a round has staleness 0, the mean steps of its messages (rounded, 1 at least)
+        and their mean weight. In an optimizer state versions are exchanges, and
+        ``weight`` is an extra argument of the step, or of the exchange, that ends the
+        round.
       contribution: ``(record, params, anchor, steps) -> tree``, made where the worker
         is. ``record`` is the state of the transformation ``record``; ``steps`` the
         local steps really made, an int32 scalar. Returns a tree with the structure and
@@ -170,7 +171,7 @@ def check_rule(value: Any) -> None:
 _TOLD = {
     "staleness": (0, jnp.int32),
     "steps": (1, jnp.int32),
-    "weight": (1.0, jnp.float32),
+    "weight": (1.0, float),
     "since": (0, jnp.int32),
     "workers": (1, jnp.int32),
 }

@@ -18,7 +18,7 @@ PyTree = Any
 class WeightState(NamedTuple):
     """State of `scale_by_weight` without a reference."""
 
-    total: jax.Array  # float32 scalar: the sum of all weights so far
+    mean: jax.Array  # float scalar: of all weights so far
     updates_seen: jax.Array  # int32 scalar
 
 
@@ -67,7 +67,7 @@ def scale_by_weight(
         del params
         if reference is not None:
             return optax.EmptyState()
-        return WeightState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+        return WeightState(jnp.zeros((), float), jnp.zeros((), jnp.int32))
 
     def update_fn(
         updates: PyTree,
@@ -82,13 +82,14 @@ def scale_by_weight(
         weight = _given(weight, "weight", "scale_by_weight")
         if measure is not None:
             weight = measure(weight, _given(steps, "steps", "scale_by_weight"))
-            weight = jnp.asarray(weight, jnp.float32)
+            weight = jnp.asarray(weight, float)
         if reference is not None:
-            return _times(updates, weight / reference), state
+            return trees.scaled(updates, weight / reference), state
         seen = optax.safe_increment(state.updates_seen)
-        total = state.total + weight
-        mean = total / seen.astype(jnp.float32)
-        return _times(updates, weight / mean), WeightState(total, seen)
+        # A running mean: a sum would stop growing after 2^24 messages, and the mean
+        # would fall.
+        mean = state.mean + (weight - state.mean) / seen.astype(weight.dtype)
+        return trees.scaled(updates, weight / mean), WeightState(mean, seen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -139,7 +140,7 @@ def scale_by_steps(
     ) -> tuple[PyTree, optax.EmptyState]:
         del params, extra_args
         made = jnp.maximum(_given(steps, "steps", "scale_by_steps"), 1)
-        return _times(updates, (made / reference) ** exponent), state
+        return trees.scaled(updates, (made / reference) ** exponent), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
@@ -198,22 +199,11 @@ def scale_by_turnaround(
             workers if fixed is None else fixed, "workers", "scale_by_turnaround"
         )
         late = _given(staleness, "staleness", "scale_by_turnaround")
-        return _times(updates, (late + 1) / there), state
+        return trees.scaled(updates, (late + 1) / there), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
 def _given(value: Any, name: str, who: str) -> jax.Array:
     check.extra_argument_given(value, f"{name}=1", who)
-    return jnp.asarray(value, jnp.float32)
-
-
-def _times(updates: PyTree, factor: jax.Array) -> PyTree:
-    """``factor * updates``, in float32 at least."""
-
-    def times(u: Any) -> jax.Array:
-        u = jnp.asarray(u)
-        wide = trees.wider(u.dtype, jnp.float32)
-        return (u.astype(wide) * factor.astype(wide)).astype(u.dtype)
-
-    return jax.tree.map(times, updates)
+    return jnp.asarray(value, float)

@@ -26,6 +26,10 @@ __all__ = ["Combine", "krum", "median", "radial", "trimmed_mean"]
 
 _NETWORK = 32  # messages; of more, XLA's sort is no slower, and compiles sooner
 
+# Of a mean of unit vectors, its length; shorter ones are no direction. It is far above
+# the rounding of such a mean, also in bfloat16.
+LEAST_AGREEMENT = 1 / 32
+
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
@@ -228,14 +232,20 @@ def krum(faulty: int = 1, *, keep: int = 1) -> Combine:
 def radial() -> Combine:
     r"""The mean length of messages, in their mean direction: for each leaf.
 
-    .. math:: m = \frac1n \sum_i |m_i| \cdot \frac{w}{|w|}, \qquad
+    .. math:: m = \frac1n \sum_i |m_i| \cdot \frac{w}{\max(|w|, n / 32)}, \qquad
         w = \sum_i m_i / |m_i|
 
     The mean of n messages that are nearly at right angles is :math:`\sqrt n` times
-    shorter than they are; this one is as long as they are on average. A long message
-    leads no further than a short one, but its length counts in the mean of lengths, so
-    this is no protection against bad ones. Where messages come one by one,
-    ``center_optimizers.buffered(..., combine="radial")`` makes the same of several.
+    shorter than they are; this one is as long as they are on average. Where directions
+    cancel, there is no mean direction: below :math:`|w| = n / 32` the message becomes
+    shorter in proportion to :math:`|w|`, and it is 0 where nothing is left of them, as
+    where two workers move a leaf of one element apart. (:math:`w / |w|` alone would be
+    0 / 0 there, and a whole mean length whose sign is the sign of a rounding error.)
+
+    A long message leads no further than a short one, but its length counts in the mean
+    of lengths, so this is no protection against bad ones. Where messages come one by
+    one, ``center_optimizers.buffered(..., combine="radial")`` makes the same of
+    several.
 
     Returns:
       How messages become one, for the ``combine`` of a `Rule`.
@@ -249,13 +259,15 @@ def radial() -> Combine:
 
     References:
       Arthur Douillard et al., *Decoupled DiLoCo for Resilient Distributed
-      Pre-training*, 2026; as implementations have it, for the paper was not read.
+      Pre-training*, 2026; as implementations have it, for the paper was not read. The
+      bound of :math:`n / 32` is of this project.
     """
 
     def of(messages: PyTree, total: Total) -> PyTree:
         leaves, treedef = jax.tree.flatten(messages)
         if not leaves:
             return messages
+        count = leaves[0].shape[0]
 
         def norms(parts: list[jax.Array], kept: int) -> jax.Array:
             """Of each leaf: [leaves, ...], over all but the first ``kept`` axes."""
@@ -277,7 +289,8 @@ def radial() -> Combine:
             jnp.tensordot(1 / jnp.maximum(own, tiny), leaf, axes=1)
             for own, leaf in zip(lengths, leaves, strict=True)
         ]
-        factors = lengths.mean(axis=1) / jnp.maximum(norms(directions, 0), tiny)
+        agreeing = jnp.maximum(norms(directions, 0), LEAST_AGREEMENT * count)
+        factors = lengths.mean(axis=1) / agreeing
         combined = [
             (factor * direction).astype(leaf.dtype)
             for factor, direction, leaf in zip(factors, directions, leaves, strict=True)

@@ -20,6 +20,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from agn_optax import errors
 from agn_optax._internal import trees
 from agn_optax.round import (
+    HOST_SHAPE,
     ExchangeState,
     OnHost,
     OwnCenter,
@@ -295,12 +296,15 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
             record=_recut(node.local.record, old.parts, new.parts, sizes),
             codec_state=_recut(node.local.codec_state, old.parts, new.parts, sizes),
         )
-        pieces = _recut(center.pieces, old.pieces, new.pieces, sizes)
+        before = HOST_SHAPE if on_host else ()
+        pieces = _recut(center.pieces, old.pieces, new.pieces, sizes, before=before)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
             center=OnHost(center) if on_host else center,
             center_state=_recut(
-                node.center_state, old.pieces, new.pieces, sizes, mode="edge"
+                *(node.center_state, old.pieces, new.pieces, sizes),
+                mode="edge",
+                before=before,
             ),
             local=local,
         )
@@ -337,28 +341,33 @@ def _recut(
     new: _Lengths,
     sizes: Mapping[str, int],
     mode: Literal["constant", "edge"] = "constant",
+    before: tuple[int, ...] = (),
 ) -> PerTower:
-    """What differs along some axes, for other sizes of these axes."""
+    """What differs along some axes, for other sizes of these axes.
+
+    ``before`` are dimensions of 1 that each leaf has before its own.
+    """
     counts = [sizes[name] for name in node.axes]
 
     def again(path: Any, rows: Any) -> Any:
         leaf = np.asarray(rows)
-        towers = leaf.reshape(-1, *leaf.shape[len(counts) :])
+        towers = leaf.reshape(-1, *leaf.shape[len(counts) + len(before) :])
         # An optimizer's state has trees of the parameters' own structure in it.
         known = next(
             (own for n in range(len(path) + 1) if (own := path[n:]) in old), None
         )
         shape, length = old.get(known, (None, None))
         if shape is None or towers.shape[1:] != _cut_shape(shape, length):
-            return _repeated(towers[0], counts)  # of no leaf: a counter, say
+            # Of no leaf: a counter, say.
+            return _repeated(towers[0].reshape((*before, *towers.shape[1:])), counts)
         flat = towers[0] if length is None else towers
         flat = flat.reshape(-1)[: math.prod(shape)]
         length = new[known][1]
         if length is None:
-            return _repeated(flat.reshape(shape), counts)
+            return _repeated(flat.reshape((*before, *shape)), counts)
         missing = math.prod(counts) * length - flat.size
         return np.pad(flat, (0, missing), mode=mode).reshape(
-            *counts, *_cut_shape(shape, length)
+            (*counts, *before, *_cut_shape(shape, length))
         )
 
     return PerTower(tree_map_with_path(again, node.rows), node.axes)

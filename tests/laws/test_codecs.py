@@ -300,6 +300,8 @@ OBSERVED = {
     "of a cast": functools.partial(shared.agn, shared.sgd(0.5)),
     "top_k": shared.downpour,
     "two_way": functools.partial(shared.diloco, shared.sgd(0.5, momentum=0.5)),
+    "stochastic": shared.downpour,
+    "random_k": functools.partial(shared.agn, shared.sgd(0.5)),
 }
 
 
@@ -316,6 +318,10 @@ def trained(place, codec):
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", OBSERVED)
 def test_12_an_encoded_message_is_the_same_in_every_placement(codec):
+    """Given the same contribution, bit for bit: random numbers follow from that, too.
+
+    Of one worker; and of several, who contribute other bits and draw other numbers.
+    """
     for group in ([drop_in, split, scanned, embedded], MANY):
         first, *others = [trained(place, codec) for place in group]
         for other in others:
@@ -385,6 +391,54 @@ def test_13_of_numbers_of_any_size(codec, dtype):
         assert_identical(
             jax.tree.map(np.add, double(sent), double(state.residual)), double(owed)
         )
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("codec", "is_exact"),
+    [
+        *((codecs.quantize(bits, block=5), True) for bits in (2, 4, 8)),
+        (codecs.quantize(4, block=5, format="codebook"), False),
+        (codecs.sign(block=5), False),
+        (codecs.top_k(2, block=5), False),
+        (codecs.random_k(2, block=5), False),
+        (codecs.low_rank(1), False),
+    ],
+    ids=str,
+)
+def test_13_a_narrow_center_rounds_what_it_decodes_once(codec, is_exact, dtype):
+    """The residual is of the message in float32; the center takes it in its own dtype.
+
+    So it misses half a last place of that dtype, and nothing where the decoded numbers
+    have few digits.
+    """
+    rng = np.random.default_rng(0)
+    center = {"w": jnp.zeros((4, 7), dtype), "s": jnp.zeros((), dtype)}
+    codec = codecs.error_feedback(codec)
+    state = codec.init(center)
+    encode = jax.jit(codec.encode)
+    decode = jax.jit(codec.decode)
+    missed = 0.0
+    for _ in range(5):
+        contribution = jax.tree.map(
+            lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), center
+        )
+        owed = jax.tree.map(
+            lambda e, k: np.float64(e) + np.float64(k), state.residual, contribution
+        )
+        encoded, state = encode(contribution, state)
+        taken = double(decode(encoded, center))
+        for owes, takes, rest in zip(
+            *map(jax.tree.leaves, (owed, taken, double(state.residual))), strict=True
+        ):
+            lost = np.abs(owes - takes - rest)
+            # And float32's own, of all that is added up.
+            most = 0.5 * float(jnp.finfo(dtype).eps) * np.abs(takes) + 1e-6
+            assert (lost <= most).all()
+            missed = max(missed, lost.max())
+    assert (missed < 1e-6) == is_exact
 
 
 ANSWERS = {
@@ -527,8 +581,9 @@ class Refusing:
         return self._session.exchange(sequence, contribution, **about)
 
 
-def test_a_message_that_is_repeated_is_encoded_once():
-    rule = shared.downpour(codec=CODECS["error_feedback"]())
+@pytest.mark.parametrize("codec", ["error_feedback", "stochastic", "random_k"])
+def test_a_message_that_is_repeated_is_encoded_once(codec):
+    rule = shared.downpour(codec=CODECS[codec]())
     center = Unreachable(rule, PARAMS)
     worker = agn_optax.Worker(center, INNER, period=PERIOD, patience=0)
     local = local_step(worker.tx)

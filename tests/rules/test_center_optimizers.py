@@ -13,7 +13,8 @@ from support import assert_identical, tree
 
 import agn_optax
 from agn_optax import center_optimizers as outer
-from agn_optax import errors, rules
+from agn_optax import codecs, errors, rules
+from agn_optax._internal import tracing
 from agn_optax.center._store import Store
 from agn_optax.round import elementwise
 
@@ -316,6 +317,39 @@ def test_heloco_that_keeps_all_is_momentum_lookahead():
     assert_identical(ours, trained(outer.momentum_lookahead(0.5, 0.9), GRADS))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999])
+def test_ordered_momentum_of_one_worker_is_that_of_optax_bit_for_bit(momentum, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        grads = np.asarray(seeded().normal(size=(200, 3)), dtype)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def ends(tx, grads):
+            def body(carry, g):
+                params, state = carry
+                updates, state = tx.update(g, state, params, staleness=0)
+                return (optax.apply_updates(params, updates), state), updates
+
+            params = jnp.zeros(3, dtype)
+            return jax.lax.scan(body, (params, tx.init(params)), grads)[1]
+
+        plain = optax.with_extra_args_support(optax.sgd(0.5, momentum))
+        found = ends(outer.ordered_momentum(0.5, momentum, messages=1), grads)
+        assert_identical(found, ends(plain, grads))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999, 1 - 2.0**-20])
+def test_late_messages_act_by_the_sum_of_their_echoes(momentum):
+    """As exactly as float32 has it, however near momentum is to 1."""
+    tx = outer.ordered_momentum(1.0, momentum, messages=1)
+    begun = tx.init(jnp.zeros(()))._replace(applied=jnp.int32(1000))
+    for late in (0, 1, 2, 10, 300):
+        moved, state = tx.update(jnp.ones(()), begun, staleness=late)
+        powers = np.float64(momentum) ** np.arange(late + 1)
+        np.testing.assert_allclose(-moved, powers.sum(), rtol=3e-7)
+        np.testing.assert_allclose(state.momentum, powers[-1], rtol=2e-6, atol=1e-30)
+
+
 def test_ordered_momentum_of_one_worker_is_momentum():
     ours, _ = trained(outer.ordered_momentum(0.5, 0.75, messages=1), GRADS, staleness=0)
     theirs, _ = trained(optax.sgd(0.5, 0.75), GRADS)
@@ -561,6 +595,97 @@ def test_one_history_moves_in_place():
     state = tx.init(params)
     program = jax.jit(update, donate_argnums=(0, 1)).lower(params, state, params, 1)
     assert program.compile().memory_analysis().temp_size_in_bytes < 4 * params.nbytes
+
+
+def float32_in(program):
+    """What a traced program computes, keeps or returns in float32."""
+    made = [out for each in tracing.operations(program) for out in each.outvars]
+    return [value for value in made if value.aval.dtype == jnp.float32]
+
+
+FLOAT64 = {
+    **ALL,
+    "scale_by_weight reference": lambda: agn_optax.scale_by_weight(reference=3.0),
+    "scale_by_weight measure": lambda: agn_optax.scale_by_weight(
+        lambda weight, steps: weight**2 / steps
+    ),
+    "scale_by_staleness": lambda: agn_optax.scale_by_staleness(exponent=0.5, decay=0.9),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_nothing_of_a_float64_center_is_computed_in_float32(name):
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((3, 2), "float64"), "s": jnp.ones((), "float64")}
+        rule = dataclasses.replace(rules.diloco(), center=FLOAT64[name]())
+        said = rules.told(ABOUT)
+
+        def train(params, said):
+            state = rule.center.init(params)
+            for _ in range(2):
+                updates, state = rule.center.update(params, state, params, **said)
+                params = optax.apply_updates(params, updates)
+            return params, state
+
+        made = jax.make_jaxpr(train)(params, said)
+        assert not float32_in(made.jaxpr)
+        assert not [x for x in made.consts if x.dtype == jnp.float32]
+        kinds = {x.dtype for x in jax.tree.leaves(jax.eval_shape(train, params, said))}
+        assert jnp.dtype("float32") not in kinds
+
+
+@pytest.mark.parametrize("name", ["momentum_lookahead", "heloco", "primal_averaging"])
+def test_point_to_evaluate_is_as_exact_as_the_center(name):
+    """At the start it is the center itself, and later what the equations say."""
+    with jax.enable_x64(True):
+        tx, grads = ALL[name](), jnp.asarray(GRADS, "float64")
+        center, state = trained(tx, grads[:5], jnp.ones(3, "float64"))
+        found = np.asarray(outer.evaluated(state, center))
+        assert found.dtype == np.float64
+        center = np.asarray(center)
+        if name == "primal_averaging":
+            z = np.asarray(state.z)
+            expected = z + (center - z) / 0.7
+        else:
+            expected = center + 0.7 * 0.9 * np.asarray(state.momentum)
+        np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("codec", ["identity", "cast"])
+def test_weighted_mean_of_a_float64_mesh_is_as_exact_as_float64(codec):
+    weights, messages = [0.1, 0.2, 0.7], np.stack(np.float64(GRADS[:3]))
+    with jax.enable_x64(True):
+        codec = codecs.cast("float64") if codec == "cast" else codecs.identity()
+        rule = rules.diloco(optax.sgd(1.0), codec=codec)
+        tx = agn_optax.exchange_every(optax.sgd(1.0), rule, 1, axis_name="workers")
+        params = jnp.zeros(3, "float64")
+
+        def one(message, weight):
+            updates, _ = tx.update(message, tx.init(params), params, weight=weight)
+            return params + updates
+
+        run = jax.vmap(one, axis_name="workers")
+        found = run(jnp.asarray(messages), jnp.asarray(weights))[0]
+    expected = -np.average(messages, axis=0, weights=weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-14)
+
+
+@pytest.mark.slow
+def test_mean_weight_holds_however_many_messages_there_were():
+    """Equal weights count as one, also after more messages than float32 can count."""
+    tx = agn_optax.scale_by_weight()
+    one = jnp.ones(())
+
+    @jax.jit
+    def after(messages):
+        def body(_, state):
+            return tx.update(one, state, weight=3.0)[1]
+
+        state = jax.lax.fori_loop(0, messages, body, tx.init(one))
+        return tx.update(one, state, weight=3.0)[0]
+
+    for messages in (1, 2**12, 2**24, 2**25):
+        assert float(after(messages)) == 1.0
 
 
 def test_weights_make_a_weighted_mean():

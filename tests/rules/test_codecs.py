@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import agn_optax
 from agn_optax import codecs, errors, rules
+from agn_optax._internal import trees
 from agn_optax.center import BoundedStaleness
 from agn_optax.rules.codecs import _packing, _quantize
 
@@ -107,6 +108,43 @@ def test_bits_and_losses(codec, bits, most):
     measured = 8 * sum(x.nbytes for x in jax.tree.leaves(sent)) / SIZE
     assert measured == pytest.approx(bits, abs=0.015)
     assert 0 < lost(tree, read) < most
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        codecs.identity(),
+        *(codecs.cast(narrow) for narrow in ("float16", "bfloat16", "float32")),
+        *(
+            codecs.quantize(bits, rounding=rounding)
+            for bits in (2, 4, 8)
+            for rounding in ("nearest", "stochastic")
+        ),
+        *(
+            codecs.quantize(4, format=kind, rounding=rounding)
+            for kind in ("e3m0", "codebook")
+            for rounding in ("nearest", "stochastic")
+        ),
+        codecs.sign(block=30),
+        codecs.top_k(4),
+        codecs.random_k(4),
+        codecs.low_rank(1),
+        codecs.chain_codecs(codecs.top_k(4), codecs.quantize(2)),
+        codecs.chain_codecs(codecs.low_rank(1), codecs.cast("bfloat16")),
+    ],
+    ids=str,
+)
+def test_every_codec_takes_every_dtype_under_strict_promotion(codec, dtype):
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        params = {"w": jnp.zeros((8, 5), dtype), "s": jnp.zeros((), dtype)}
+        owing = [] if codec.is_identity else [codecs.error_feedback(codec, decay=0.9)]
+        for own in (codec, *owing):
+            state = own.init(params)
+            sent, after = jax.eval_shape(own.encode, params, state)
+            assert trees.kinds(after) == trees.kinds(state)
+            read = jax.eval_shape(own.decode, sent, params)
+            assert trees.kinds(read) == trees.kinds(params)
 
 
 def test_stochastic_rounding_is_right_on_average():

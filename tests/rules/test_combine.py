@@ -5,10 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import assert_close
 
-from agn_optax import errors, robust, rules
+from agn_optax import center_optimizers, errors, robust, rules
 
 ELEMENTWISE = {
     "median": robust.median(),
@@ -192,6 +193,69 @@ def test_lengths_and_directions_are_averaged_apart(count):
     zeros = jax.tree.map(np.zeros_like, tree)
     found = one_of(robust.radial(), zeros)
     assert not any(np.any(x) for x in jax.tree.leaves(found))
+
+
+def radial_round(messages):
+    """One message of all, on a mesh or in a synchronous round."""
+    return robust.radial().of(messages, robust.whole_total)
+
+
+def radial_one_by_one(messages):
+    """The same where messages come one by one, as the center descends along it."""
+    tx = center_optimizers.buffered(optax.sgd(1.0), messages.shape[0], combine="radial")
+    state = tx.init(messages[0])
+    for message in messages:
+        moved, state = tx.update(message, state, messages[0])
+    return -moved
+
+
+RADIAL = {
+    "round": jax.jit(jax.vmap(radial_round)),
+    "one by one": jax.jit(jax.vmap(radial_one_by_one)),
+}
+radial = pytest.mark.parametrize("made_by", RADIAL)
+
+
+def opposite(shape, dtype, cases=200):
+    """Pairs of messages in opposite directions, of lengths of their own."""
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(cases, *shape))
+    sizes = np.exp(rng.normal(size=(cases, 1, *(1 for _ in shape))))
+    return jnp.asarray(np.stack([first, -sizes[:, 0] * first], axis=1), dtype)
+
+
+def lengths_of(messages):
+    return np.linalg.norm(np.float64(messages).reshape(*messages.shape[:2], -1), axis=2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (64, 3)])
+@radial
+def test_radial_mean_of_opposite_messages_is_zero(made_by, shape, dtype):
+    messages = opposite(shape, dtype)
+    made = np.float64(RADIAL[made_by](messages)).reshape(len(messages), -1)
+    sizes = np.linalg.norm(made, axis=1) / lengths_of(messages).mean(axis=1)
+    # Its directions are rounded, to float32 or (one by one) to the center's dtype.
+    assert sizes.max() <= 64 * float(jnp.finfo(dtype).eps) / 2
+
+
+@radial
+def test_radial_mean_is_continuous_where_directions_cancel(made_by):
+    """A last place of the messages is a few of the radial mean, at any angle."""
+    # Two messages of length 1, at angles around the opposite direction.
+    turn = np.concatenate([[0.0], np.geomspace(1e-8, 0.2, 100)])
+    turn = np.concatenate([-turn, turn])
+    first = np.broadcast_to([1.0, 0.0], (len(turn), 2))
+    second = np.stack([-np.cos(turn), np.sin(turn)], axis=1)
+    messages = jnp.asarray(np.stack([first, second], axis=1), jnp.float32)
+    made = RADIAL[made_by](messages)
+    rounded = RADIAL[made_by](messages * (1 + jnp.finfo("float32").eps))
+    np.testing.assert_allclose(made, rounded, atol=64 * 1.2e-7)
+    # Along the sum of both, and so long as the part of 1 that they agree in, times 32.
+    w = np.float64(messages).sum(axis=1)
+    agreement = np.linalg.norm(w, axis=1) / 2
+    expected = w / 2 / np.maximum(agreement, 1 / 32)[:, None]
+    np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
 def test_float64_stays_what_it_is():

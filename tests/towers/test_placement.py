@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import pathlib
+import subprocess
+import sys
 
 import flax.serialization
 import jax
@@ -15,7 +18,7 @@ from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
-from agn_optax.round import _placement
+from agn_optax.round import OnHost, _placement
 from agn_optax.round._forms import find_state
 
 # Where shards may lie: over the workers, over the towers of each, over both.
@@ -67,9 +70,15 @@ def test_a_drop_in_takes_a_placement(name):
     support.assert_identical(towers.center_params(state), params)
 
 
-@pytest.mark.parametrize("axes", SHARDS)
-def test_a_penalty_reads_the_whole_anchor(axes):
-    """At every step, where a tower keeps a piece of the center that is adopted."""
+@pytest.mark.parametrize(
+    ("axes", "memory"),
+    [
+        *((axes, "device") for axes in SHARDS),
+        pytest.param(None, "host", marks=support.needs_host),
+    ],
+)
+def test_a_penalty_reads_the_whole_anchor(axes, memory):
+    """At every step, where a tower has no whole center in the device's memory."""
     rule = dataclasses.replace(
         agn_optax.rules.downpour(), penalty=agn_optax.elastic_pull(0.3)
     )
@@ -77,7 +86,7 @@ def test_a_penalty_reads_the_whole_anchor(axes):
     data = problem.batches(5)
     inner = optax.sgd(0.1)
     expected, _ = problem.train(towers, make(rule, inner=inner), data, problem.params())
-    tx = make(rule, agn_optax.Placement(shard_axis=axes), inner=inner)
+    tx = make(rule, agn_optax.Placement(shard_axis=axes, memory=memory), inner=inner)
     found, _ = problem.train(towers, tx, data, problem.params())
     support.assert_close(found[0], expected[0])
 
@@ -136,6 +145,43 @@ def test_a_center_on_one_device(memory):
     center = agn_optax.center_params(state)
     support.assert_close(center, expected)
     assert center["scale"] + 1 == center["scale"] + 1  # on the device
+
+
+@support.needs_host
+@pytest.mark.slow
+def test_one_device_may_donate_a_center_on_the_host():
+    """In a process of its own: where it may not, JAX aborts."""
+    program = pathlib.Path(__file__).with_name("donating_program.py")
+    ended = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-B", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@support.needs_host
+@pytest.mark.parametrize("inner", support.INNERS)
+def test_nothing_on_the_host_can_be_taken_for_something_on_the_device(inner):
+    """JAX pairs donated buffers with outputs by shapes and dtypes alone."""
+    weighed = optax.chain(agn_optax.scale_by_weight(), support.INNERS[inner]())
+    tx = agn_optax.phases(
+        support.INNERS[inner](),
+        agn_optax.rules.agn(weighed),
+        placement=agn_optax.Placement(memory="host"),
+    )
+    params = support.tree()
+    state = tx.init(params)
+    kept = (state.center, state.center_state)
+    others = (params, state._replace(center=None, center_state=None))
+    kinds = [
+        {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
+        for tree in (kept, others)
+    ]
+    assert all(kinds)
+    assert kinds[0].isdisjoint(kinds[1])
 
 
 def test_every_tower_holds_its_part_only():
@@ -347,7 +393,9 @@ def test_records_that_look_further_are_refused():
 
 def elements(saved, like):
     """Of a center's optimizer, by leaf, without what fills up the last pieces."""
-    (state,) = [node for node in saved.center_state.rows if hasattr(node, "mu")]
+    rows = saved.center_state.rows
+    rows = rows.tree if isinstance(rows, OnHost) else rows
+    (state,) = [node for node in rows if hasattr(node, "mu")]
     sizes = [leaf.size for leaf in jax.tree.leaves(like)]
     leaves = [jax.tree.leaves(moment) for moment in (state.mu, state.nu)]
     return [
@@ -359,6 +407,7 @@ def elements(saved, like):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", support.MEMORIES)
 @pytest.mark.parametrize(
     ("axes", "shapes"),
     [
@@ -367,8 +416,8 @@ def elements(saved, like):
         (("workers", "towers"), [(8, 2), (4, 1), (6, 3), (8, 2)]),
     ],
 )
-def test_a_center_goes_on_with_another_number_of_towers(axes, shapes):
-    placement = agn_optax.Placement(shard_axis=axes)
+def test_a_center_goes_on_with_another_number_of_towers(axes, shapes, memory):
+    placement = agn_optax.Placement(shard_axis=axes, memory=memory)
     tx = make(agn_optax.rules.agn(optax.adam(0.05)), placement)
     towers = agn_optax.Towers(shapes[0][0], workers=shapes[0][1])
     data = problem.batches(5, rows=24)
@@ -392,11 +441,12 @@ def test_a_center_goes_on_with_another_number_of_towers(axes, shapes):
     support.assert_identical(record, theirs)
 
 
-def test_towers_go_on_as_if_they_had_been_fewer():
+@pytest.mark.parametrize("memory", support.MEMORIES)
+def test_towers_go_on_as_if_they_had_been_fewer(memory):
     """The next exchange moves a center whose optimizer has not begun anew."""
     tx = make(
         agn_optax.rules.agn(optax.adam(0.05)),
-        agn_optax.Placement(shard_axis="towers"),
+        agn_optax.Placement(shard_axis="towers", memory=memory),
     )
     data = problem.batches(6, rows=24)
     eight, two = agn_optax.Towers(8), agn_optax.Towers(2)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax._internal import check, trees
+from agn_optax.rules.robust import LEAST_AGREEMENT
 
 PyTree = Any
 
@@ -18,7 +19,8 @@ class BufferedState(NamedTuple):
 
     inner_state: PyTree  # the wrapped optimizer's
     buffer: PyTree  # as the center: the sum of messages, or of their directions
-    lengths: PyTree  # of the messages: a float32 scalar for each leaf; or EmptyState
+    # Of the messages: a scalar for each leaf, float32 or wider; or EmptyState.
+    lengths: PyTree
     held: jax.Array  # int32 scalar: messages in the buffer
 
 
@@ -92,17 +94,16 @@ def buffered(
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def length(leaf: jax.Array) -> jax.Array:
-        wide = leaf.astype(trees.wider(leaf.dtype, jnp.float32))
-        return jnp.sqrt(jnp.sum(wide * wide)).astype(jnp.float32)
+        wide = trees.widened(leaf)
+        return jnp.sqrt(jnp.sum(wide * wide))
 
-    def along(leaf: jax.Array, distance: Any) -> jax.Array:
-        """In its direction, so far."""
-        wide = trees.wider(leaf.dtype, jnp.float32)
-        factor = (distance / jnp.maximum(length(leaf), tiny)).astype(wide)
-        return (leaf.astype(wide) * factor).astype(leaf.dtype)
+    def along(leaf: jax.Array, distance: Any, least: float) -> jax.Array:
+        """In its direction, so far; less far if it is shorter than ``least``."""
+        factor = distance / jnp.maximum(length(leaf), least)
+        return (trees.widened(leaf) * factor).astype(leaf.dtype)
 
     def init_fn(params: PyTree) -> BufferedState:
-        no_length = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+        no_length = jax.tree.map(lambda x: jnp.zeros((), trees.wide(x)), params)
         return BufferedState(
             optimizer.init(params),
             optax.tree.zeros_like(params),
@@ -119,9 +120,12 @@ def buffered(
         is_full = state.held + 1 == size
         lengths: PyTree = optax.EmptyState()
         if is_radial:
-            total = jax.tree.map(lambda d, g: d + along(g, 1.0), state.buffer, updates)
+            total = jax.tree.map(
+                lambda d, g: d + along(g, 1.0, tiny), state.buffer, updates
+            )
             lengths = jax.tree.map(lambda n, g: n + length(g), state.lengths, updates)
-            one = jax.tree.map(lambda d, n: along(d, n / size), total, lengths)
+            least = LEAST_AGREEMENT * size
+            one = jax.tree.map(lambda d, n: along(d, n / size, least), total, lengths)
         else:
             total = jax.tree.map(jnp.add, state.buffer, updates)
             one = jax.tree.map(lambda d: d / size, total)

@@ -18,7 +18,7 @@ class LookaheadState(NamedTuple):
     """State of `momentum_lookahead` and `heloco`."""
 
     momentum: PyTree  # as the center
-    reach: jax.Array  # float32 scalar: by how much of it the center is ahead
+    reach: jax.Array  # float scalar: by how much of it the center is ahead
 
 
 def momentum_lookahead(
@@ -78,9 +78,7 @@ def momentum_lookahead(
     reach = learning_rate * momentum
 
     def init_fn(params: PyTree) -> LookaheadState:
-        return LookaheadState(
-            optax.tree.zeros_like(params), jnp.asarray(reach, jnp.float32)
-        )
+        return LookaheadState(optax.tree.zeros_like(params), jnp.asarray(reach, float))
 
     def update_fn(
         updates: PyTree,
@@ -99,7 +97,7 @@ def momentum_lookahead(
             *(updates, new),
         )
         moved = optax.tree.cast_like(moved, updates)
-        return moved, LookaheadState(new, jnp.asarray(reach, jnp.float32))
+        return moved, LookaheadState(new, jnp.asarray(reach, float))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

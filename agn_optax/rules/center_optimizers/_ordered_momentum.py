@@ -81,6 +81,12 @@ def ordered_momentum(
         )
     messages = check.positive_int(messages, "messages")
 
+    # Of the momentum as it is given: near 1, float32 has few digits of what is missing.
+    if check.is_traced(momentum):
+        log_momentum = jnp.log(momentum)
+    else:
+        log_momentum = math.log(momentum) if momentum else -math.inf
+
     def round_of(version: jax.Array) -> jax.Array:
         return (version + messages - 1) // messages
 
@@ -102,10 +108,11 @@ def ordered_momentum(
         now = state.applied
         begun = jnp.maximum(now - jnp.asarray(staleness, jnp.int32), 0)
         begins = round_of(now) > round_of(jnp.maximum(now - 1, 0))
-        late = (round_of(now) - round_of(begun)).astype(jnp.float32)
-        faded = jnp.float32(momentum) ** late
-        # 1 + β + ... + β^late
-        echoes = (1 - momentum * faded) / (1 - momentum)
+        late = (round_of(now) - round_of(begun)).astype(float)
+        exponent = jnp.where(late > 0, late * log_momentum, 0.0)
+        faded = jnp.exp(exponent)  # β^late
+        # 1 + β + ... + β^late, and exactly 1 of a message that is not late.
+        echoes = 1 - momentum * jnp.expm1(exponent) / (1 - momentum)
 
         def carry_on(u: jax.Array) -> jax.Array:
             return jnp.where(begins, momentum * u, u).astype(u.dtype)

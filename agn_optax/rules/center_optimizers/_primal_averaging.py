@@ -18,7 +18,7 @@ class PrimalAveragingState(NamedTuple):
 
     inner_state: PyTree  # the wrapped optimizer's
     z: PyTree  # as the center: where the wrapped optimizer is
-    interpolation: jax.Array  # float32 scalar: the part of the average in the center
+    interpolation: jax.Array  # float scalar: the part of the average in the center
 
 
 def primal_averaging(
@@ -74,7 +74,7 @@ def primal_averaging(
         return PrimalAveragingState(
             optimizer.init(params),
             trees.copy(params),
-            jnp.asarray(interpolation, jnp.float32),
+            jnp.asarray(interpolation, float),
         )
 
     def update_fn(
@@ -96,7 +96,7 @@ def primal_averaging(
             return (ahead - averaging * (1 - interpolation) * (old - c)).astype(c.dtype)
 
         center = jax.tree.map(move, params, state.z, z)
-        kept = jnp.asarray(interpolation, jnp.float32)
+        kept = jnp.asarray(interpolation, float)
         return center, PrimalAveragingState(inner_state, z, kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

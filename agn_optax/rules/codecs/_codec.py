@@ -314,7 +314,8 @@ def of_random_leaves(name: str, encode: Any, decode: Any, **fields: Any) -> Code
     ) -> tuple[PyTree, StochasticState]:
         leaves, treedef = jax.tree.flatten(contribution)
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), state.encoded)
-        # Workers draw other numbers where they have other contributions.
+        # Workers draw other numbers, for they have other contributions. By the number
+        # of a worker they would not be the same in every placement: docs/notes.md.
         encoded = [
             encode(leaf, jax.random.fold_in(jax.random.fold_in(key, i), _digest(leaf)))
             for i, leaf in enumerate(leaves)

@@ -27,9 +27,13 @@ def error_feedback(codec: Codec, *, decay: float = 1.0) -> Codec:
         e \leftarrow k + \beta e - \text{decode}(m)
 
     So nothing is lost for good where :math:`\beta = 1`: what has been sent and the
-    residual :math:`e` are together all that was contributed. What is not finite
-    never enters the residual, and a message that the center has dropped or refused
-    whole goes into it again.
+    residual :math:`e` are together all that was contributed. The residual is of the
+    message in float32 or wider. A center of fewer bits rounds what it decodes to its
+    own dtype, by half a last place at most (:math:`2^{-8}` of an element in bfloat16,
+    :math:`2^{-11}` in float16), and that is lost, as is what it rounds when it adds
+    the message; ``quantize`` with other levels than a codebook sends numbers that
+    bfloat16 has. What is not finite never enters the residual, and a message that the
+    center has dropped or refused whole goes into it again.
 
     A worker that is lost takes its residual with it.
 

@@ -77,7 +77,7 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
             filled[..., i * width : (i + 1) * width] << (i * bits) for i in range(each)
         ]
         return functools.reduce(jnp.bitwise_or, planes)
-    digits = (codes[..., None] >> np.arange(bits)) & 1
+    digits = (codes[..., None] >> np.arange(bits, dtype=codes.dtype)) & 1
     return packed(digits.reshape(*codes.shape[:-1], -1), 1)
 
 
@@ -92,7 +92,8 @@ def unpacked(data: jax.Array, bits: int, count: int) -> jax.Array:
         planes = (data[..., None, :] >> shifts) & (2**bits - 1)
         return planes.reshape(*outer, len(shifts) * data.shape[-1])[..., :count]
     digits = unpacked(data, 1, count * bits).reshape(*outer, count, bits)
-    return (digits.astype(jnp.int32) << np.arange(bits)).sum(axis=-1, dtype=jnp.int32)
+    shifted = digits.astype(jnp.int32) << np.arange(bits, dtype=np.int32)
+    return shifted.sum(axis=-1, dtype=jnp.int32)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:

@@ -62,7 +62,10 @@ def quantize(
 
     Scales and levels have few bits, so that decoding is exact: all programs that decode
     one message get the same numbers, and what an element lost is exactly the
-    difference. The same contribution and state always give the same bits.
+    difference. The same contribution and state always give the same bits: random
+    numbers follow from the bits of the contribution, the number of the message and the
+    leaf. So workers draw other ones, for what they contribute differs, and
+    contributions that differ in one last place are rounded by other numbers altogether.
 
     To the nearest level, it forgets what it rounds away, so small elements of a block
     may never be sent: wrap it in `error_feedback`.
@@ -180,11 +183,12 @@ def quantize(
 
 def _nearest(x: jax.Array, levels: np.ndarray, noise: Any) -> jax.Array:
     """The index of the nearest level, or of one of two if there is noise in [0, 1)."""
+    levels = levels.astype(x.dtype)  # exact: they have few bits
     if noise is None:
         return _count_below(x, (levels[1:] + levels[:-1]) / 2)
     low = _count_below(x, levels[1:-1])
     bottom, top = jnp.asarray(levels[:-1])[low], jnp.asarray(levels[1:])[low]
-    return low + (noise * (top - bottom) < x - bottom)
+    return low + (noise * (top - bottom) < x - bottom).astype(low.dtype)
 
 
 def _count_below(x: jax.Array, bounds: np.ndarray) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from agn_optax._internal import check
+from agn_optax._internal import check, trees
 from agn_optax.rules.codecs._codec import Codec, of_leaves, of_random_leaves
 from agn_optax.rules.codecs._packing import (
     TINY,
@@ -181,11 +181,11 @@ def sign(*, block: int = 4096) -> Codec:
 
     def encode(leaf: Any) -> PyTree:
         leaf = jnp.asarray(leaf)
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        wide = trees.widened(leaf)
         blocks = jnp.abs(blocks_of(wide, block))
         count, length = blocks.shape
         last = leaf.size - (count - 1) * length  # elements of the last block
-        sizes = jnp.full(count, length).at[-1:].set(max(last, 1))
+        sizes = jnp.full(count, length, wide.dtype).at[-1:].set(max(last, 1))
         # Divided by the largest first: sums of finite numbers stay finite.
         peaks = jnp.maximum(jnp.max(blocks, axis=1), TINY)
         means = (blocks / peaks[:, None]).sum(axis=1) / sizes
