@@ -1,16 +1,18 @@
 """What codecs cost in quality: bits a parameter, and the loss at the end of training.
 
 Four workers make local steps with AdamW and average what they have moved (`rules.
-average`), or do so in pairs that have no center ("pairs"; "NoLoCo", beside "momentum",
-which has one), on two problems: scikit-learn's digits with a perceptron, and characters
-of Python's own source with the transformer of examples/towers.py. Workers are rows of
-`vmap`, each round is one program (`scan_round`), and every codec sees the same first
-parameters and batches, seed by seed. "above" is how much its loss on held-out data is
-above that of float32 with the same seed: mean, least and most of the seeds. Of pairs it
-is the mean of their centers that is tested.
+average`; `--rule diloco` has momentum at the center, `--rule sgd` has none), or do so
+in pairs that have no center ("pairs"; "NoLoCo", beside "momentum", which has one), on
+two problems: scikit-learn's digits with a perceptron, and characters of Python's own
+source with the transformer of examples/towers.py. Workers are rows of `vmap`, each
+round is one program (`scan_round`), and every codec sees the same first parameters and
+batches, seed by seed. "above" is how much its loss on held-out data is above that of
+float32 with the same seed: mean, least and most of the seeds. Of pairs it is the mean
+of their centers that is tested.
 
     python benchmarks/quality.py
     python benchmarks/quality.py --only text --codecs top_k --rounds 400 --period 5
+    python benchmarks/quality.py --only digits --codecs top_k --rule diloco
     python benchmarks/quality.py --codecs pairs momentum NoLoCo --workers 8
 """
 
@@ -62,12 +64,25 @@ class Method(NamedTuple):
 
 PAIRS = agn_optax.Placement(gossip=1.0)
 MOMENTUM = rules.diloco(optax.sgd(0.7, momentum=0.5))
+# Around which the codecs are compared: the center step of SparseLoCo with a rate of 1,
+# DiLoCo's with momentum, and that with SparseLoCo's rate of 0.8 and no momentum.
+RULES = {
+    "average": rules.average,
+    "diloco": rules.diloco,
+    "sgd": functools.partial(rules.diloco, optax.sgd(0.8)),
+}
 METHODS = {
-    **{name: Method(rules.average(codec=codec)) for name, codec in CODECS.items()},
     "pairs": Method(rules.average(), PAIRS),
     "momentum": Method(MOMENTUM),
     "NoLoCo": Method(MOMENTUM, PAIRS),
 }
+
+
+def method_of(name: str, rule: str) -> Method:
+    """A method by its name; a codec goes around a rule."""
+    if name in CODECS:
+        return Method(RULES[rule](codec=CODECS[name]))
+    return METHODS[name]
 
 
 class Problem(NamedTuple):
@@ -208,7 +223,8 @@ def rows_of(
     params = jax.eval_shape(problem.init, jax.random.key(0))
     plain: list[Trained] = []
     for name in (AS_IT_IS, *args.codecs):
-        train = training(problem, METHODS[name], args)
+        method = method_of(name, args.rule)
+        train = training(problem, method, args)
         seeds = track(range(args.seeds), name, console=report.console, transient=True)
         found = [train(seed) for seed in seeds]
         plain = plain or found
@@ -219,7 +235,7 @@ def rows_of(
         ]
         yield {
             "codec": name,
-            "bits": round(bits_of(METHODS[name].rule.codec, params), 3),
+            "bits": round(bits_of(method.rule.codec, params), 3),
             "loss": float(np.mean(losses)),
             "of_seeds": [min(losses), max(losses)],
             "above_%": float(np.mean(more)),
@@ -232,7 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loss at the end, for each codec.")
     add = functools.partial(parser.add_argument, type=int)
     add("--only", nargs="+", type=str, choices=PROBLEMS, default=tuple(PROBLEMS))
-    add("--codecs", nargs="+", type=str, choices=METHODS, default=COMPARED)
+    add("--codecs", nargs="+", type=str, choices=(*CODECS, *METHODS), default=COMPARED)
+    add("--rule", type=str, choices=RULES, default="average", help="around codecs")
     add("--seeds", default=3)
     add("--workers", default=4)
     add("--period", default=10, help="local steps of a round")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
 import math
 import operator
 import pathlib
@@ -12,12 +13,16 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.rules import _rule, center_optimizers, codecs, robust
 from agn_optax.rules._rule import Rule
+
+_log = logging.getLogger("agn_optax")
 
 # Of optax. Their signatures say which settings they have, ours too.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -61,6 +66,8 @@ CODECS = {
     "low_rank": codecs.error_feedback(codecs.low_rank(4)),
     "top_k": codecs.error_feedback(_LOSING["top_k"], decay=0.95),
 }
+# Those that learn far less beside momentum at the center: docs/codecs.md has how much.
+_WITHOUT_MOMENTUM = ("sign", "top_k")
 ANSWERS = {**{name: name for name in _DTYPES}, **_LOSING}
 COMBINATIONS: dict[str, Any] = {
     "sum": "sum",
@@ -133,7 +140,22 @@ def named(given: Mapping[str, Any], spelt: Callable[[str], str] = str) -> Rule:
     if "combine" in given:
         how = check.choose(given["combine"], COMBINATIONS, spelt("combine"))
         made = dataclasses.replace(made, combine=how)
+    if given.get("codec") in _WITHOUT_MOMENTUM and _has_momentum(made.center):
+        _log.warning(
+            "%s %s leaves most of a contribution to later messages, and momentum at "
+            "the center multiplies what comes late: rule %s learns far less by it. "
+            "Without momentum it does not: rule diloco with %s sgd, %s 0.8",
+            *(spelt("codec"), given["codec"], name),
+            *(spelt("center_optimizer"), spelt("learning_rate")),
+        )
     return made
+
+
+def _has_momentum(optimizer: optax.GradientTransformation) -> bool:
+    """Whether an optimizer keeps a sum or a mean of the updates that it has seen."""
+    state = jax.eval_shape(optimizer.init, jnp.zeros(1))
+    fields = ("trace", "mu", "momentum")
+    return any(optax.tree.get_all_with_path(state, field) for field in fields)
 
 
 def named_codec(

@@ -147,6 +147,59 @@ def test_every_codec_takes_every_dtype_under_strict_promotion(codec, dtype):
             assert trees.kinds(read) == trees.kinds(params)
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"rule": "diloco", "codec": "top_k"}, True),
+        ({"rule": "diloco", "codec": "sign"}, True),
+        ({"center_optimizer": "adam", "learning_rate": 0.1, "codec": "top_k"}, True),
+        ({"center_optimizer": "heloco", "messages": 2, "codec": "top_k"}, True),
+        ({"center_optimizer": "sgd", "learning_rate": 0.8, "codec": "top_k"}, False),
+        ({"rule": "average", "codec": "top_k"}, False),
+        ({"rule": "downpour", "codec": "top_k"}, False),
+        ({"rule": "diloco", "codec": "int4"}, False),
+        ({"rule": "diloco"}, False),
+    ],
+)
+def test_named_rule_warns_where_its_codec_meets_momentum(settings, is_warned, caplog):
+    with caplog.at_level("WARNING", "agn_optax"):
+        rules.named({"rule": "diloco", **settings}, lambda name: f"--{name}")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == is_warned
+    named = f"--codec {settings.get('codec')} "
+    assert all(each.startswith(named) and "momentum" in each for each in said)
+
+
+@pytest.mark.slow
+def test_top_k_learns_without_momentum_at_the_center_as_the_docs_have_it():
+    """Of a quadratic that is float32's in as many steps; with momentum far from it."""
+    sparse = codecs.chain_codecs(
+        codecs.top_k(64), codecs.quantize(2, format="codebook")
+    )
+    sparse = codecs.error_feedback(sparse, decay=0.95)
+
+    def distance(center, codec):
+        rule = rules.diloco(center, codec=codec)
+        tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 2)
+        first = jnp.asarray(np.random.default_rng(0).normal(size=4096), jnp.float32)
+
+        @jax.jit
+        def train(params):
+            def body(carry, _):
+                params, state = carry
+                updates, state = tx.update(params, state, params)
+                return (optax.apply_updates(params, updates), state), ()
+
+            carry, _ = jax.lax.scan(body, (params, tx.init(params)), length=800)
+            return jnp.linalg.norm(carry[0]) / jnp.linalg.norm(params)
+
+        return float(train(first))
+
+    plain = distance(optax.sgd(0.8), sparse)
+    assert plain < 0.2
+    assert distance(None, sparse) > 2 * plain
+
+
 def test_stochastic_rounding_is_right_on_average():
     tree = {"x": jnp.linspace(-1.0, 1.0, 41)}
     for format_ in ("linear", "codebook"):
