@@ -7,7 +7,6 @@ of its own looks once a second: at the inbox, and at what the service says of it
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import threading
 import time
@@ -18,13 +17,11 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import in_background
+from agn_optax._internal import keep_running
 from agn_optax._version import __version__
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import EVERYBODY
 from agn_optax.service._servicer import Servicer
-
-_log = logging.getLogger("agn_optax")
 
 MOST_POINTS = 600  # of a series
 MOST_CURVES = 256  # series of reported numbers, of all workers together
@@ -160,7 +157,7 @@ class Monitor:
     def start(self) -> None:
         """Looks now, and once a second until `close`."""
         self.look()
-        self._thread = in_background(self._run, "agn-optax monitor", lasting=True)
+        self._thread = keep_running(self._run, "agn-optax monitor")
 
     def close(self, timeout: float) -> None:
         """Looks no more."""
@@ -219,10 +216,7 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK):
-            try:
-                self.look()
-            except Exception:  # it is there for others, and they are told so
-                _log.exception("what a page would show could not be looked at")
+            self.look()
 
     # What calls tell.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, description, in_background, trees
+from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
@@ -271,7 +271,7 @@ class Keeper:
             raise
         self._saved_at, self._seen = time.monotonic(), self._number
         name = "agn-optax snapshots"
-        self._saver = in_background(self._save_when_due, name, lasting=True)
+        self._saver = keep_running(self._save_when_due, name)
 
     def record(
         self,
