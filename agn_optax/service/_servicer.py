@@ -454,7 +454,9 @@ class Servicer:
             return
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        yield Parcel(pb.Frame(joined=pb.Joined(center=self.core.life)))
+        before, settled = session.before or ("", 0)
+        joined = pb.Joined(center=self.core.life, before=before, settled=settled)
+        yield Parcel(pb.Frame(joined=joined))
         while (control := reader.control()) is not None:
             caller = self._again(caller, join.worker)
             if control.HasField("acknowledge"):
@@ -793,7 +795,9 @@ class Servicer:
         with self.core.reading(answer.version) as version, self.core.reading() as now:
             # Until then the message is still being read: all versions since are made of
             # it, and the answer is not where the rule adopts the one before.
-            jax.block_until_ready((version.params, now.params, answer.norm))
+            jax.block_until_ready(
+                (version.params, now.params, answer.norm, answer.read)
+            )
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))

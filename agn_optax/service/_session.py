@@ -234,7 +234,8 @@ class RemoteSession(Session):
                 )
             while said.HasField("waiting"):
                 said = link.control()
-        self._life = said.joined.center
+        self._life, before = said.joined.center, said.joined.before
+        self.before = (before, said.joined.settled) if before else None
         remote.useless |= failed
         return link
 

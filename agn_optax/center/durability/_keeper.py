@@ -245,6 +245,8 @@ class Keeper:
             # Its workers may know more than it does, and are told to start again.
             self.found = f"{where} goes on as another one, at version {version}: {lost}"
             _log.warning("%s", self.found)
+            for memory in memories:
+                ledger.recall(memory, now, gone=True)
         else:
             for memory in memories:
                 ledger.recall(memory, now)
