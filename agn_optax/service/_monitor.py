@@ -318,6 +318,8 @@ class Monitor:
             self._happened(at, "initialized", text=text)
         if said.degraded and said.degraded != self._said.degraded:
             self._happened(at, "degraded", text=said.degraded[:_LONGEST])
+        elif self._said.degraded and not said.degraded:
+            self._happened(at, "well", text="what was degraded is well again")
         self._said = said
         sent = said.bytes_received + said.bytes_sent
         self._totals.add(now - self._began, self._exchanges, sent)

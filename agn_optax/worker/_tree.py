@@ -105,6 +105,7 @@ class Uplink:
         self._state: LocalState | None = None
         self._joined = False
         self._lost: tuple[Any, PyTree] | None = None
+        self._since = ""  # when `error` began
         # The site's center where it last adopted the parent: all since is progress.
         self._base: PyTree = None
         self._rounds: list[
@@ -145,11 +146,11 @@ class Uplink:
                     pause = _POLL
                 except Exception as error:  # whatever it is, another time may do
                     self._fails(error)
-                    is_over = (
-                        self._given_up if self._stopped.is_set() else self._stopped
-                    )
-                    is_over.wait(pause)
-                    pause = min(2 * pause, _LONGEST)
+                    if self._stopped.is_set():
+                        self._given_up.wait(_POLL)
+                    else:
+                        self._stopped.wait(pause)
+                        pause = min(2 * pause, _LONGEST)
             if self.error is not None:
                 _log.error(
                     "this center ends without its parent, which %d exchanges have not "
