@@ -55,6 +55,7 @@ class Answer:
     refused: str = ""  # why it was
     recorded: int = 0  # what must be on disk before its worker has it
     pace: float | None = None  # as of `Snapshot`
+    read: Any = None  # ready once the core's observer has read the contribution
 
 
 @dataclasses.dataclass
@@ -90,7 +91,9 @@ class Core:
         nothing lost, has the same.
       ledger: what it decides by; read it under `atomically` only.
       observer: called under the lock with every contribution that is applied, and what
-        its worker claims of it.
+        its worker claims of it. It must not wait for the device, and returns an array
+        that is ready once it has read the contribution; None if it has not.
+      detached: why this center goes on without its parent; "" while it does not.
     """
 
     def __init__(
@@ -126,7 +129,8 @@ class Core:
         self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
         self._look: _Look | None = None  # at messages whose turn it is
-        self.observer: Callable[[PyTree, Claim], None] | None = None
+        self.observer: Callable[[PyTree, Claim], Any] | None = None
+        self.detached = ""
         self._closed = ""
         # Who initialized: "" is whoever made this center, None (after a restore) nobody
         # in this life.
@@ -176,8 +180,8 @@ class Core:
 
     @property
     def degraded(self) -> str:
-        """Why less of it is on disk than was asked for; "" while all is well."""
-        return "" if self._keeper is None else self._keeper.degraded
+        """Why less is on disk than was asked for, or sent to a parent; "" if not so."""
+        return (self._keeper.degraded if self._keeper else "") or self.detached
 
     @property
     def found(self) -> str:
@@ -249,6 +253,7 @@ class Core:
                 read = store.answer
             version = version or store.current
             version.escaped = True
+        # Its arrays stay what they are, and may be waited for here.
         return Snapshot(read(version), version.number, **answer)
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
@@ -369,8 +374,9 @@ class Core:
                 self._cuts[worker] = cut
             self._prune(worker)
             self._remember(worker)
+            before = self.ledger.member(worker, incarnation).before
             self._settle()
-        return LocalSession(self, worker, incarnation, connection)
+        return LocalSession(self, worker, incarnation, connection, before)
 
     def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:
         """Signs of life, by worker and incarnation; returns which workers are there."""
@@ -405,6 +411,8 @@ class Core:
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
         """A version with ``adopted`` in place of ``sent``, and all progress since."""
+        # To be packed they are waited for, which nothing is under the lock.
+        adopted, sent = self.store.place(adopted), self.store.place(sent)
         with self._changed:
             self.store.shift(adopted, sent)
             self.ledger.shift()
@@ -564,6 +572,7 @@ class Core:
         self.ledger.settle(batch, time.monotonic())
         exchange: tuple[Any, ...] = ()
         seen = []
+        reads: dict[int, Any] = {}  # by the numbers of their messages
         if batch.taken and (self.observer or self._keeper):
             contributions, staleness, weights = _parts(batch, messages)
             seen = [store.unplace(contribution) for contribution in contributions]
@@ -571,8 +580,9 @@ class Core:
         workers = [entry.worker for entry in batch.entries]
         recorded = self._remember(*workers, exchange=exchange)
         if self.observer is not None:
-            for contribution, claim in zip(seen, _claims(batch)[0], strict=True):
-                self.observer(contribution, claim)
+            claims = _claims(batch)[0]
+            for i, contribution, claim in zip(batch.taken, seen, claims, strict=True):
+                reads[i] = self.observer(contribution, claim)
         taken, current = batch.taken, store.current
         for i, entry in enumerate(batch.entries):
             refusal = batch.refused.get(entry.worker)
@@ -606,6 +616,7 @@ class Core:
                 why,
                 recorded,
                 self.ledger.pace(entry.worker),
+                reads.get(i),
             )
 
     def _prune(self, worker: str) -> None:
@@ -742,6 +753,7 @@ class LocalSession(Session):
     worker: str
     incarnation: str
     connection: int  # 1, 2, 3, ... of this life
+    before: Any = None
 
     def submit(
         self,
@@ -778,6 +790,7 @@ class LocalSession(Session):
         if answer is None:
             return None
         self.wait_until_kept(answer)
+        jax.block_until_ready(answer.read)
         return self._core.snapshot(
             answer.version,
             staleness=answer.staleness,

@@ -187,6 +187,8 @@ class Member:
     began: float | None = None  # its round; None if that is not known
     speeds: Sequence[float] = ()  # local steps a second, in its last rounds
     speed: float = 0.0  # their median; 0 as long as there are none
+    # Of the life before this one: its incarnation, and its last settled exchange.
+    before: Sequence[Any] | None = None
 
     @property
     def gone(self) -> bool:
@@ -398,6 +400,7 @@ class Ledger:
             member = Member(incarnation, self.version, clock, now, now, Recent(now, 2))
             if old is not None:  # by the same name most likely on the same machine
                 self._measured(member, old.speeds)
+                member.before = old.incarnation, old.sequence
             moved = [self._moved(m) for n, m in self._present.items() if n != worker]
             member.moved = sum(moved) / max(len(moved), 1)  # it has its share
         member.state = NEXT[member.state, "join"]
@@ -654,8 +657,15 @@ class Ledger:
         norms = self.refusals.memory(whole=workers is None)
         return {"members": members, "open": self.is_open, "norms": norms}
 
-    def recall(self, memory: dict[str, Any], now: float) -> None:
-        """Knows what it knew in an earlier process; nobody is connected, though."""
+    def recall(self, memory: dict[str, Any], now: float, *, gone: bool = False) -> None:
+        """Knows what it knew in an earlier process; nobody is connected, though.
+
+        Args:
+          memory: what `memory` returned.
+          now: seconds.
+          gone: whether the center is another one, which its workers join anew: then it
+            is only known which of their exchanges it has.
+        """
         for name, told in memory["members"].items():
             # An earlier release has had no speeds.
             fields = {field: told[field] for field in _KEPT if field in told}
@@ -665,8 +675,10 @@ class Ledger:
             self._gone.pop(name, None)
             self._present[name], self._fastest = member, None
             self.disconnect(name, member.incarnation, member.connection, now)
-            if told["gone"]:
+            if told["gone"] or gone:
                 self._give_up(name, member)
+        if gone:
+            return
         enough = len(self._present) >= self.barrier
         self.is_open = self.is_open or memory["open"] or enough
         self.refusals.recall(memory["norms"])

@@ -44,11 +44,15 @@ class Session(abc.ABC):
       incarnation: of this life of it.
       life: names this life, and the life of the center that it has joined: what
         `Center.join` takes to go on with it in another process. JSON can write it.
+      before: the life of that worker that the center knew before this one: its
+        incarnation, and the last exchange of it that was settled. None where it knew
+        none. Of a center in shards, a list of them.
     """
 
     worker: str
     incarnation: str
     life: Any
+    before: Any = None
 
     @abc.abstractmethod
     def submit(

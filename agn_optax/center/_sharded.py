@@ -276,6 +276,11 @@ class ShardedSession(Session):
         """As `Session.life`, of every shard."""
         return [session.life for session in self._sessions]
 
+    @property
+    def before(self) -> Any:
+        """As `Session.before`, of every shard."""
+        return [session.before for session in self._sessions]
+
     def submit(
         self,
         sequence: int,

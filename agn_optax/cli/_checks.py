@@ -285,12 +285,22 @@ class Checks:
                     f"{room}: make room there, or the center stops, or goes on in "
                     f"memory alone, as it was told to. {status['degraded']}".strip()
                 )
-        if said := status["degraded"]:
+        said = status["degraded"]
+        if said and not status["parent"]:
             return "warning", f"{said} ({room})" if room else said
         if room and free < 2 * needed:
             return "warning", f"{room}: make room before both are written"
         kept = "whatever the center was told to keep there, it keeps"
         return "ok", f"{kept}; {room}" if room else kept
+
+    def _check_parent(self) -> _Found:
+        """Whether a site of a tree has its parent."""
+        status = self._center.status()
+        if not status["parent"]:
+            return "ok", "the center is no site of another one"
+        if said := status["degraded"]:
+            return "warning", said
+        return "ok", f"the center is a site of {status['parent']}, and in touch with it"
 
     def _check_ports(self) -> _Found:
         """Whether exchanges can take the way beside gRPC that others need."""

@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ import grpc
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check, in_background
+from agn_optax._internal import check, keep_running
 from agn_optax.center import ShardedCenter, Snapshot
 from agn_optax.round import Fragments
 from agn_optax.rules import Rule, check_rule
@@ -162,10 +163,11 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._like = like
         self._connection = remote.connection
         self._remote = remote
-        self._sessions: dict[str, RemoteSession] = {}
+        self._sessions: dict[str, RemoteSession] = {}  # that have not left
+        self._lock = threading.RLock()  # of them; a handler of a signal may close
         remote.describe()
         beats = functools.partial(_beat, weakref.ref(self), self._connection)
-        in_background(beats, "agn-optax heartbeat", lasting=True)
+        keep_running(beats, "agn-optax heartbeat")
         _open_centers.add(self)
 
     @property
@@ -192,11 +194,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
-        old = self._sessions.pop(worker, None)
-        if old is not None:  # which this process has given up
-            old.leave()
-        session = RemoteSession(self._remote, worker, self._like, life)
-        self._sessions[worker] = session
+        if (old := self._sessions.get(worker)) is not None:
+            old.leave()  # which this process has given up
+        forget = functools.partial(_forget, weakref.ref(self))
+        session = RemoteSession(self._remote, worker, self._like, life, left=forget)
+        with self._lock:
+            self._sessions[worker] = session
         try:
             session.join(timeout)
         except BaseException:
@@ -259,8 +262,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         _open_centers.discard(self)
         end = time.monotonic() + 2.0
         try:
-            while self._sessions:
-                _, session = self._sessions.popitem()
+            for session in list(self._sessions.values()):
                 session.leave(max(0.1, min(1.0, end - time.monotonic())))
         finally:
             self._connection.close()
@@ -293,6 +295,14 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
             with contextlib.suppress(errors.AgnOptaxError):  # the next one may arrive
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval
+
+
+def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
+    """Let go of a session that has left, and of the contribution that it holds."""
+    if (known := center()) is not None:
+        with known._lock:
+            if known._sessions.get(session.worker) is session:
+                del known._sessions[session.worker]
 
 
 def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:

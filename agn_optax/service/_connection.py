@@ -83,7 +83,7 @@ class Connection:
         self.tls = tls
         self.unreachable_since: float | None = None
         self._token = _token.of(token, lambda: self.address)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may close it within
         self._channel: Any = None
         self._shown: Any = None  # credentials, by that channel
         self._answers = False  # whether it ever has

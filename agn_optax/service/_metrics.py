@@ -68,7 +68,7 @@ def _families(view: dict[str, Any]) -> Iterator[Any]:
     for name, key, said in _CENTER:
         yield _family(f"agn_optax_{name}", said, [], [([], view[key])])
     degraded = float(bool(view["degraded"]))
-    said = "Whether less is on disk than was asked for"
+    said = "Whether less is on disk than was asked for, or the parent is lost"
     yield GaugeMetricFamily("agn_optax_degraded", said, value=degraded)
     said = "Messages that were refused, by the setting that did"
     rows = [([by], count) for by, count in sorted(view["refused"].items())]

@@ -7,7 +7,6 @@ of its own looks once a second: at the inbox, and at what the service says of it
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import threading
 import time
@@ -18,14 +17,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from agn_optax import errors
-from agn_optax._internal import in_background
+from agn_optax._internal import keep_running
 from agn_optax._version import __version__
 from agn_optax.center import Recent
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import EVERYBODY
 from agn_optax.service._servicer import Servicer
-
-_log = logging.getLogger("agn_optax")
 
 MOST_POINTS = 600  # of a series
 MOST_CURVES = 256  # series of reported numbers, of all workers together
@@ -134,7 +131,7 @@ class Monitor:
     def start(self) -> None:
         """Looks now, and once a second until `close`."""
         self.look()
-        self._thread = in_background(self._run, "agn-optax monitor", lasting=True)
+        self._thread = keep_running(self._run, "agn-optax monitor")
 
     def close(self, timeout: float) -> None:
         """Looks no more."""
@@ -193,10 +190,7 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK):
-            try:
-                self.look()
-            except Exception:  # it is there for others, and they are told so
-                _log.exception("what a page would show could not be looked at")
+            self.look()
 
     # What calls tell.
 
@@ -296,6 +290,8 @@ class Monitor:
             self._happened(at, "initialized", text=text)
         if said.degraded and said.degraded != self._said.degraded:
             self._happened(at, "degraded", text=said.degraded[:_LONGEST])
+        elif self._said.degraded and not said.degraded:
+            self._happened(at, "well", text="what was degraded is well again")
         self._said = said
         sent = said.bytes_received + said.bytes_sent
         self._totals.add(now - self._began, self._exchanges, sent)

@@ -101,7 +101,7 @@ class Page(Listener):
 
     def start(self) -> None:
         self.monitor.start()
-        self._threads.submit(self._accept)
+        self._threads.keep_running(self._accept, "agn-optax page")
 
     def drain(self) -> None:
         self.monitor.drain()
@@ -177,7 +177,7 @@ class Page(Listener):
                     shut(end)
             try:
                 self._threads.submit(self._serve, end)
-            except RuntimeError as error:  # no more threads
+            except Exception as error:  # no more threads, or whatever it is
                 _log.warning("somebody who opens the page is refused: %s", error)
                 self._forget(id(end), end)
 

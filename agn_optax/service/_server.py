@@ -60,7 +60,8 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._servicer = servicer
         self._listeners = listeners
         servicer.stop = functools.partial(_stop, weakref.ref(self))
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()  # a handler of a signal may come in again
+        self._is_stopping = False
         self._stopped = threading.Event()
         atexit.register(self.stop, grace=5.0)
 
@@ -93,24 +94,32 @@ class Server(contextlib.AbstractContextManager["Server"]):
             travel if that is more, up to 600. A worker that takes nothing of its answer
             for two seconds is cut off before; a second after the grace everything has
             ended, whatever workers do.
+
+        A call while another thread stops the server waits for that. In the thread that
+        stops it, where a handler of a second signal may call this, it returns at once.
         """
         with self._stopping:
-            if self._stopped.is_set():
+            if self._is_stopping or self._stopped.is_set():
                 return
-            if grace is None:
-                grace = self._servicer.stop_grace
-            end = time.monotonic() + grace
-            for listener in self._listeners.values():
-                listener.drain()
-            self.center.close(f"the center at {self.address} is going down")
-            while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
-                self._servicer.transfers.cut(_UNREAD)
-            if self.uplink is not None:
-                self.uplink.stop(max(0.0, end - time.monotonic()))
-            for listener in self._listeners.values():
-                listener.close(timeout=max(0.0, end + _LAST - time.monotonic()))
-            self._stopped.set()
-            atexit.unregister(self.stop)
+            self._is_stopping = True
+            try:
+                self._stop(self._servicer.stop_grace if grace is None else grace)
+            finally:  # of what raises, as Ctrl-C does, the next call does all again
+                self._is_stopping = False
+
+    def _stop(self, grace: float) -> None:
+        end = time.monotonic() + grace
+        for listener in self._listeners.values():
+            listener.drain()
+        self.center.close(f"the center at {self.address} is going down")
+        while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
+            self._servicer.transfers.cut(_UNREAD)
+        if self.uplink is not None:
+            self.uplink.stop(max(0.0, end - time.monotonic()))
+        for listener in self._listeners.values():
+            listener.close(timeout=max(0.0, end + _LAST - time.monotonic()))
+        self._stopped.set()
+        atexit.unregister(self.stop)
 
     def __exit__(self, *exception: object) -> None:
         self.stop()

@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -159,9 +158,10 @@ class Servicer:
         # Around a large message and the copy of its answer, which the next one's move
         # in place has to wait for. Nobody's socket is waited for within.
         self._turn = threading.Lock()
-        # Of workers that are there.
-        self._traffic: dict[str, _Traffic] = defaultdict(_Traffic)
-        self._total = _Traffic()  # of all that ever were
+        # Of workers that are there, and of all that ever were.
+        self._counts = threading.Lock()  # around what is added to them
+        self._traffic: dict[str, _Traffic] = {}
+        self._total = _Traffic()
         # Kinds of messages that there are programs for.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
@@ -442,20 +442,23 @@ class Servicer:
             cut=context.cancel,
             room=self._room(),
         )
-        self._forget_traffic()
-        traffic = self._traffic[join.worker]
+        traffic = self._traffic_of(join.worker)
         traffic.transport = transport
         traffic.serves_at = _seen_from_here(join.serves_at, caller)
         is_back = bool(join.center)
         self.tell("joined", join.worker, join.incarnation, is_back, transport)
         # gRPC's own thread calls it, on which nothing may be applied.
-        gone = functools.partial(in_background, session.disconnect, "agn-optax gone")
+        gone = functools.partial(
+            in_background, session.disconnect, "agn-optax gone", unread=True
+        )
         if not context.add_callback(gone):
             session.disconnect()
             return
         while not self.core.wait_for_barrier(WAITING_INTERVAL):
             yield _WAITING
-        yield Parcel(pb.Frame(joined=pb.Joined(center=self.core.life)))
+        before, settled = session.before or ("", 0)
+        joined = pb.Joined(center=self.core.life, before=before, settled=settled)
+        yield Parcel(pb.Frame(joined=joined))
         while (control := reader.control()) is not None:
             caller = self._again(caller, join.worker)
             if control.HasField("acknowledge"):
@@ -558,13 +561,22 @@ class Servicer:
         size = self._size if "Exchange" in caller.calls else None
         self._shares.take(caller.key, seconds, size)
 
-    def _forget_traffic(self) -> None:
-        """Of workers that have gone, once there are many."""
-        if len(self._traffic) > 2 * self.workers:
-            _, members, _ = self.core.members()
-            for worker in list(self._traffic):
-                if worker not in members:
-                    self._traffic.pop(worker, None)
+    def _traffic_of(self, worker: str) -> _Traffic:
+        """What a worker that is there sent and got; others go once they are many."""
+        many = len(self._traffic) > 2 * self.workers
+        there = self.core.members()[1] if many else {}
+        with self._counts:
+            if many:
+                known = self._traffic.items()
+                self._traffic = {name: its for name, its in known if name in there}
+            return self._traffic.setdefault(worker, _Traffic())
+
+    def _count(self, traffic: _Traffic, *, received: int = 0, sent: int = 0) -> None:
+        """Add bytes to those of a worker, and to those of all."""
+        with self._counts:
+            for each in (traffic, self._total):
+                each.bytes_received += received
+                each.bytes_sent += sent
 
     def _offers_to(self, caller: Caller) -> list[pb.Offer]:
         """With the key by which a connection is known as this caller's."""
@@ -675,9 +687,9 @@ class Servicer:
     def _exchange(
         self, session: LocalSession, message: pb.Message, reader: Reader
     ) -> Iterator[Parcel]:
-        traffic = self._traffic[session.worker]
+        traffic = self._traffic_of(session.worker)
         with self._counting("_talking"), ExitStack() as busy:
-            answer = yield from self._settled(session, message, reader, busy)
+            answer = yield from self._settled(session, message, reader, busy, traffic)
             norm = None if answer.norm is None else float(answer.norm)
             traffic.norm = traffic.norm if norm is None else norm
             self.tell(
@@ -706,8 +718,7 @@ class Servicer:
                     # A part of an answer is none: the rest may travel while the disk is
                     # busy.
                     parcel.until = functools.partial(session.wait_until_kept, answer)
-                traffic.bytes_sent += parcel.nbytes
-                self._total.bytes_sent += parcel.nbytes
+                self._count(traffic, sent=parcel.nbytes)
                 yield parcel
 
     def _settled(
@@ -716,14 +727,13 @@ class Servicer:
         message: pb.Message,
         reader: Reader,
         busy: ExitStack,
+        traffic: _Traffic,
     ) -> Generator[Parcel, None, Answer]:
         """The answer to a message, whose memory is let go of when this returns."""
         schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
-        traffic = self._traffic[session.worker]
-        traffic.bytes_received += schema.size
-        self._total.bytes_received += schema.size
+        self._count(traffic, received=schema.size)
         traffic.period = message.steps
         traffic.reported = _reported(message)  # a message has all of them
         submit = functools.partial(
@@ -788,7 +798,9 @@ class Servicer:
         with self.core.reading(answer.version) as version, self.core.reading() as now:
             # Until then the message is still being read: all versions since are made of
             # it, and the answer is not where the rule adopts the one before.
-            jax.block_until_ready((version.params, now.params, answer.norm))
+            jax.block_until_ready(
+                (version.params, now.params, answer.norm, answer.read)
+            )
             sent = schema.packed
             _buffers.write(sent, _trees.host_arrays(version.params, sent), buffer)
         return session.replace(answer, Packed(*sent.views(buffer)))

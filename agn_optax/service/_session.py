@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,17 @@ class RemoteSession(Session):
       worker: the worker's name.
       like: a tree with the worker's containers; None for those of the center.
       life: of a worker that is back from another process; None for a new one.
+      left: told of this session once it has left.
     """
 
     def __init__(
-        self, remote: Remote, worker: str, like: PyTree, life: Any = None
+        self,
+        remote: Remote,
+        worker: str,
+        like: PyTree,
+        life: Any = None,
+        *,
+        left: Callable[[RemoteSession], object] = lambda session: None,
     ) -> None:
         self.worker = worker
         # The life of the center that it has joined, and of this worker there.
@@ -59,6 +66,7 @@ class RemoteSession(Session):
         self._anchor: PyTree = None  # from which its answer may differ
         self._sent_over: Link | None = None  # where that is on its way
         self.left = False  # or about to
+        self._tell_left = left
 
     @property
     def transport(self) -> str:
@@ -193,6 +201,7 @@ class RemoteSession(Session):
                 self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
         finally:
             self.disconnect()
+            self._tell_left(self)
 
     def _open(self, until: float = math.inf) -> Link:
         """A connection in which the worker lives; the old one, if any, has broken.
@@ -225,7 +234,8 @@ class RemoteSession(Session):
                 )
             while said.HasField("waiting"):
                 said = link.control()
-        self._life = said.joined.center
+        self._life, before = said.joined.center, said.joined.before
+        self.before = (before, said.joined.settled) if before else None
         remote.useless |= failed
         return link
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -10,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from agn_optax._internal import in_background
+from agn_optax._internal import keep_running
+
+_log = logging.getLogger("agn_optax")
 
 # Bytes a second. Whoever is slower as long as a packet takes is as good as gone, and
 # holds memory and a thread.
@@ -46,7 +49,7 @@ class Watchdog:
         """Cancels ``watched`` if it is late."""
         with self._changed:
             if not self._runs:
-                in_background(self._run, "agn-optax watchdog", lasting=True)
+                keep_running(self._run, "agn-optax watchdog")
                 self._runs = True  # if there could be one more thread
             self._watched.add(watched)
             if watched.deadline < self._looks:
@@ -70,10 +73,18 @@ class Watchdog:
     def _cancel_late(self, now: float) -> None:
         """A call of its own, for nothing may stay here while the thread waits."""
         late = [each for each in self._watched if each.deadline <= now]
+        self._watched.difference_update(late)
         for each in late:
             each.is_late = True
-            each.cancel()
-        self._watched.difference_update(late)
+            _cancel(each)
+
+
+def _cancel(watched: Watched) -> None:
+    """Cancel what is watched; the others are cancelled whatever that raises."""
+    try:
+        watched.cancel()
+    except Exception:
+        _log.exception("%r could not be cancelled", watched)
 
 
 watchdog = Watchdog()
@@ -139,4 +150,4 @@ class Transfers:
         now = time.monotonic()
         for transfer in list(self._all):
             if now - transfer.moved > seconds:
-                transfer.cancel()
+                _cancel(transfer)

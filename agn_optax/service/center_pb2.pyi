@@ -182,10 +182,14 @@ class Join(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., center: _Optional[str] = ..., serves_at: _Optional[str] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("center",)
+    __slots__ = ("center", "before", "settled")
     CENTER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     center: str
-    def __init__(self, center: _Optional[str] = ...) -> None: ...
+    before: str
+    settled: int
+    def __init__(self, center: _Optional[str] = ..., before: _Optional[str] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("sequence", "anchor_version", "schema_hash", "dtype", "steps", "reported", "weight", "has_anchor")

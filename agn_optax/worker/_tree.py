@@ -5,31 +5,53 @@ parent, rarely. For the parent, a site is a `Worker` like any other: its paramet
 the site's center, and an exchange at the site is one of its local steps. The site does
 not stop while it waits for its parent, so it adopts the answer with the progress that
 it has made since.
+
+Where the parent does not answer, the site sends the same message again. Where it knows
+the site no more, or refuses it, the site joins it anew: what the site's center has more
+than it had when it adopted last stays, and is sent. Whether a message without an answer
+is to be sent again, the parent says: it knows the last exchange of the life before.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
 import logging
 import threading
-from collections.abc import Callable
+import time
 from concurrent.futures import wait
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
+from agn_optax import round as rounds
 from agn_optax._internal import check, in_background, trees
 from agn_optax.center import Center, Claim, Core
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
 
 PyTree = Any
-T = TypeVar("T")
 _log = logging.getLogger("agn_optax")
 _POLL = 0.5  # seconds; how soon it sees that somebody else initialized the parent
+_LONGEST = 15.0  # seconds between two attempts to reach the parent, at most
+
+
+@dataclasses.dataclass
+class _Round:
+    """What a site has done since it last sent something."""
+
+    sent: PyTree  # the site's center at its end
+    steps: int
+    weight: float | None
+    record: PyTree
+
+    @functools.cached_property
+    def copied(self) -> PyTree:
+        """Parameters that an exchange may donate."""
+        return trees.copy(self.sent)
 
 
 class Uplink:
@@ -44,8 +66,9 @@ class Uplink:
       name: of the site, unique among the workers of the parent.
 
     Attributes:
-      ready: an event, set when the site has joined its parent, or failed to.
-      error: why the site goes on alone; None while it does not.
+      ready: an event, set when the site has joined its parent, or was refused.
+      error: why the site goes on without its parent, which it tries to reach or to join
+        again; None while it does not. Its core says the same as ``detached``.
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
@@ -69,7 +92,7 @@ class Uplink:
                 f"{core.rule.name!r} leaves out; give the parent a rule that sends "
                 "displacements, such as downpour or diloco"
             )
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self.ready = threading.Event()
         self._core = core
         self._parent = parent
@@ -77,15 +100,30 @@ class Uplink:
         self._worker = Worker(
             parent, optax.identity(), period=period, name=name, patience=0
         )
-        self._state: LocalState  # of that worker
-        # Under the lock of the site's center: what its exchanges add up to since it
-        # last adopted the parent.
+        # Of that worker: its state, and whether it is in touch. Where it is not, its
+        # life as it was, and the codec's state if its last message has arrived.
+        self._state: LocalState | None = None
+        self._joined = False
+        self._lost: tuple[Any, PyTree] | None = None
+        self._since = ""  # when `error` began
+        # The site's center where it last adopted the parent: all since is progress.
+        self._base: PyTree = None
+        self._rounds: list[
+            _Round
+        ] = []  # that are still to be sent, the first one first
+        self._given: _Round | None = None  # what the parent gets as first parameters
+        # Under the lock of the site's center: what its exchanges add up to since the
+        # last of those rounds. Each is read by a program, which nobody waits for there.
         self._steps = 0
         self._weight: float | None = None  # None while none of them says anything
-        self._record: PyTree = None
+        self._record: PyTree = None  # None before the first
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
         self._given_up = threading.Event()  # nothing that it owes is waited for
+        with core.atomically():
+            core.observer = self._observe
+            if core.is_initialized:
+                self._base = self._now()
         self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
@@ -94,94 +132,246 @@ class Uplink:
         wait([self._ended], timeout)
         self._given_up.set()
 
+    # What it does next, again and again.
+
     def _run(self) -> None:
+        pause = _POLL
         try:
-            if not self._begin():
-                return
-            self.ready.set()
-            while not self._stopped.is_set():
-                if self._core.wait_for(lambda: self._steps >= self._period, _POLL):
-                    self._exchange()
-            if self._steps:
-                self._exchange()
-        except BaseException as error:
-            self.error = error
-            _log.error("this center goes on without its parent: %s", error)
+            while not self._is_over:
+                try:
+                    if self._is_due:
+                        self._act()
+                    else:
+                        self._core.wait_for(lambda: self._steps >= self._period, _POLL)
+                    pause = _POLL
+                except Exception as error:  # whatever it is, another time may do
+                    self._fails(error)
+                    if self._stopped.is_set():
+                        self._given_up.wait(_POLL)
+                    else:
+                        self._stopped.wait(pause)
+                        pause = min(2 * pause, _LONGEST)
+            if self.error is not None:
+                _log.error(
+                    "this center ends without its parent, which %d exchanges have not "
+                    "reached: %s",
+                    self._steps + sum(each.steps for each in self._rounds),
+                    self.error,
+                )
         finally:
             self.ready.set()
-            with contextlib.suppress(Exception):
-                self._worker.leave()  # the other sites do not wait for this one
+            self._worker.leave()  # the other sites do not wait for this one
 
-    def _begin(self) -> bool:
-        """Both centers have parameters, and the site has joined; False: stopped."""
-        while not self._stopped.is_set():
-            with contextlib.suppress(errors.NotInitializedError):
-                params = self._insist(self._parent.pull).params
-                with contextlib.suppress(errors.AlreadyInitializedError):
-                    self._core.initialize(params, worker=None)
-                break
-            if self._core.wait_for(lambda: self._core.is_initialized, _POLL):
-                # If another site is quicker, this one adopts what that gave.
-                with contextlib.suppress(errors.AlreadyInitializedError):
-                    self._insist(self._initialize_parent)
-                break
-        else:
+    @property
+    def _is_over(self) -> bool:
+        if not self._stopped.is_set():
             return False
-        with self._core.atomically():  # its workers may have begun already
-            first = self._core.snapshot().params
-            self._record = self._parent.rule.record.init(first)
-            self._core.observer = self._observe
-        adopted, self._state = self._insist(lambda: self._worker.start(first))
-        if not jax.tree.all(jax.tree.map(jnp.array_equal, first, adopted)):
-            self._core.shift(adopted, first)
+        # One that has never joined owes nothing.
+        owes = self._state is not None and (self._steps or self._rounds)
+        return self._given_up.is_set() or not owes
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether there is something to do with the parent now."""
+        enough = 1 if self._stopped.is_set() else self._period
+        return not self._joined or bool(self._rounds) or self._steps >= enough
+
+    def _act(self) -> None:
+        """One attempt at what comes next. What has been done stays done if it fails."""
+        if not self._joined:
+            if not self._meet():
+                self._core.wait_for(lambda: self._core.is_initialized, _POLL)
+                return
+            self._join()
+        else:
+            if not self._rounds:
+                self._rounds.append(self._take())
+            self._send(self._rounds[0])
+        if self.error is not None:
+            _log.warning("this center has its parent again")
+        self.error, self._core.detached = None, ""
+        self.ready.set()
+
+    def _fails(self, error: Exception) -> None:
+        """Say why an attempt has failed; the next one joins anew, or tries again."""
+        is_lost = isinstance(error, errors.CenterUnreachableError)
+        if self._joined and not is_lost:
+            self._lost = self._worker.life, self._codec_state_after()
+            self._joined = False
+        if not is_lost:
+            self.ready.set()
+        if type(error) is not type(self.error):
+            self._since = time.strftime("%X")
+        said = (
+            f"this center goes on without its parent since {self._since}: {error}. "
+            "What its workers do is kept, and sent once the parent is there again"
+        )
+        if type(error) is not type(self.error):
+            _log.warning("%s", said)
+        self.error, self._core.detached = error, said
+
+    # How it joins.
+
+    def _meet(self) -> bool:
+        """Give one center the other's parameters; False while neither has any."""
+        if self._given is None:
+            try:
+                params = self._parent.pull().params
+            except errors.NotInitializedError:
+                if not self._core.is_initialized:
+                    return False
+                self._given = self._take()
+            else:
+                self._begin(params)
+                return True
+        given = self._given
+        try:
+            self._parent.initialize(given.sent, worker=self._worker.name)
+        except errors.AlreadyInitializedError:  # another site was quicker
+            if self._base is None:  # all that this one has are its chief's parameters
+                self._base = given.sent
+            elif given.steps:
+                self._rounds.append(given)
+        else:  # everything that was to be sent is in there
+            self._base = given.sent
+            self._rounds.clear()
+        self._given = None
         return True
 
-    def _initialize_parent(self) -> None:
-        params = self._core.snapshot().params
-        self._parent.initialize(params, worker=self._worker.name)
+    def _begin(self, params: PyTree) -> None:
+        """The site's first parameters, if it has none."""
+        if self._base is not None:
+            return
+        with self._core.atomically():
+            if not self._core.is_initialized:
+                self._core.initialize(params, worker=None)
+            self._base = self._now()
+        self._take()  # what it had from a chief gives way to the parent's
 
-    def _insist(self, call: Callable[[], T], *, owes: bool = False) -> T:
-        """What ``call`` returns, as soon as the parent can be reached.
+    def _join(self) -> None:
+        adopted, state = self._worker.start(self._base)
+        base = self._base
+        if self._lost is not None:
+            life, after = self._lost
+            assert self._state is not None
+            codec_state = self._state.codec_state
+            if self._rounds and self._has_arrived(life):
+                base, codec_state = self._rounds.pop(0).sent, after
+            state = state._replace(codec_state=codec_state)
+            self._lost = None
+        self._joined, self._state = True, state
+        if jax.tree.all(jax.tree.map(jnp.array_equal, base, adopted)):
+            self._base = base
+        else:
+            self._adopt(adopted, base)
 
-        When it is told to stop it gives up; where it owes something, at the end of the
-        time that it has for that.
+    def _has_arrived(self, life: Any) -> bool:
+        """Whether the parent has the message of an earlier life that had no answer.
+
+        Where nobody knows, it is not sent again: nothing may count twice.
         """
-        end = self._given_up if owes else self._stopped
-        while True:
-            try:
-                return call()
-            except errors.CenterUnreachableError:
-                if end.wait(_POLL):
-                    raise
+        (lives, sequence), (now, _), before = life, self._worker.life, self._before
+        if not isinstance(self._before, list):
+            lives, now, before = [lives], [now], [before]
+        found = set()
+        for (center, incarnation), (center_now, _), known in zip(
+            lives, now, before, strict=True
+        ):
+            if known is not None and known[0] == incarnation:
+                found.add(known[1] > sequence)
+            else:  # a parent in another life has never had it
+                found.add(None if center == center_now else False)
+        if found - {True, False} or len(found) > 1:
+            _log.warning(
+                "the parent may have a message of %d exchanges, or a part of it, which "
+                "had no answer; it is not sent again",
+                self._rounds[0].steps,
+            )
+        return found != {False}
 
-    def _observe(self, contribution: PyTree, claim: Claim) -> None:
+    @property
+    def _before(self) -> Any:
+        """What the parent says of this site's life before, see `Session.before`."""
+        session = self._worker._session
+        assert session is not None
+        return session.before
+
+    def _codec_state_after(self) -> PyTree:
+        """The codec's, had the parent the message that is under way."""
+        state = self._state
+        assert state is not None
+        if not self._rounds or not jax.tree.leaves(state.codec_state):
+            return state.codec_state
+        anchor, _ = self._worker._require_start()
+        sent = self._rounds[0]
+        state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
+        return self._worker._programs.contribute(state, sent.sent, anchor.params)[1]
+
+    # What it sends, and adopts.
+
+    def _now(self) -> PyTree:
+        """The site's center, which stays what it is; called under its lock."""
+        return self._core.snapshot().params
+
+    def _take(self) -> _Round:
+        """What the site has done since this was called last, which begins anew."""
+        with self._core.atomically():
+            version = self._core.store.current
+            version.escaped = True
+            steps, self._steps = self._steps, 0
+            weight, self._weight = self._weight, None
+            record, self._record = self._record, None
+        sent = self._core.store.tree(version)
+        if record is None:
+            record = self._parent.rule.record.init(sent)
+        return _Round(sent, steps, weight, record)
+
+    def _send(self, sent: _Round) -> None:
+        assert self._state is not None
+        steps = sent.steps
+        state = self._state._replace(local_steps=jnp.int32(steps), record=sent.record)
+        adopted, self._state = self._worker.flush(
+            sent.copied, state, steps=steps, weight=sent.weight
+        )
+        del self._rounds[0]
+        self._adopt(adopted, sent.sent)
+
+    def _adopt(self, adopted: PyTree, base: PyTree) -> None:
+        """The parent's parameters in place of ``base``, and all progress since."""
+        self._core.shift(adopted, base)
+        self._base = adopted
+        self._rounds = [
+            _Round(
+                rounds.with_progress(adopted, each.sent, base),
+                each.steps,
+                each.weight,
+                each.record,
+            )
+            for each in self._rounds
+        ]
+
+    def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
         """An exchange at the site; called under the lock of its center."""
         self._steps += 1
         if claim.weight is not None:
             self._weight = (self._weight or 0.0) + claim.weight
-        if self._keeps_record:
-            self._record = self._accumulate(contribution, self._record)
-            # The contribution may be overwritten when its exchange is answered.
-            jax.block_until_ready(self._record)
+        if not self._keeps_record:
+            return None
+        self._record, read = self._accumulate(contribution, self._record)
+        return read
 
-    def _recorded(self, contribution: PyTree, record: PyTree) -> PyTree:
-        """The parent's record with a contribution at the site, which came encoded."""
+    def _recorded(
+        self, contribution: PyTree, record: PyTree
+    ) -> tuple[PyTree, jax.Array]:
+        """The parent's record with a contribution at the site, which came encoded.
+
+        Also what is ready as soon as the contribution has been read.
+        """
         like = jax.tree.map(
             lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
         )
+        if record is None:
+            record = self._parent.rule.record.init(like)
         gradients = self._core.rule.codec.decode(contribution, like)
-        return self._parent.rule.record.update(gradients, record, gradients)[1]
-
-    def _exchange(self) -> None:
-        with self._core.atomically():
-            sent = self._core.snapshot().params
-            steps, self._steps = self._steps, 0
-            weight, self._weight = self._weight, None
-            record, self._record = self._record, self._parent.rule.record.init(sent)
-        state = self._state._replace(local_steps=jnp.int32(steps), record=record)
-        params = trees.copy(sent)  # for an exchange donates what it is given
-        adopted, self._state = self._insist(
-            lambda: self._worker.flush(params, state, steps=steps, weight=weight),
-            owes=True,
-        )
-        self._core.shift(adopted, sent)
+        record = self._parent.rule.record.update(gradients, record, gradients)[1]
+        return record, jnp.zeros((), jnp.bool)

@@ -27,6 +27,7 @@ from support import RULES, assert_identical, tree
 
 import agn_optax
 from agn_optax import errors
+from agn_optax._internal import in_background
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
@@ -489,6 +490,24 @@ def test_a_snapshot_loses_what_came_after_and_says_so(tmp_path, killed):
     assert (again.version, again.life) == (3, center.life)
     assert set(again.core.members()[1]) == {"w"}
     again.close()
+
+
+def test_snapshots_are_written_after_an_exception_in_their_thread(
+    tmp_path, monkeypatch, caplog
+):
+    time_left, calls = Keeper._time_left, []
+
+    def fails_once(keeper):
+        calls.append(keeper)
+        if len(calls) == 1:
+            raise RuntimeError("on purpose")
+        return time_left(keeper)
+
+    monkeypatch.setattr(Keeper, "_time_left", fails_once)
+    center = kept(Snapshots(tmp_path / "a"), params=jnp.zeros(3))
+    assert in_background(center.write_snapshot, "a test").result(LIMIT) == 0
+    center.close()
+    assert "thread 'agn-optax snapshots' failed, and goes on" in caplog.text
 
 
 def wait_until_saved(center):

@@ -1150,3 +1150,31 @@ def test_bad_settings(make, message):
 def test_not_a_mode(mode):
     with pytest.raises(errors.InvalidTypeError, match="mode must be Asynchronous"):
         Ledger(mode)
+
+
+def test_a_life_knows_the_last_exchange_of_the_life_before():
+    ledger = Ledger()
+    ledger.join("anna", "first", 0.0)
+    assert ledger.member("anna", "first").before is None
+    for sequence in (1, 2):
+        ledger.submit("anna", "first", sequence, 0, 0.0)
+        ledger.settle(ledger.take(0.0), 0.0)
+    ledger.submit("anna", "first", 3, 0, 0.0)  # which waits, and goes with it
+    ledger.leave("anna", "first")
+    ledger.join("anna", "second", 1.0)
+    assert ledger.member("anna", "second").before == ("first", 2)
+    ledger.join("anna", "second", 2.0)  # over another connection
+    assert ledger.member("anna", "second").before == ("first", 2)
+
+
+def test_a_center_that_lost_something_recalls_exchanges_and_nobody_who_is_there():
+    ledger = Ledger(barrier=1)
+    ledger.join("anna", "first", 0.0)
+    ledger.submit("anna", "first", 1, 0, 0.0)
+    ledger.settle(ledger.take(0.0), 0.0)
+    again = Ledger(barrier=1)
+    again.recall(ledger.memory(), 0.0, gone=True)
+    assert not again.present()
+    assert not again.is_open
+    again.join("anna", "second", 1.0)
+    assert again.member("anna", "second").before == ("first", 1)

@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import shared
+from waiting import wait_until
 
 import agn_optax
-from agn_optax import elastic_pull, errors
+from agn_optax import accumulate, elastic_pull, errors
 from agn_optax.center import Core
-from agn_optax.worker import Uplink
+from agn_optax.worker import Uplink, _tree
 
 LIMIT = 60  # seconds that nothing here takes
 
@@ -24,12 +27,15 @@ class Parent(agn_optax.LocalCenter):
         super().__init__(*args, **settings)
         self.sent = []  # contribution, version of its anchor, and steps
         self.meanwhile = []  # to be called while one of them is on its way
+        self.before = []  # ... before it is applied
 
     def join(self, *args, **kwargs):
         session = super().join(*args, **kwargs)
         submit = session.submit
 
         def seen(sequence, contribution, *, anchor_version, steps=0, **said):
+            while self.before:
+                self.before.pop()()
             sent = jax.tree.map(np.array, contribution)
             self.sent.append((sent, anchor_version, steps))
             submit(
@@ -183,3 +189,151 @@ def test_a_parent_of_gradients_needs_a_site_of_gradients():
     with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
         Uplink(core, parent, period=2, name="site")
     assert not parent.workers
+
+
+class OnPurposeError(Exception):
+    """Not one of those after which the parent may still know the site."""
+
+
+def fails():
+    raise OnPurposeError("on purpose")
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(_tree, "_POLL", 0.01)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("lost", ["before", "meanwhile"])
+@pytest.mark.parametrize("record", [False, True])
+def test_a_site_joins_its_parent_anew_after_any_error(lost, record, caplog):
+    """Its message is sent again if the parent has not applied it, and only then."""
+    rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
+    parent = Parent(rule, jnp.zeros(3))
+    with site(rule, parent, period=2) as made:
+        made.exchange(1.0, times=2)
+        made.meets(1)
+        there, goes_on = threading.Event(), threading.Event()
+
+        def fails_when_told():
+            there.set()
+            assert goes_on.wait(LIMIT)
+            fails()
+
+        getattr(parent, lost).append(fails_when_told)
+        made.exchange(2.0, times=2)
+        assert there.wait(LIMIT)
+        made.exchange(5.0)  # accumulates meanwhile
+        goes_on.set()
+        wait_until(lambda: len(parent.sent) == 2 and made.uplink._joined)
+        wait_until(lambda: not made.uplink._rounds)
+        made.exchange(7.0)
+        wait_until(lambda: len(parent.sent) == 3)
+    steps = [steps for *_, steps in parent.sent]
+    assert steps == [2, 2, 2]
+    expected = [1.0, 2.0, 6.0] if record else [2.0, 4.0, 12.0]
+    for (contribution, *_), value in zip(parent.sent, expected, strict=True):
+        np.testing.assert_allclose(contribution, value, rtol=1e-6)
+    np.testing.assert_allclose(parent.pull().params, -sum(expected), rtol=1e-6)
+    np.testing.assert_allclose(made.core.snapshot().params, -sum(expected), rtol=1e-6)
+    assert "goes on without its parent" in caplog.text
+    assert "on purpose" in caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_site_without_its_parent_is_degraded_until_it_has_joined_again():
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=1) as made:
+        assert made.core.degraded == ""
+        join, may_join = parent.core.join, threading.Event()
+
+        def refuses(*args, **kwargs):
+            if not may_join.is_set():
+                raise errors.CenterFullError("there is no room")
+            return join(*args, **kwargs)
+
+        parent.core.join = refuses
+        parent.before.append(fails)
+        made.exchange(1.0)
+        wait_until(lambda: "there is no room" in made.core.degraded)
+        assert "goes on without its parent since" in made.core.degraded
+        assert isinstance(made.uplink.error, errors.CenterFullError)
+        made.exchange(1.0, times=3)
+        may_join.set()
+        wait_until(lambda: not made.core.degraded)
+        assert made.uplink.error is None
+    np.testing.assert_array_equal(parent.pull().params, -4.0)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_site_that_is_told_to_stop_tries_to_join_anew_before():
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=100) as made:
+        made.exchange(1.0, times=3)
+        parent.before += [fails, fails]
+    np.testing.assert_array_equal(parent.pull().params, -3.0)
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_first_parameters_of_a_parent_that_lost_all_are_those_of_the_site():
+    """With all progress, which is then not sent once more."""
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=2) as made:
+        made.exchange(1.0, times=2)
+        made.meets(1)
+
+        lost = threading.Event()
+
+        def loses_all():
+            agn_optax.LocalCenter.__init__(parent, parent.rule)
+            lost.set()
+            fails()
+
+        parent.before.append(loses_all)
+        made.exchange(2.0, times=2)
+        assert lost.wait(LIMIT)
+        wait_until(lambda: parent.core.is_initialized and parent.workers)
+        np.testing.assert_array_equal(parent.pull().params, -6.0)
+        made.exchange(1.0)
+    np.testing.assert_array_equal(parent.pull().params, -7.0)
+
+
+def slow_record():
+    """A sum of gradients, for which the device takes half a second or so."""
+    sums = accumulate()
+
+    def update(gradients, state, params=None, **more):
+        def turn(_, x):
+            return jnp.cos(x)
+
+        slow = jax.lax.fori_loop(0, 50_000, turn, gradients)
+        gradients = jax.tree.map(lambda g, s: jnp.where(s > 2, s, g), gradients, slow)
+        return sums.update(gradients, state, params, **more)
+
+    return optax.GradientTransformationExtraArgs(sums.init, update)
+
+
+def test_nothing_waits_for_an_uplink_that_reads_a_contribution():
+    """Under the lock, that is; whoever has the answer may write over the message."""
+    rule = shared.agn(shared.sgd(1.0))
+    parent = Parent(dataclasses.replace(rule, record=slow_record()), jnp.zeros(1000))
+    core = Core(rule, jnp.zeros(1000))
+    uplink = Uplink(core, parent, period=100, name="site")
+    ready = []
+
+    def observed(contribution, claim):
+        read = uplink._observe(contribution, claim)
+        ready.append(read.is_ready())
+        return read
+
+    core.observer = observed
+    try:
+        assert uplink.ready.wait(LIMIT)
+        session = core.join("anna")
+        session.exchange(1, np.ones(1000, np.float32), anchor_version=0)
+        assert ready == [False]
+        assert uplink._record.sum.is_ready()
+    finally:
+        uplink.stop()
+    np.testing.assert_array_equal(parent.sent[-1][0], 1.0)

@@ -35,7 +35,7 @@ def test_doctor_of_a_healthy_center(server):
     options = ["--rule=easgd", "--moving-rate=0.25"]
     said = succeeds("doctor", server.address, *options)
     lines = said.splitlines()
-    assert len(lines) == 18
+    assert len(lines) == 19
     # (How fast it is, a busy machine says.)
     assert all(line.startswith("ok ") for line in lines if "rates" not in line), said
     found = checks(server.address, *options, code=0)

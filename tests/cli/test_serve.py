@@ -464,6 +464,45 @@ def test_the_handler_of_a_signal_runs_while_a_server_is_waited_for():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_second_signal_during_stop_does_not_wait_for_it():
+    """Its handler runs in the thread that is stopping the server."""
+    handled = threading.Event()
+
+    def stop(*_):
+        server.stop()
+        handled.set()
+
+    def hangs(*_):
+        raise TimeoutError("a handler waits for the call that it interrupts")
+
+    def kill():
+        with server._servicer._counting("_busy"):  # as an exchange that is applied
+            begun.set()
+            assert server.center.core.wait_until_closed(PATIENCE)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            handled.wait(PATIENCE)
+
+    begun = threading.Event()
+    before = {
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, stop),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, hangs),
+    }
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE / 2)
+    try:
+        server = service.serve(rules.downpour())
+        killer = threading.Thread(target=kill)
+        killer.start()
+        assert begun.wait(PATIENCE)
+        server.stop()
+        assert handled.is_set()
+        assert server.wait(0.0)
+        killer.join(PATIENCE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def test_mutual_tls(tmp_path):
     certificate, key = certificates.make(tmp_path)
     trust = [f"--tls-ca={certificate}"]

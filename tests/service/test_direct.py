@@ -259,6 +259,27 @@ def test_a_site_reads_what_its_workers_send_in_shared_memory():
         np.testing.assert_array_equal(parent.pull().params["w"], 1.0 - 28)
 
 
+@shares
+def test_a_site_reads_a_message_before_its_answer_lies_there():
+    rule = shared.agn(shared.sgd(1.0))
+    parent = agn_optax.LocalCenter(rule)
+    params = {"a": jnp.zeros(400_000), "b": jnp.zeros(300_001)}
+    with made("memory", rule=rule, params=params, parent=parent, parent_period=8) as (
+        server,
+        center,
+    ):
+        assert server.uplink.ready.wait(LIMIT)
+        assert server.center.core.store.packing is not None
+        server._servicer._talking += 1  # as if others were about to send something
+        for i in range(8):
+            sent = jax.tree.map(lambda x, i=i: np.full(x.shape, i, np.float32), params)
+            version = server.center.version
+            sessions.exchange(center, sent, anchor_version=version, worker="anna")
+        wait_until(lambda: parent.version)
+        for leaf in jax.tree.leaves(parent.pull().params):
+            np.testing.assert_array_equal(leaf, -3.5)
+
+
 def test_many_workers_of_one_process(transport):
     with made(transport, mode=Synchronous()) as (server, center):
         ones = jax.tree.map(jnp.ones_like, center.pull().params)

@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -23,7 +24,8 @@ from waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _address, _client
+from agn_optax.service import _address, _client, _connection
+from agn_optax.service.transports._transport import Threads
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
 
@@ -532,3 +534,97 @@ def test_a_process_that_fails_ends_though_workers_are_there():
         process.communicate()
     assert process.returncode == 1
     assert said.endswith("RuntimeError: it fails\n")
+
+
+def test_a_center_forgets_sessions_that_have_left():
+    """And with them the contributions that they hold, as large as the model."""
+    with served() as (_, connected):
+        center = connected()
+        session = center.join("anna")
+        session.exchange(1, np.ones(8, np.float32), anchor_version=0)
+        held = weakref.ref(session)
+        session.leave()
+        assert not center._sessions
+        del session
+        gc.collect()
+        assert held() is None
+
+
+def test_a_worker_that_joins_again_keeps_its_new_session():
+    with served() as (_, connected):
+        center = connected()
+        first, second = center.join("anna"), center.join("anna")
+        first.leave()
+        assert list(center._sessions.values()) == [second]
+
+
+def test_bytes_of_workers_that_exchange_together_are_all_counted(monkeypatch):
+    """Whatever thread comes between the reading of a sum and its writing."""
+    size = Parcel.nbytes.fget
+
+    def slow(parcel):
+        found = size(parcel)
+        time.sleep(0.005)
+        return found
+
+    with served() as (_, connected):
+        center = connected()
+        exchanges, workers = 5, [center.join(f"worker {i}") for i in range(4)]
+        monkeypatch.setattr(Parcel, "nbytes", property(slow))
+
+        def work(session):
+            for sequence in range(1, 1 + exchanges):
+                sent = np.ones(8, np.float32)
+                session.exchange(sequence, sent, anchor_version=sequence - 1)
+
+        threads = [threading.Thread(target=work, args=(each,)) for each in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        said = center.status()
+        for way in ("bytes_received", "bytes_sent"):
+            assert said[way] == sum(each[way] for each in said["workers"])
+        assert said["bytes_received"] == len(workers) * exchanges * 8 * 4
+
+
+def test_signs_of_life_go_on_after_one_that_raises(monkeypatch, caplog):
+    unary, calls, again = _connection.Connection.unary, [], threading.Event()
+
+    def fails_once(connection, name, *args, **kwargs):
+        if name == "Alive":
+            calls.append(name)
+            if len(calls) == 1:
+                raise RuntimeError("on purpose")
+            again.set()
+        return unary(connection, name, *args, **kwargs)
+
+    monkeypatch.setattr(_connection.Connection, "unary", fails_once)
+    with served(lease=1.0) as (_, connected):
+        connected().join("anna")
+        assert again.wait(LIMIT)
+    assert "thread 'agn-optax heartbeat' failed, and goes on" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["memory", "socket"])
+def test_connections_are_accepted_after_one_that_raised(transport, monkeypatch, caplog):
+    submit, calls = Threads.submit, []
+
+    def fails_once(threads, call, *args, **kwargs):
+        if call.__name__ == "_serve" and not calls:
+            calls.append(call)
+            raise ValueError("on purpose")
+        return submit(threads, call, *args, **kwargs)
+
+    monkeypatch.setattr(Threads, "submit", fails_once)
+    with served() as (server, _):
+        for _ in range(2):  # the first one finds no transport
+            with (
+                contextlib.suppress(errors.CenterUnreachableError),
+                service.connect(
+                    server.address, RULE, timeout=5, transports=[transport]
+                ) as center,
+            ):
+                send(center, "anna", 0)
+        assert server.center.version
+    assert "a direct connection is refused: on purpose" in caplog.text

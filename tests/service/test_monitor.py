@@ -382,7 +382,7 @@ def test_it_looks_by_itself_survives_errors_and_ends_with_its_server(caplog):
         server._servicer.tell("exchange", "wrong")
         center.join("anna")
         wait_until(lambda: ("joined", "anna") in events(monitor))
-    assert "could not be looked at" in caplog.text
+    assert "thread 'agn-optax monitor' failed" in caplog.text
     names = {thread.name for thread in threading.enumerate()}
     assert "agn-optax monitor" not in names
 

@@ -1,13 +1,19 @@
 """What goes wrong at bad moments: nothing is lost, nothing counts twice."""
 
+import contextlib
 import functools
+import json
+import shutil
 import threading
 import time
+import urllib.request
 
+import commands
 import jax.numpy as jnp
 import network
 import numpy as np
 import optax
+import ports
 import pytest
 import sessions
 import shared
@@ -16,13 +22,14 @@ from waiting import BUSY, LIMIT, wait_until
 import agn_optax
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
-from agn_optax.center import Synchronous
+from agn_optax.center import Snapshots, Synchronous
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import GrpcLink
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel
+from agn_optax.worker import _tree
 
 RULE = shared.downpour()
 ZEROS = {"w": jnp.zeros(2), "v": jnp.zeros(2)}
@@ -213,6 +220,113 @@ def test_what_a_site_does_while_it_joins_its_parent_is_kept():
         assert site.uplink.ready.wait(20)
         assert center.pull().params["w"][0] == -1
     assert parent.pull().params["w"][0] == -1
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A site below a parent that can be killed, to go on from its last snapshot."""
+    monkeypatch.setattr(_tree, "_POLL", 0.05)
+    monkeypatch.setattr(_tree, "_LONGEST", 0.2)
+    address, killed = ports.free_address(), tmp_path / "killed"
+
+    class Tree:
+        def saves(self):
+            self.parent.center.write_snapshot()
+            shutil.rmtree(killed, ignore_errors=True)
+            shutil.copytree(tmp_path / "kept", killed)
+
+        def loses(self):
+            self.parent.stop(0.0)
+            shutil.rmtree(tmp_path / "kept")
+            killed.rename(tmp_path / "kept")
+
+        def serves(self, params=None):
+            kept = Snapshots(tmp_path / "kept", seconds=None, exchanges=1000)
+            self.parent = stack.enter_context(
+                service.serve(RULE, params, address=address, durability=kept)
+            )
+
+        def exchange(self, count):
+            for _ in range(count):
+                sessions.exchange(self.center, ONES, anchor_version=0, worker="anna")
+
+        def has(self, value):
+            center = self.parent.center
+            return center.core.is_initialized and center.pull().params["w"][0] == value
+
+    with contextlib.ExitStack() as stack:
+        made = Tree()
+        made.serves(ZEROS)
+        made.above = stack.enter_context(
+            service.connect(address, RULE, timeout=2.0, transports=["grpc"])
+        )
+        made.site = stack.enter_context(
+            service.serve(RULE, parent=made.above, parent_period=2, page="127.0.0.1:0")
+        )
+        assert made.site.uplink.ready.wait(LIMIT)
+        made.center = stack.enter_context(service.connect(made.site.address, RULE))
+        yield made
+
+
+def state(server):
+    with urllib.request.urlopen(f"{server.page_address}state.json") as answer:  # noqa: S310 its own page
+        return json.load(answer)
+
+
+@pytest.mark.usefixtures("lively")
+def test_a_site_joins_a_parent_anew_that_goes_on_from_a_snapshot(tree):
+    """What the parent has lost is lost; all that it was not sent is sent, once."""
+    tree.exchange(2)
+    wait_until(lambda: tree.has(-2))
+    tree.saves()
+    tree.exchange(2)
+    wait_until(lambda: tree.has(-4))
+    tree.loses()
+    tree.exchange(3)
+    wait_until(lambda: tree.center.status()["degraded"])
+    said = tree.center.status()["degraded"]
+    assert "goes on without its parent since" in said
+    wait_until(lambda: state(tree.site)["degraded"])
+    for command in ("status", "watch"):
+        more = ["--count=1"] if command == "watch" else []
+        shown = commands.command(command, tree.site.address, *more)
+        assert "goes on without its parent" in " ".join(shown.stdout.split())
+    checked = commands.command("doctor", tree.site.address, "--json")
+    found = {each["check"]: each for each in json.loads(checked.stdout)["checks"]}
+    assert found["parent"]["result"] == "warning"
+    assert found["disk"]["result"] == "ok"
+    with urllib.request.urlopen(f"{tree.site.page_address}metrics") as answer:  # noqa: S310 its own page
+        assert b"agn_optax_degraded 1.0" in answer.read()
+    tree.serves()
+    wait_until(lambda: not tree.center.status()["degraded"])
+    wait_until(lambda: tree.has(-2 - 2))  # of the three, one is to come
+    wait_until(lambda: not state(tree.site)["degraded"])
+    assert "is well again" in state(tree.site)["events"][-1]["text"]
+    tree.site.stop()
+    assert tree.has(-2 - 3)
+    assert tree.site.center.pull().params["w"][0] == -5
+    assert tree.site.uplink.error is None
+
+
+@pytest.mark.usefixtures("lively")
+def test_a_site_sends_nothing_again_that_is_in_the_snapshot_of_its_parent(tree):
+    """Though it has never had the answer."""
+    receive = tree.above._remote.answer_in
+
+    def lost(said, link):
+        tree.above._remote.answer_in = receive
+        tree.saves()
+        tree.loses()
+        tree.serves()
+        raise errors.CenterUnreachableError("the test has lost it")
+
+    tree.above._remote.answer_in = lost
+    tree.exchange(2)
+    wait_until(lambda: tree.above._remote.answer_in is receive and tree.has(-2))
+    tree.exchange(1)
+    tree.site.stop()
+    assert tree.has(-3)
+    assert tree.site.center.pull().params["w"][0] == -3
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, description, in_background, trees
+from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
@@ -246,6 +246,8 @@ class Keeper:
             # Its workers may know more than it does, and are told to start again.
             self.found = f"{where} goes on as another one, at version {version}: {lost}"
             _log.warning("%s", self.found)
+            for memory in memories:
+                ledger.recall(memory, now, gone=True)
         else:
             for memory in memories:
                 ledger.recall(memory, now)
@@ -272,7 +274,7 @@ class Keeper:
             raise
         self._saved_at, self._seen = time.monotonic(), self._number
         name = "agn-optax snapshots"
-        self._saver = in_background(self._save_when_due, name, lasting=True)
+        self._saver = keep_running(self._save_when_due, name)
 
     def record(
         self,

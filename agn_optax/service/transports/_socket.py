@@ -173,13 +173,18 @@ def connections(
     listening: socket.socket, is_closed: Callable[[], bool]
 ) -> Iterator[socket.socket]:
     """Those that come, until nobody listens any more."""
+    fails = False
     while not is_closed():
         try:
             end, _ = listening.accept()
-        except OSError:
+        except OSError as error:
             if not is_closed():
+                if not fails:
+                    _log.warning("connections cannot be accepted for now: %s", error)
+                fails = True
                 time.sleep(0.1)  # too many open files, perhaps not for long
             continue
+        fails = False
         yield end
 
 
@@ -226,12 +231,12 @@ class SocketListener(_transport.Listener):
             self.address = f"{host}:{bound[1]}"
         self._transport = name
         self.offer = pb.Offer(transport=name, address=where)
-        self._threads.submit(self._accept)
+        self._threads.keep_running(self._accept, f"agn-optax {name}")
         # Whether a worker is gone is seen while its thread waits for the center, too.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
             self._watch.register(listening, select.EPOLLHUP)  # when it is shut
-            self._threads.submit(self._look)
+            self._threads.keep_running(self._look, f"agn-optax {name} watch")
 
     def close(self, timeout: float) -> None:
         with self._lock:
@@ -265,7 +270,7 @@ class SocketListener(_transport.Listener):
         for end in connections(self._listening, lambda: self._closed):
             try:
                 self._threads.submit(self._serve, end)
-            except RuntimeError as error:  # no more threads
+            except Exception as error:  # no more threads, or whatever it is
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from agn_optax import errors
-from agn_optax._internal import in_background
+from agn_optax._internal import in_background, keep_running
 from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._connection import Connection
@@ -110,7 +110,13 @@ class Threads(ThreadPoolExecutor):
 
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(call, *args, **kwargs)
-        future = in_background(bound, "agn-optax center", lasting=True)
+        return self._owned(in_background(bound, "agn-optax center", lasting=True))
+
+    def keep_running(self, loop: Callable[[], object], name: str) -> Future[None]:
+        """Run a loop on a thread until it returns, whatever it raises."""
+        return self._owned(keep_running(loop, name))
+
+    def _owned(self, future: Future[Any]) -> Future[Any]:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future

@@ -1,0 +1,76 @@
+"""Threads that last: what they raise is logged, and loops go on."""
+
+import threading
+import time
+
+import pytest
+from waiting import LIMIT, wait_until
+
+from agn_optax._internal import background, in_background, keep_running
+from agn_optax.service._watchdog import Transfer, Transfers, Watchdog
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch):
+    monkeypatch.setattr(background, "_PAUSE", 0.001)
+
+
+class Error(Exception):
+    """Raised in a thread."""
+
+
+def fails(*_):
+    raise Error("on purpose")
+
+
+@pytest.mark.parametrize("how", [{"lasting": True}, {"unread": True}])
+def test_an_exception_that_nobody_reads_is_logged(how, caplog):
+    future = in_background(fails, "a thread", **how)
+    assert isinstance(future.exception(LIMIT), Error)
+    wait_until(lambda: "thread 'a thread' ended with an exception" in caplog.text)
+    assert "on purpose" in caplog.text  # with its traceback
+
+
+def test_an_exception_that_somebody_reads_is_not_logged(caplog):
+    assert isinstance(in_background(fails, "a thread").exception(LIMIT), Error)
+    assert not caplog.records
+
+
+def test_a_loop_that_raises_begins_again_until_it_returns(caplog):
+    runs = []
+
+    def loop():
+        runs.append(1)
+        if len(runs) < 5:
+            fails()
+
+    assert keep_running(loop, "a loop").result(LIMIT) is None
+    assert len(runs) == 5
+    (record,) = caplog.records  # the same again is said once a minute
+    assert "thread 'a loop' failed, and goes on" in record.message
+    assert record.exc_info
+
+
+def test_a_cancel_that_raises_keeps_no_timeout_from_others(caplog):
+    watchdog, cancelled = Watchdog(), threading.Event()
+
+    def late(cancel):
+        return Transfer(cancel, size=0, patience=0.0)
+
+    with watchdog.watching(late(fails)), watchdog.watching(late(cancelled.set)):
+        assert cancelled.wait(LIMIT)
+    cancelled.clear()
+    with watchdog.watching(late(cancelled.set)):
+        assert cancelled.wait(LIMIT)
+    assert "could not be cancelled" in caplog.text
+
+
+def test_a_connection_that_cannot_be_cut_keeps_no_other_one():
+    transfers, cancelled = Transfers(), threading.Event()
+    with (
+        transfers.under_way(fails, 0, LIMIT),
+        transfers.under_way(cancelled.set, 0, LIMIT),
+    ):
+        time.sleep(0.001)
+        transfers.cut(0.0)
+        assert cancelled.is_set()
