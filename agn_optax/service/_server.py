@@ -272,9 +272,9 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center.core, door, kept, upwards, memory, share)
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
+        servicer = Servicer(center.core, door, kept, upwards, memory, share)
         tells = is_local if reflection is None else reflection
         place = Place(
             address, direct_address, tls, credentials, tells, page, health_address

@@ -53,9 +53,7 @@ from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import (
-    MOST_CONTROL,
     MOST_PROBED,
-    MOST_SCHEMA,
     Parcel,
     Reader,
     in_bytes,
@@ -145,6 +143,8 @@ class Servicer:
         self._probing = Places(_MOST_PROBING, _MOST_OF_ONE_PROBING)
         self._dtype = dtype
         self._parent = parent
+        if core.is_initialized:
+            _ = self._schema_bytes  # raises where nobody would read it
         # Once, and before anybody asks: calls that come together would each compute it,
         # and a busy machine might never end with that before they are tried again.
         self._rule = fingerprint(core.rule)
@@ -249,17 +249,16 @@ class Servicer:
         ):
             yield
 
-    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
+    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """What this center is."""
         caller.check("Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
-        return pb.Description(
+        said = pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.life,
             rule=self._rule,
-            schema=None if schema is None else self._schema_proto,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
             lease=self.core.ledger.lease,
@@ -274,56 +273,79 @@ class Servicer:
             stop_grace=self.stop_grace,
             takes_weights=True,
         )
+        return pb.Described(
+            description=said.SerializeToString(),
+            schema=None if schema is None else self._schema_bytes,
+        )
 
     def initialize(
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        busy = errors.CenterFullError(
-            "another worker initializes this center; try again"
-        )
-        with (
-            self._initializations.one(caller.key, busy, _STALLED / 2),
-            self._receiving(reader, context.cancel),
-        ):
-            return self._initialize(reader, context, caller)
+        with self._receiving(reader, context.cancel):
+            start = _of_our_protocol(self._next(reader, context).start)
+            _check_name(start.worker, least=0)
+            caller.check("Initialize", start.worker)
+            if (version := self._initialized(start)) is not None:
+                return pb.Initialized(version=version)
+            busy = errors.CenterFullError(
+                "another worker initializes this center; try again"
+            )
+            with self._initializations.one(caller.key, busy, _STALLED / 2):
+                return self._initialize(start, reader, context, caller)
+
+    def _initialized(self, start: pb.Start) -> int | None:
+        """The version of a center that has parameters; None if it has none.
+
+        Such a center reads no schema and no parameters: the hash is enough.
+
+        Raises:
+          AlreadyInitializedError: another chief has given them.
+          TreeMismatchError: they are of another model.
+        """
+        own = self.schema()
+        if own is None:
+            return None
+        version = self.core.initialize((), worker=start.worker)
+        if start.schema_hash != own.hash:
+            raise errors.TreeMismatchError(
+                f"another model: the parameters of worker {start.worker!r} have other "
+                "paths, dtypes or shapes than this center's"
+            )
+        return version
+
+    def _next(self, reader: Reader, context: Any) -> pb.Frame:
+        """Return the control part of a packet that must come within a while."""
+        with self.transfers.under_way(context.cancel, 0, _STALLED):
+            return _control(reader)
 
     def _initialize(
-        self, reader: Reader, context: Any, caller: Caller
+        self, start: pb.Start, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        with self.transfers.under_way(context.cancel, 0, _STALLED):
-            start = _of_our_protocol(_control(reader, MOST_SCHEMA).start)
-        _check_name(start.worker, least=0)
-        caller.check("Initialize", start.worker)
-        self._take(caller, _PARSED * start.ByteSize())
-        schema = _trees.from_proto(start.schema)
-        own = self.schema()
-        params: PyTree = ()  # which are not looked at any more, if there are some
-        if own is None:
-            for leaf in schema.leaves:
-                if not _trees.is_representable(leaf.dtype):
-                    raise errors.TreeMismatchError(
-                        f"{leaf.path} is {leaf.dtype}, which this center can keep only "
-                        "with JAX_ENABLE_X64=1 in its environment"
-                    )
-            if self._memory is not None and schema.size > self._memory:
-                raise errors.CenterFullError(
-                    f"the parameters have {schema.size} bytes, and this center may use "
-                    f"{self._memory}: serve it with more memory="
+        if (version := self._initialized(start)) is not None:
+            return pb.Initialized(version=version)
+        if start.schema_size > _trees.MOST_SCHEMA:
+            raise errors.ProtocolError(_trees.why_too_large(0, start.schema_size, ""))
+        self._take(caller, _PARSED * start.schema_size)
+        came = reader.buffer(of_bytes(start.schema_size), "a schema")
+        schema = _trees.from_bytes(came.tobytes())
+        for leaf in schema.leaves:
+            if not _trees.is_representable(leaf.dtype):
+                raise errors.TreeMismatchError(
+                    f"{leaf.path} is {leaf.dtype}, which this center can keep only "
+                    "with JAX_ENABLE_X64=1 in its environment"
                 )
-            buffer = reader.buffer(schema, "the parameters")
-            params = _trees.build(schema, schema.views(buffer))
-        version = self.core.initialize(params, worker=start.worker)
-        if own is not None and (
-            other := own.cast(self._dtype).difference(
-                schema.cast(self._dtype),
-                "the center has",
-                f"worker {start.worker!r} has",
+        if self._memory is not None and schema.size > self._memory:
+            raise errors.CenterFullError(
+                f"the parameters have {schema.size} bytes, and this center may use "
+                f"{self._memory}: serve it with more memory="
             )
-        ):
-            raise errors.TreeMismatchError(f"another model: {other}")
-        return pb.Initialized(version=version)
+        if not self._next(reader, context).HasField("parameters"):
+            raise errors.ProtocolError("parameters were expected, got another packet")
+        buffer = reader.buffer(schema, "the parameters")
+        params = _trees.build(schema, schema.views(buffer))
+        return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
@@ -587,8 +609,8 @@ class Servicer:
         return now
 
     @functools.cached_property
-    def _schema_proto(self) -> pb.Schema:
-        return _trees.to_proto(self._travels.center)
+    def _schema_bytes(self) -> bytes:
+        return _trees.to_bytes(self._travels.center)
 
     @functools.cached_property
     def _sizes(self) -> tuple[int, int]:
@@ -844,11 +866,11 @@ def _check_name(name: str, least: int = 1) -> None:
         )
 
 
-def _control(reader: Reader, most: int = MOST_CONTROL) -> pb.Frame:
-    """Of the first packet of a call."""
-    control = reader.control(most)
+def _control(reader: Reader) -> pb.Frame:
+    """Of a packet that must come."""
+    control = reader.control()
     if control is None:
-        raise errors.ProtocolError("a call ended before its first packet")
+        raise errors.ProtocolError("a call ended where a packet was expected")
     return control
 
 

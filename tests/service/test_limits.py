@@ -296,6 +296,53 @@ def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
         assert center.initialize(small, worker="chief").version == 0
 
 
+def start(schema, worker="a", schema_hash=b""):
+    said = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
+    said.schema_hash = schema_hash
+    return packet(pb.Frame(start=said), len(schema))
+
+
+BOMB = pb.Schema(leaves=bytes(30 << 20)).SerializeToString()
+
+
+@pytest.mark.parametrize("size", [len(BOMB), 60 << 20])
+def test_schema_bomb_does_not_hold_the_center(size, monkeypatch):
+    """Nor does one that is too large to be read at all."""
+    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    with (
+        service.serve(RULE) as server,
+        service.connect(server.address, RULE, timeout=LIMIT) as center,
+        Peer(center, "grpc", "Initialize") as peer,
+    ):
+        peer.say(start(BOMB.ljust(size, b"\0")))
+        for begin in range(0, size, 1 << 20):
+            peer.say(BOMB[begin : begin + (1 << 20)].ljust(1 << 20, b"\0"))
+        why = peer.has_ended()
+        assert isinstance(why, errors.ProtocolError)
+        assert "at most" in str(why)
+        assert center.initialize(START, worker="c").version == 0
+
+
+def test_center_with_parameters_reads_no_schema(server, center):
+    """Whoever made them; and the same chief, again, hears what differs."""
+    with Peer(center, "grpc", "Initialize") as peer:
+        peer.say(start(BOMB))
+        assert isinstance(peer.has_ended(), errors.AlreadyInitializedError)
+    with service.serve(RULE) as other:
+        with service.connect(other.address, RULE) as chief:
+            own = chief.initialize(START, worker="chief")
+            again = chief.initialize(START, worker="chief")
+            assert own.version == again.version == 0
+            with Peer(chief, "grpc", "Initialize") as peer:
+                peer.say(start(BOMB, "chief"))
+                assert isinstance(peer.has_ended(), errors.TreeMismatchError)
+        with (
+            service.connect(other.address, RULE) as late,
+            pytest.raises(errors.TreeMismatchError, match=r"float32\[3\], where"),
+        ):
+            late._remote.initialize(np.zeros(3, np.float32), "chief")
+
+
 def test_one_initializes_at_a_time(monkeypatch):
     """Others wait for it a while: what each has sent would be in memory."""
     monkeypatch.setattr(_servicer, "_STALLED", 1.0)
@@ -304,9 +351,10 @@ def test_one_initializes_at_a_time(monkeypatch):
         service.connect(server.address, RULE, timeout=LIMIT) as center,
         Peer(center, "grpc", "Initialize") as peer,
     ):
-        schema = _trees.to_proto(_trees.schema_of(START))
-        start = pb.Start(protocol=_address.PROTOCOL, worker="a", schema=schema)
-        peer.say(packet(pb.Frame(start=start), START.nbytes) + bytes(1000))
+        schema = _trees.to_bytes(_trees.schema_of(START))
+        peer.say(start(schema) + schema)
+        peer.say(packet(pb.Frame(parameters=pb.Parameters()), START.nbytes))
+        peer.say(bytes(1000))
         wait_until(lambda: server._servicer._initializations._taken)
         other = service.connect(server.address, RULE, timeout=LIMIT)
         with other, pytest.raises(errors.CenterFullError, match="another worker init"):
