@@ -61,7 +61,8 @@ class Reread(Generic[T]):
         self._next = time.monotonic() + _LOOK
         stamps, names = self._look(), ", ".join(map(str, self._files))
         is_over = time.monotonic() - self._broken > PATIENCE
-        if stamps == self._stamps and (self._fell_back or not is_over):
+        falls_back = is_over and self._fallback is not None and not self._fell_back
+        if stamps == self._stamps and not falls_back:
             return
         self._stamps = stamps
         try:

@@ -187,7 +187,7 @@ class HealthListener(_OfServer):
                 request = _parsed(health_pb2.HealthCheckRequest, said)
             return self._health.Check(request, context)
 
-        check = grpc.unary_unary_rpc_method_handler(
+        check: Any = grpc.unary_unary_rpc_method_handler(
             answer,
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )

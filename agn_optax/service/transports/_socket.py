@@ -36,6 +36,9 @@ GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
 _LONGEST_LINE = 256  # bytes; what the center greets back
 _DIALLING = 1.0  # seconds that a connection may take, which gRPC replaces
+_BACKLOG = (
+    128  # connections that wait to be taken: as many as are in less than a second
+)
 _SILENT = 5  # seconds in which the system keeps a connection on which nothing came
 _PATIENCE = 5.0  # seconds that a greeting, or whoever is refused, may take
 _MOST_PIECES = 512  # of one call of sendmsg; systems take 1,024
@@ -147,7 +150,7 @@ def listening_at(place: _transport.Place) -> socket.socket:
     """
     address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
     try:
-        return bound_to(address, socket.SOMAXCONN)
+        return bound_to(address, _BACKLOG)
     except OSError as error:
         if place.direct_address is None:
             raise
@@ -344,7 +347,7 @@ class SocketListener(_transport.Listener):
             if not more:
                 return None
             heard += more
-        if (key := _key_in(heard)) is None:
+        if (key := _key_in(bytes(heard))) is None:
             return None
         certificate = None
         if isinstance(end, ssl.SSLSocket):
