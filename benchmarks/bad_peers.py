@@ -7,7 +7,7 @@ have free. "speed" is relative to the worker alone, the median of neighbors in t
 its quartiles.
 
     python benchmarks/bad_peers.py
-    python benchmarks/bad_peers.py --megabytes 4 --share 0
+    python benchmarks/bad_peers.py --megabytes 4 --calls 0
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import argparse
 import contextlib
 import functools
 import itertools
+import os
+import pathlib
 import socket
+import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,33 +28,45 @@ from typing import Any
 
 import centers
 import grpc
+import peers
 import side_by_side
 from processes import Process
 from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
-from agn_optax.service import _limits
+from agn_optax.service import Tls, _servicer
+from agn_optax.service._access import KEY_SIZE
 from agn_optax.service._address import SERVICE
+from agn_optax.service.transports import _socket
 from agn_optax.service.wire._packets import HEAD
 
 ALONE = "nobody"
+ALONE_TLS = "nobody, over TLS"
 
 
 class BadPeer:
     """What one does, on a thread of its own; each public method is one act."""
 
     def __init__(
-        self, act: str, rate: float, address: str, size: float, leaves: int
+        self,
+        act: str,
+        rate: float,
+        address: str,
+        size: float,
+        leaves: int,
+        tls: Tls | None = None,
     ) -> None:
         self._address = address
         self._contribution = centers.tree(size, leaves, 1e-6)
         self._numbers = itertools.count()
-        self._center = centers.connect(address, "socket")
-        self._observer = service.Observer(address)
+        self._center = centers.connect(address, "socket", tls=tls)
+        self._observer = service.Observer(address, tls=tls)
+        self._context = None if tls is None else tls.context(serves=False)
         status = self._observer.status()
         ports = (address, status["direct_address"])
         self._ports = [int(each.rpartition(":")[2]) for each in ports]
+        self._direct = "127.0.0.1", self._ports[1]
         self._held: list[socket.socket] = []
         self._done = 0
         self._ended = threading.Event()
@@ -108,6 +124,32 @@ class BadPeer:
         session.submit(1, self._contribution, anchor_version=0)
         session.disconnect()
 
+    def reconnects(self) -> None:
+        """And says nothing, until the center ends that or the next one begins."""
+        for each in self._held:
+            each.close()
+        self._held = [socket.create_connection(self._direct, timeout=5)]
+
+    def wrong_key(self) -> None:
+        """Greets with a key that nobody has."""
+        with socket.create_connection(self._direct, timeout=5) as end:
+            end.sendall(_socket.GREETING + bytes(KEY_SIZE))
+            end.recv(1)
+
+    def handshakes(self) -> None:
+        """Of TLS, after which it says nothing."""
+        self._handshake(self._ports[1])
+
+    def handshakes_of_gRPC(self) -> None:  # noqa: N802 its name
+        """The same, at the port of gRPC."""
+        self._handshake(self._ports[0])
+
+    def _handshake(self, port: int) -> None:
+        assert self._context is not None
+        end = socket.create_connection(("127.0.0.1", port), timeout=5)
+        with end, self._context.wrap_socket(end, server_hostname="localhost"):
+            pass
+
     def trickles(self) -> None:
         """A packet that is announced and does not come, over a call of gRPC."""
         with grpc.insecure_channel(self._address) as channel:
@@ -125,6 +167,9 @@ class BadPeer:
 
 
 ACTS = [name for name in vars(BadPeer) if not name.startswith("_")]
+# Those at a center with TLS, and those that cost who acts next to nothing.
+ENCRYPTED = ["handshakes", "handshakes_of_gRPC"]
+CHURN = ["reconnects", "wrong_key", *ENCRYPTED]
 
 WORKERS = 4
 
@@ -140,7 +185,8 @@ def _end() -> int:
 
 
 def _spare_nothing() -> None:
-    _limits._SPARE = 0.0
+    _servicer.SPARE = 0.0  # type: ignore[attr-defined]
+    _servicer.NEWCOMERS = 2.0  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -150,37 +196,68 @@ def main() -> None:
     add("--leaves", type=int, default=4)
     add("--transport", choices=centers.TRANSPORTS, default="socket")
     add("--rate", type=float, default=100.0, help="acts a second, at most")
-    add("--share", type=float, default=0.1, help="of the center's time; 0 for any")
+    add("--churn", type=float, default=2000.0, help="the same, of those that reconnect")
+    add("--calls", type=float, default=20.0, help="a second of a caller; 0 for any")
+    add("--nice", type=int, default=19, help="of its process")
+    add("--only", choices=ACTS, nargs="+", help="of what it does")
     add("--window", type=float, default=2.0, help="seconds in which are counted")
     add("--repeats", type=int, default=7)
     args = parse(parser, window=0.1, repeats=1)
     report = Report(args.json)
     size = 1e6 * args.megabytes
     acts: dict[str, list[int]] = {act: [] for act in ACTS}
+    options = {"max_workers": WORKERS, "calls": args.calls or None}
     with (
+        tempfile.TemporaryDirectory() as folder,
         Process() as process,
         Process() as bad,
-        centers.served(
-            process, size, args.leaves, max_workers=WORKERS, share=args.share or None
-        ) as address,
-        centers.connect(address, args.transport) as center,
+        contextlib.ExitStack() as stack,
     ):
+        # On another host it would take no time from the worker and the center.
+        bad.call(os.nice, args.nice)
+        pem = peers.certificates(pathlib.Path(folder))
+        served = functools.partial(centers.served, process, size, args.leaves)
+        address = stack.enter_context(served(**options))
+        secret = stack.enter_context(served(tls=Tls(None, *pem), **options))
         process.call(_spare_nothing)
-        exchange = centers.exchanging(
-            center, centers.tree(size, args.leaves, 1e-6), "anna"
-        )
 
-        count = functools.partial(centers.seconds_of_one, exchange, args.window)
+        def counting(address: str, tls: Tls | None) -> Callable[[], float]:
+            center = centers.connect(address, args.transport, tls=tls)
+            stack.enter_context(center)
+            exchange = centers.exchanging(
+                center, centers.tree(size, args.leaves, 1e-6), "anna"
+            )
+            return functools.partial(centers.seconds_of_one, exchange, args.window)
 
-        def beside(act: str) -> float:
-            bad.call(_begin, act, args.rate, address, size, args.leaves)
+        there = {ALONE: (address, None), ALONE_TLS: (secret, Tls(pem[0]))}
+        count = {alone: counting(*at) for alone, at in there.items()}
+
+        def beside(act: str, alone: str) -> float:
+            rate = args.churn if act in CHURN else args.rate
+            at, tls = there[alone]
+            bad.call(_begin, act, rate, at, size, args.leaves, tls)
             try:
-                return count()
+                return count[alone]()
             finally:
                 acts[act].append(bad.call(_end))
 
-        forms: list[Form] = [Form(ALONE, ALONE, count)]
-        forms += [Form(act, ALONE, functools.partial(beside, act)) for act in ACTS]
+        used: dict[str, list[float]] = {form: [] for form in (*there, *ACTS)}
+
+        def metered(form: str, run: Callable[[], float]) -> Callable[[], float]:
+            def measured() -> float:
+                before = process.call(time.process_time)
+                seconds = run()
+                spent = process.call(time.process_time) - before
+                used[form].append(spent * seconds / args.window)
+                return seconds
+
+            return measured
+
+        forms = [Form(alone, alone, metered(alone, count[alone])) for alone in there]
+        for act in ACTS if not args.only else args.only:
+            alone = ALONE_TLS if act in ENCRYPTED else ALONE
+            run = functools.partial(beside, act, alone)
+            forms.append(Form(act, alone, metered(act, run)))
         found = side_by_side.measure(forms, args.repeats, report.console)
     rows = []
     for name, row in found.items():
@@ -192,6 +269,7 @@ def main() -> None:
                 "a_second": 1 / row["seconds"],
                 "speed": row["ratio"],
                 "quartiles": row["quartiles"],
+                "processor_ms_an_exchange": 1e3 * statistics.median(used[name]),
                 "its_acts_a_second": sum(own) / len(own) / args.window,
             }
         )

@@ -54,7 +54,7 @@ def served(
     **options: Any,
 ) -> Iterator[str]:
     """A center in another process; gives its address. ``tokens`` are lines of them."""
-    options = {"max_workers": 256, "share": None, **options}
+    options = {"max_workers": 256, "calls": None, **options}
     address = process.call(_serve, size, leaves, address, tls, codec, options)
     try:
         yield address

@@ -122,7 +122,7 @@ def serve(parent: str = "", **options: Any) -> str:
     if parent:
         upwards = stack.enter_context(centers.connect(parent, TRANSPORT))
         options["parent"] = upwards
-    options = {"address": "127.0.0.1:0", "share": None, **options}
+    options = {"address": "127.0.0.1:0", "calls": None, **options}
     server = service.serve(centers.rule(), **options)
     _servers[server.address] = server, stack
     return server.address

@@ -35,5 +35,6 @@ def leave(center, worker):
 def offer(server, transport, caller=EVERYBODY):
     """Of a way beside gRPC, as a caller is told of it: with its key."""
     request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-    offers = server._servicer.describe(request, caller).offers
+    said = server._servicer.describe(request, caller)
+    offers = pb.Description.FromString(said.description).offers
     return next((each for each in offers if each.transport == transport), None)

@@ -24,7 +24,7 @@ from agn_optax.rules import Rule
 
 # Options that `agn_optax.service.serve` has under the same name.
 _AS_THEY_ARE = (
-    *("address", "barrier", "max_workers", "lease", "memory", "share", "dtype"),
+    *("address", "barrier", "max_workers", "lease", "memory", "calls", "dtype"),
     *("device", "direct", "direct_address", "health_address", "insecure"),
     *("parent_period", "reflection"),
 )
@@ -82,8 +82,8 @@ class CenterOptions:
       lease [10]: Seconds after which a worker that lost its connection is given up.
       memory [no bound]: Bytes that the center, its optimizer's state and all messages
         may take together; workers for whom there is no room are refused.
-      share [0.1]: Of the center's time, that one caller may take with calls beside its
-        exchanges, such as pulls; one that makes more has to wait.
+      calls [20]: Calls a second that one caller may make beside its exchanges, such as
+        pulls; one that makes more has to wait.
       dtype: Floating dtype of the center, whatever its workers have.
       device [cpu]: Platform the center lives on.
       direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
@@ -169,7 +169,7 @@ class CenterOptions:
     max_workers: int | None = None
     lease: float | None = None
     memory: int | None = None
-    share: float | None = None
+    calls: float | None = None
     dtype: str | None = None
     device: str | None = None
     direct: bool | None = None

@@ -262,7 +262,7 @@ class Checks:
     def _check_schema(self) -> _Found:
         if not self._described.HasField("schema"):
             return "warning", "no parameters yet: no worker has started as chief"
-        schema = wire.from_proto(self._described.schema)
+        schema = wire.from_bytes(self._described.schema)
         if schema.hash != self._described.schema_hash:
             return "failed", (
                 f"the hash of the leaves is {schema.hash.hex()}, and the center says "
@@ -484,7 +484,7 @@ class Checks:
         way = next(iter(self._ways.values()), None)
         said, exchange, message = "", 0.0, 0.0
         if described.HasField("schema") and way is not None and way.up and way.down:
-            size = wire.from_proto(described.schema).size
+            size = wire.from_bytes(described.schema).size
             exchange, message = way.seconds(size, size), way.seconds(size, 0)
             said = (
                 f"an exchange of this model takes {exchange:.3g} s by {way.transport}, "

@@ -6,6 +6,7 @@ with a call, and the servicer asks that before it does anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -13,12 +14,12 @@ import pathlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax.service import _x509
-from agn_optax.service._files import Path, Reread
+from agn_optax.service._files import Path, Reread, warn_if_public
 
 _WATCHES = frozenset({"Describe", "Status", "Health"})
 _READS = _WATCHES | {"Pull", "Probe"}
@@ -125,7 +126,8 @@ class Access:
 
     Args:
       *tokens: files of such lines, which are read again when they change, or bytes of
-        them. Without any, certificates alone count.
+        them. Without any, certificates alone count. A file that cannot be read any
+        more counts as it was for 300 s at most, and then admits nobody.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line makes no sense.
@@ -155,7 +157,7 @@ class Access:
                 )
         self._tokens = tokens
         files = [each for each in tokens if not isinstance(each, bytes)]
-        self._grants = Reread(files, self._read)
+        self._grants = Reread(files, self._read, self._read_whole_ones)
 
     def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
         """Who calls with a token and a certificate (DER); b"" for none.
@@ -201,9 +203,25 @@ class Access:
         said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
         return f"Access({', '.join(said)})"
 
-    def _read(self) -> dict[bytes, _Grant]:
-        grants: dict[bytes, _Grant] = {}
+    def _read_whole_ones(self) -> dict[bytes, _Grant]:
+        """Return what the files say that can be read, without the others."""
+        readable = []
         for source in self._tokens:
+            with contextlib.suppress(errors.InvalidArgumentError):
+                _lines(source)
+                readable.append(source)
+        try:
+            return self._read(readable)
+        except errors.InvalidArgumentError:  # they contradict each other
+            return {}
+
+    def _read(
+        self, sources: Sequence[bytes | Path] | None = None
+    ) -> dict[bytes, _Grant]:
+        grants: dict[bytes, _Grant] = {}
+        for source in self._tokens if sources is None else sources:
+            if not isinstance(source, bytes):
+                warn_if_public(source, "the tokens in")
             for token, grant, where in _lines(source):
                 if token in grants:
                     raise errors.InvalidArgumentError(
@@ -256,6 +274,10 @@ class Door:
                 _, oldest = self._tickets.popitem(last=False)
                 del self._holders[_hash(oldest)]
         return key
+
+    def knows(self, key: bytes | None) -> bool:
+        """Return whether a key was given to somebody; `holder` says whose it is now."""
+        return key is not None and _hash(key) in self._holders
 
     def holder(
         self, key: bytes, certificate: bytes | None = None, host: str = ""

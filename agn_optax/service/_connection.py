@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from agn_optax import errors
 from agn_optax.service import _address, _handshake, _published, _status, _tls, _token
@@ -41,6 +42,7 @@ SOON = 2.0
 # back within five seconds of an outage, whatever became of its connections meanwhile.
 FIRST_WORD = 3.5
 
+_MOST_DESCRIPTION = 1 << 20  # bytes beside the schema; most have ten thousand
 # What gRPC says of connections that it cannot make, and of those to nobody.
 _CONNECTING = "failed to connect to all addresses"
 _NOBODY = ("connect to remote host", "timed out", "DNS")
@@ -226,7 +228,8 @@ class Connection:
     def describe(self) -> pb.Description:
         """What the center says of itself, in one attempt."""
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
-        return self.unary("Describe", request, pb.Description, patience=FIRST_WORD)
+        said = self.unary("Describe", request, pb.Described, patience=FIRST_WORD)
+        return description_in(said)
 
     def status(self) -> dict[str, Any]:
         """Who is there, in one attempt and in terms of JSON."""
@@ -382,6 +385,27 @@ class Connection:
         if not reason:
             return None
         return errors.EncryptionError(f"no connection to {self.address}: {reason}")
+
+
+def description_in(said: pb.Described) -> pb.Description:
+    """Return what a center says of itself, its schema still in bytes.
+
+    Raises:
+      ProtocolError: it makes no sense, or is too much.
+    """
+    size = len(said.description)
+    if size > _MOST_DESCRIPTION:
+        raise errors.ProtocolError(
+            f"a description has at most {_MOST_DESCRIPTION} bytes beside its schema, "
+            f"got {size}"
+        )
+    try:
+        description = pb.Description.FromString(said.description)
+    except DecodeError as error:
+        raise errors.ProtocolError(f"not a description: {error}") from None
+    if said.HasField("schema"):
+        description.schema = said.schema
+    return description
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,22 +17,34 @@ T = TypeVar("T")
 Path = str | os.PathLike[str]
 
 _LOOK = 0.5  # seconds between two looks
+PATIENCE = 300.0  # seconds in which what broken files were before may still count
 _log = logging.getLogger("agn_optax")
 
 
 class Reread(Generic[T]):
     """What ``read`` makes of some files, again whenever one of them has changed.
 
-    New files that cannot be read are logged, and what there was before stays.
+    New files that cannot be read are logged, and what there was before stays: for good,
+    or until ``patience`` is over.
 
     Args:
       files: whose changes count.
       read: raises `InvalidArgumentError` if they make no sense.
+      fallback: makes what counts once files could not be read for too long; None where
+        what there was before stays.
     """
 
-    def __init__(self, files: Iterable[Path], read: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        read: Callable[[], T],
+        fallback: Callable[[], T] | None = None,
+    ) -> None:
         self._files = tuple(files)
         self._read = read
+        self._fallback = fallback
+        self._broken = math.inf  # since when; monotonic seconds
+        self._fell_back = False
         self._lock = threading.Lock()
         self._stamps = self._look()
         self._made = read()
@@ -45,20 +59,42 @@ class Reread(Generic[T]):
 
     def _read_if_changed(self) -> None:
         self._next = time.monotonic() + _LOOK
-        stamps = self._look()
-        if stamps == self._stamps:
+        stamps, names = self._look(), ", ".join(map(str, self._files))
+        is_over = time.monotonic() - self._broken > PATIENCE
+        falls_back = is_over and self._fallback is not None and not self._fell_back
+        if stamps == self._stamps and not falls_back:
             return
         self._stamps = stamps
-        names = ", ".join(map(str, self._files))
         try:
             self._made = self._read()
         except errors.InvalidArgumentError as error:
-            _log.error("%s changed, and is not used as it is now: %s", names, error)
+            self._broken = min(self._broken, time.monotonic())
+            if self._fallback is None:
+                stays = "what it was before stays"
+            elif is_over:
+                self._made, self._fell_back = self._fallback(), True
+                stays = "nothing in it counts any more"
+            else:
+                stays = f"what it was before stays for {PATIENCE:g} s at most"
+            _log.error("%s changed, and cannot be used: %s; %s", names, error, stays)
         else:
+            self._broken, self._fell_back = math.inf, False
             _log.info("%s changed, and was read again", names)
 
     def _look(self) -> list[Any]:
         return [_stamp(file) for file in self._files]
+
+
+def warn_if_public(file: Path, what: str) -> None:
+    """Log a warning where every user of this machine may read a file with secrets."""
+    try:
+        mode = os.stat(file).st_mode  # noqa: PTH116 also of what is no Path
+    except OSError:  # whoever reads it says why it cannot
+        return
+    if mode & stat.S_IROTH:
+        _log.warning(
+            "every user of this machine can read %s %s: chmod 600 it", what, file
+        )
 
 
 def _stamp(file: Path) -> Any:

@@ -97,7 +97,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         """
 
         def attempt() -> Snapshot:
-            schema = _trees.from_proto(self._connection.describe().schema)
+            schema = _trees.from_bytes(self._connection.describe().schema)
             said, arrays = pull(self._connection, lambda: schema)
             return Snapshot(_trees.build(schema, arrays), said.version)
 

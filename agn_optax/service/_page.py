@@ -166,7 +166,11 @@ class Page(Listener):
     # Connections.
 
     def _accept(self) -> None:
-        for end in connections(self._listening, lambda: self._closed):
+        ends = connections(self._listening, lambda: self._closed, self.servicer)
+        for end, whence in ends:
+            if not self.servicer.lets_in(whence):
+                end.close()
+                continue
             while not self._places.acquire(blocking=False):
                 self._cut_oldest()
                 if self._places.acquire(timeout=0.1):  # it may be busy with an answer

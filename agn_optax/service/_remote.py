@@ -20,7 +20,7 @@ from agn_optax.service._connection import Connection
 from agn_optax.service.transports import GrpcLink, Link, Target, Transport
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._packets import Parcel, of_bytes
 from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
@@ -114,9 +114,15 @@ class Remote:
         if offers != self._offers:  # it was started anew
             self._offers, self.useless = offers, set()
         if said.HasField("schema"):
-            schema = _trees.from_proto(said.schema)
             known = self.travelling
-            if known is None or schema.hash != known.center.hash:
+            if known is None or said.schema_hash != known.center.hash:
+                schema = _trees.from_bytes(said.schema)
+                if schema.hash != said.schema_hash:
+                    raise errors.ProtocolError(
+                        f"the center at {self.address} describes another tree than the "
+                        f"one that it names: {schema.hash.hex()}, and not "
+                        f"{said.schema_hash.hex()}"
+                    )
                 leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
                 like = _trees.build(schema, leaves)
                 self._known = {}
@@ -238,17 +244,31 @@ class Remote:
     def initialize(self, params: PyTree, worker: str) -> None:
         """Gives the center its first parameters."""
         schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+        leaves = _trees.to_bytes(schema)
         start = pb.Start(
-            protocol=_address.PROTOCOL, worker=worker, schema=_trees.to_proto(schema)
+            protocol=_address.PROTOCOL,
+            worker=worker,
+            schema_hash=schema.cast(self.description.dtype).hash,
+            schema_size=len(leaves),
         )
 
         def attempt() -> None:
             link = GrpcLink(self.connection, "Initialize", Buffers())
             with self.connection.watching(link):
-                link.send(Parcel(pb.Frame(start=start), schema, arrays))
+                described = [np.frombuffer(leaves, np.uint8)]
+                link.send(
+                    Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
+                )
+                said = pb.Frame(parameters=pb.Parameters())
+                link.send(Parcel(said, schema, arrays))
                 link.end()
 
-        self.connection.retry(attempt)
+        try:
+            self.connection.retry(attempt)
+        except errors.TreeMismatchError:
+            self.describe()
+            self.check_model(params, worker)  # says what differs
+            raise
         self.describe()
 
     def dial(self) -> tuple[Link, set[str]]:

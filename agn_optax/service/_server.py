@@ -142,7 +142,7 @@ def serve(
     max_workers: int = 64,
     lease: float = 10.0,
     memory: int | None = None,
-    share: float | None = 0.1,
+    calls: float | None = 20.0,
     tls: Tls | None = None,
     credentials: grpc.ServerCredentials | None = None,
     insecure: bool = False,
@@ -175,10 +175,11 @@ def serve(
       memory: bytes that the center, its optimizer's state and all messages may take
         together: a worker for whose message there is no room is refused, and those that
         are there go on. None for any number.
-      share: of the center's time, that one caller may take with calls beside its
-        exchanges (status, pulls, joins). Whoever makes more waits for his turn, and so
-        does whoever shares his token or, without any, his host. As many calls as all
-        workers make when they start are free. None for no bound.
+      calls: a second, that one caller may make beside its exchanges (status, pulls,
+        joins; those of many bytes count more), and connections that one host may begin
+        without saying whose they are. Further ones wait or are refused. A caller is a
+        token or a certificate, or without any a host. As many calls as all workers make
+        when they start are free. None for no bound.
       tls: this center's certificate and key, and who vouches for workers if they must
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
@@ -233,8 +234,8 @@ def serve(
     check_rule(rule)
     _tls.check(tls, credentials, insecure, _address.check(address))
     check.whole_number(memory, "memory", least=1)
-    if share is not None:
-        check.rate(share, "share", low=0.0, high=1.0, low_open=True)
+    if calls is not None:
+        check.rate(calls, "calls", low=0.0, high=math.inf, low_open=True)
     addresses = [address]
     if direct_address is not None:
         if not direct:
@@ -281,9 +282,9 @@ def serve(
     )
     kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
     upwards = "" if parent is None else getattr(parent, "address", "this process")
-    servicer = Servicer(center.core, door, kept, upwards, memory, share)
     with contextlib.ExitStack() as undone:
         undone.callback(center.close, "nothing can listen at its address")
+        servicer = Servicer(center.core, door, kept, upwards, memory, calls)
         tells = is_local if reflection is None else reflection
         place = Place(
             address, direct_address, tls, credentials, tells, page, health_address
@@ -343,7 +344,7 @@ def _listeners(
             made["page"] = Page(servicer, place.page, place.tls)
             stack.callback(made["page"].close, timeout=5.0)
         if place.health is not None:
-            made["health"] = HealthListener(place.health)
+            made["health"] = HealthListener(servicer, place.health)
             stack.callback(made["health"].close, timeout=5.0)
         servicer.offers = [each.offer for each in made.values() if each.offer]
         servicer.listens_at = made["grpc"].address

@@ -8,9 +8,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -40,22 +40,23 @@ from agn_optax.service._address import (
 from agn_optax.service._address import check as check_address
 from agn_optax.service._fingerprint import fingerprint
 from agn_optax.service._limits import (
-    BYTE,
-    CALL,
+    ACCEPTED,
     JOIN,
     LONGEST,
-    Newcomers,
+    MOVED,
+    NEWCOMERS,
+    PARSED,
+    SAVED,
+    SPARE,
+    Limiter,
     Places,
-    Shares,
 )
 from agn_optax.service._versions import installed
 from agn_optax.service._watchdog import Transfers
 from agn_optax.service.wire import _buffers, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import (
-    MOST_CONTROL,
     MOST_PROBED,
-    MOST_SCHEMA,
     Parcel,
     Reader,
     in_bytes,
@@ -74,6 +75,7 @@ _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
 # What a peer may do to a center.
 _STALLED = 30.0  # seconds in which some of a packet must move
 _UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
+_HURRY = 0.5  # the same where too many of that caller or host do not say it
 _MOST_NAME = 256  # bytes of a worker's name
 _MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
 _MOST_OF_ONE = 3  # of a caller, who may read slowly
@@ -82,8 +84,6 @@ _MOST_OF_ONE = 3  # of a caller, who may read slowly
 _MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
 _MOST_WAITING = 1024  # pulls
 _LONGEST_WAIT = 60.0  # seconds that a pull may wait for the first parameters
-_SAVED = 8e-9  # seconds that a byte of a snapshot costs others
-_PARSED = 1e-7  # and one of a schema
 _MANY = 1024  # workers, where nobody says how many there may be
 _OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
 _GRACE = 30.0  # seconds to end in, at least, where nobody says how many
@@ -115,8 +115,8 @@ class Servicer:
       parent: address of the center that this one is a worker of; "" if none.
       memory: bytes that the center and all messages may take together; None for any
         number.
-      share: of the time, that one caller may take with calls beside its exchanges; None
-        for any.
+      calls: a second, that one caller may make beside its exchanges; None for any
+        number.
 
     Attributes:
       transfers: packets that are on their way.
@@ -130,14 +130,14 @@ class Servicer:
         dtype: str = "",
         parent: str = "",
         memory: int | None = None,
-        share: float | None = None,
+        calls: float | None = None,
     ) -> None:
         self.core = core
         self.door = door
         self.transfers = Transfers()
         self.workers = core.ledger.max_workers or _MANY
-        self._newcomers = Newcomers(self.workers)
-        self._shares = Shares(share, self.workers)
+        self._limiter = Limiter(calls)
+        self._ports = Limiter(None if calls is None else ACCEPTED)
         self._memory = memory
         self._pulls = Places(_MOST_PULLS, _MOST_OF_ONE)
         self._pulling = Places(_MOST_WAITING + self.workers, max(64, self.workers))
@@ -145,6 +145,8 @@ class Servicer:
         self._probing = Places(_MOST_PROBING, _MOST_OF_ONE_PROBING)
         self._dtype = dtype
         self._parent = parent
+        if core.is_initialized:
+            _ = self._schema_bytes  # raises where nobody would read it
         # Once, and before anybody asks: calls that come together would each compute it,
         # and a busy machine might never end with that before they are tried again.
         self._rule = fingerprint(core.rule)
@@ -199,19 +201,55 @@ class Servicer:
         ) as transfer:
             yield transfer.went
 
-    def admit(self, caller: Caller) -> None:
-        """A call, but for those that are paid for apart; returns when it is its turn.
+    def admit(self, caller: Caller, tokens: float = 1.0) -> None:
+        """Take a call's tokens of its caller, and return when it is its turn.
+
+        As many calls as all workers make when they start are free, for a caller may be
+        all of them.
 
         Raises:
-          CenterUnreachableError: that is not soon.
+          CenterUnreachableError: that is not soon. It may try again.
         """
-        self._take(caller, CALL)
+        size = SPARE
+        if "Exchange" in caller.calls:
+            size += self.workers * (3 + JOIN + self._size / MOVED)
+        self._admit(caller.key, size, tokens)
+
+    def _admit(self, key: Hashable, size: float, tokens: float = 1.0) -> None:
+        if not self._limiter.take(key, size, tokens):
+            raise errors.CenterUnreachableError(
+                f"too many calls: a caller may make {self._limiter.rate:g} a second "
+                f"beside its exchanges, and {size:.0f} at once; try again"
+            )
+
+    def admit_probe(self, host: str) -> None:
+        """The same, of a host that asks whether this center serves."""
+        self._admit(("probe", host), SPARE)
+
+    def pace(self, port: Hashable) -> None:
+        """Wait until a port may accept one more connection, whoever comes."""
+        self._ports.take(port, self._most_newcomers, patience=math.inf)
+
+    def lets_in(self, host: Hashable) -> bool:
+        """Return whether one more connection of a host may say whose it is.
+
+        It takes a token, which `came_in` gives back.
+        """
+        return self._limiter.take(("host", host), self._most_newcomers, patience=0.0)
+
+    def came_in(self, host: Hashable) -> None:
+        """Note that a connection of a host has said whose it is."""
+        self._limiter.give_back(("host", host), self._most_newcomers)
+
+    @property
+    def _most_newcomers(self) -> float:
+        return max(NEWCOMERS, 2.0 * self.workers)
 
     def refusal(
         self, error: errors.NotAllowedError, host: str
     ) -> errors.NotAllowedError:
-        """Of somebody whom nobody knows, who waits for it if he asks too often."""
-        self._shares.take(host, CALL)
+        """Return the error to raise for an unknown caller, whose call counts."""
+        self._admit(host, SPARE)
         self.tell("refused", "", error, host)
         return error
 
@@ -237,30 +275,22 @@ class Servicer:
         except errors.NotAllowedError as error:
             raise self.refusal(error, host) from None
 
-    @contextmanager
-    def introduced(self, host: str, cut: Callable[[], None]) -> Iterator[None]:
-        """Around what a host's connection or call has to say first, or to hear last.
+    def introduced(
+        self, cut: Callable[[], None], *, hurry: bool = False
+    ) -> AbstractContextManager[object]:
+        """Bound the seconds in which somebody says who it is, or hears why not."""
+        return self.transfers.under_way(cut, 0, _HURRY if hurry else _UNKNOWN)
 
-        It has a few seconds for all of that, and where too many have not done with it,
-        the oldest is cut off.
-        """
-        with (
-            self._newcomers.one(host, cut),
-            self.transfers.under_way(cut, 0, _UNKNOWN),
-        ):
-            yield
-
-    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Description:
+    def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """What this center is."""
         caller.check("Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
-        return pb.Description(
+        said = pb.Description(
             protocol=PROTOCOL,
             release=__version__,
             center=self.core.life,
             rule=self._rule,
-            schema=None if schema is None else self._schema_proto,
             schema_hash=b"" if schema is None else schema.hash,
             clock=time.time(),
             lease=self.core.ledger.lease,
@@ -275,57 +305,80 @@ class Servicer:
             stop_grace=self.stop_grace,
             takes_weights=True,
         )
+        return pb.Described(
+            description=said.SerializeToString(),
+            schema=None if schema is None else self._schema_bytes,
+        )
 
     def initialize(
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        # Which its client does, as long as it has time: the other one may break off.
-        busy = errors.CenterUnreachableError(
-            "another worker initializes this center; try again"
-        )
-        with (
-            self._initializations.one(caller.key, busy, WAITING_INTERVAL),
-            self._receiving(reader, context.cancel),
-        ):
-            return self._initialize(reader, context, caller)
+        with self._receiving(reader, context.cancel):
+            start = _of_our_protocol(self._next(reader, context).start)
+            _check_name(start.worker, least=0)
+            caller.check("Initialize", start.worker)
+            if (version := self._initialized(start)) is not None:
+                return pb.Initialized(version=version)
+            # Which its client does, as long as it has time: the other may break off.
+            busy = errors.CenterUnreachableError(
+                "another worker initializes this center; try again"
+            )
+            with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
+                return self._initialize(start, reader, context, caller)
+
+    def _initialized(self, start: pb.Start) -> int | None:
+        """The version of a center that has parameters; None if it has none.
+
+        Such a center reads no schema and no parameters: the hash is enough.
+
+        Raises:
+          AlreadyInitializedError: another chief has given them.
+          TreeMismatchError: they are of another model.
+        """
+        own = self.schema()
+        if own is None:
+            return None
+        version = self.core.initialize((), worker=start.worker)
+        if start.schema_hash != own.hash:
+            raise errors.TreeMismatchError(
+                f"another model: the parameters of worker {start.worker!r} have other "
+                "paths, dtypes or shapes than this center's"
+            )
+        return version
+
+    def _next(self, reader: Reader, context: Any) -> pb.Frame:
+        """Return the control part of a packet that must come within a while."""
+        with self.transfers.under_way(context.cancel, 0, _STALLED):
+            return _control(reader)
 
     def _initialize(
-        self, reader: Reader, context: Any, caller: Caller
+        self, start: pb.Start, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        with self.transfers.under_way(context.cancel, 0, _STALLED):
-            start = _of_our_protocol(_control(reader, MOST_SCHEMA).start)
-        _check_name(start.worker, least=0)
-        caller.check("Initialize", start.worker)
-        self._take(caller, _PARSED * start.ByteSize())
-        schema = _trees.from_proto(start.schema)
-        own = self.schema()
-        params: PyTree = ()  # which are not looked at any more, if there are some
-        if own is None:
-            for leaf in schema.leaves:
-                if not _trees.is_representable(leaf.dtype):
-                    raise errors.TreeMismatchError(
-                        f"{leaf.path} is {leaf.dtype}, which this center can keep only "
-                        "with JAX_ENABLE_X64=1 in its environment"
-                    )
-            if self._memory is not None and schema.size > self._memory:
-                raise errors.CenterFullError(
-                    f"the parameters have {schema.size} bytes, and this center may use "
-                    f"{self._memory}: serve it with more memory="
+        if (version := self._initialized(start)) is not None:
+            return pb.Initialized(version=version)
+        if start.schema_size > _trees.MOST_SCHEMA:
+            raise errors.ProtocolError(_trees.why_too_large(0, start.schema_size, ""))
+        self.admit(caller, start.schema_size / PARSED)
+        came = reader.buffer(of_bytes(start.schema_size), "a schema")
+        schema = _trees.from_bytes(came.tobytes())
+        for leaf in schema.leaves:
+            if not _trees.is_representable(leaf.dtype):
+                raise errors.TreeMismatchError(
+                    f"{leaf.path} is {leaf.dtype}, which this center can keep only "
+                    "with JAX_ENABLE_X64=1 in its environment"
                 )
-            buffer = reader.buffer(schema, "the parameters")
-            params = _trees.build(schema, schema.views(buffer))
-        version = self.core.initialize(params, worker=start.worker)
-        if own is not None and (
-            other := own.cast(self._dtype).difference(
-                schema.cast(self._dtype),
-                "the center has",
-                f"worker {start.worker!r} has",
+        if self._memory is not None and schema.size > self._memory:
+            raise errors.CenterFullError(
+                f"the parameters have {schema.size} bytes, and this center may use "
+                f"{self._memory}: serve it with more memory="
             )
-        ):
-            raise errors.TreeMismatchError(f"another model: {other}")
-        return pb.Initialized(version=version)
+        if not self._next(reader, context).HasField("parameters"):
+            raise errors.ProtocolError("parameters were expected, got another packet")
+        buffer = reader.buffer(schema, "the parameters")
+        params = _trees.build(schema, schema.views(buffer))
+        return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
@@ -339,7 +392,7 @@ class Servicer:
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        self._take(caller, BYTE * self._size)
+        self.admit(caller, self._size / MOVED)
         while not self._pulls.take(caller.key, WAITING_INTERVAL):
             yield _WAITING
         try:
@@ -367,8 +420,7 @@ class Servicer:
         """
         with self._receiving(reader, context.cancel):
             try:
-                with self.introduced(caller.host, context.cancel):
-                    first = _control(reader)
+                first = self._first(reader, context, caller)
                 if first.HasField("probe"):
                     yield from self._probed(first, reader, caller)
                     return
@@ -380,17 +432,31 @@ class Servicer:
             except (errors.AgnOptaxError, OSError, EOFError) as error:
                 if isinstance(error, errors.AgnOptaxError):
                     self.tell("refused", "", error, caller.host)
-                self._take(caller, JOIN)
+                self.admit(caller, JOIN)
                 raise
             if self.core.knows(join.worker, join.incarnation):
-                self._shares.take((join.worker, "back"), JOIN)
+                self._admit(("back", join.worker), SPARE, JOIN)
             else:
-                self._take(caller, JOIN)
+                self.admit(caller, JOIN)
             try:
                 yield from self._live(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
                 self.tell("refused", join.worker, error, caller.host)
                 raise
+
+    def _first(self, reader: Reader, context: Any, caller: Caller) -> pb.Frame:
+        """Return the first control part of a call, which comes at once or is not due.
+
+        A caller of too many silent calls has less time, but is not refused: the next
+        call may be a worker's.
+        """
+        silent, size = ("silent", caller.key), self._most_newcomers
+        in_time = self._limiter.take(silent, size, patience=0.0)
+        with self.introduced(context.cancel, hurry=not in_time):
+            first = _control(reader)
+        if in_time:
+            self._limiter.give_back(silent, size)
+        return first
 
     def _probed(
         self, control: pb.Frame | None, reader: Reader, caller: Caller
@@ -415,7 +481,7 @@ class Servicer:
                     reader.buffer(of_bytes(probe.size), "a probe")
                 yield in_bytes(pb.Frame(probed=pb.Probed()), probe.answer)
                 if size := probe.size + probe.answer:
-                    self._take(caller, CALL + BYTE * size)
+                    self.admit(caller, 1 + size / MOVED)
                 control = reader.control()
 
     def _live(
@@ -487,9 +553,9 @@ class Servicer:
         finally:
             # Apart from other calls: nobody's others make a worker look dead.
             if there:
-                self._shares.take((there[0], "alive"), CALL)
+                self._admit(("alive", there[0]), SPARE)
             else:
-                self._take(caller, CALL)
+                self.admit(caller)
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
@@ -546,7 +612,7 @@ class Servicer:
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
         """Writes a snapshot, which may take a while."""
         caller.check("Save")
-        self._take(caller, JOIN + _SAVED * self._size)
+        self.admit(caller, self._size / SAVED)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
@@ -555,11 +621,6 @@ class Servicer:
         _log.warning("draining, as %s has asked for", caller.said)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
-
-    def _take(self, caller: Caller, seconds: float) -> None:
-        """A call that costs so much, once it is its turn."""
-        size = self._size if "Exchange" in caller.calls else None
-        self._shares.take(caller.key, seconds, size)
 
     def _traffic_of(self, worker: str) -> _Traffic:
         """What a worker that is there sent and got; others go once they are many."""
@@ -602,8 +663,8 @@ class Servicer:
         return now
 
     @functools.cached_property
-    def _schema_proto(self) -> pb.Schema:
-        return _trees.to_proto(self._travels.center)
+    def _schema_bytes(self) -> bytes:
+        return _trees.to_bytes(self._travels.center)
 
     @functools.cached_property
     def _sizes(self) -> tuple[int, int]:
@@ -870,11 +931,11 @@ def _check_name(name: str, least: int = 1) -> None:
         )
 
 
-def _control(reader: Reader, most: int = MOST_CONTROL) -> pb.Frame:
-    """Of the first packet of a call."""
-    control = reader.control(most)
+def _control(reader: Reader) -> pb.Frame:
+    """Of a packet that must come."""
+    control = reader.control()
     if control is None:
-        raise errors.ProtocolError("a call ended before its first packet")
+        raise errors.ProtocolError("a call ended where a packet was expected")
     return control
 
 

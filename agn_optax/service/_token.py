@@ -17,7 +17,7 @@ from agn_optax import errors
 from agn_optax._internal import write_whole
 from agn_optax.service import _address
 from agn_optax.service._access import why_no_token
-from agn_optax.service._files import Reread
+from agn_optax.service._files import Reread, warn_if_public
 
 Token = str | os.PathLike[str] | None
 # Of this end: its token, or a file with it; and of a server: lines as in `Access`.
@@ -99,12 +99,28 @@ def left_here(
 
 
 def _checked(token: str, what: str) -> Callable[[], str]:
+    if _names_file(token):
+        raise errors.InvalidArgumentError(
+            f"{what} must be the token itself, got the path of a file, {token!r}: give "
+            f"token=pathlib.Path({token!r}), --token-file {token} or {TOKEN_FILE}="
+            f"{token}"
+        )
     if problem := why_no_token(token):
         raise errors.InvalidArgumentError(f"{what} {problem}")
     return lambda: token
 
 
+def _names_file(token: str) -> bool:
+    """Return whether what should be a token is the path of a file with one."""
+    try:
+        path = pathlib.Path(token).expanduser()
+        return path.suffix == ".token" or path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, or with a zero
+        return False
+
+
 def _in_file(path: pathlib.Path) -> str:
+    warn_if_public(path, "the token in")
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

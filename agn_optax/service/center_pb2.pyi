@@ -11,11 +11,12 @@ class Packets(_message.Message):
     def __init__(self) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("join", "message", "acknowledge", "start", "joined", "snapshot", "waiting", "refused", "attach", "attached", "probe", "probed", "answer_segment", "segment")
+    __slots__ = ("join", "message", "acknowledge", "start", "parameters", "joined", "snapshot", "waiting", "refused", "attach", "attached", "probe", "probed", "answer_segment", "segment")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +31,7 @@ class Frame(_message.Message):
     message: Message
     acknowledge: int
     start: Start
+    parameters: Parameters
     joined: Joined
     snapshot: Snapshot
     waiting: Waiting
@@ -40,7 +42,7 @@ class Frame(_message.Message):
     probed: Probed
     answer_segment: int
     segment: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., message: _Optional[_Union[Message, _Mapping]] = ..., acknowledge: _Optional[int] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., parameters: _Optional[_Union[Parameters, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., attach: _Optional[_Union[Segment, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., answer_segment: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("transport", "address", "key")
@@ -97,12 +99,12 @@ class Leaf(_message.Message):
     def __init__(self, path: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Schema(_message.Message):
-    __slots__ = ("leaves", "structure")
-    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("structure", "leaves")
     STRUCTURE_FIELD_NUMBER: _ClassVar[int]
-    leaves: _containers.RepeatedCompositeFieldContainer[Leaf]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     structure: str
-    def __init__(self, leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., structure: _Optional[str] = ...) -> None: ...
+    leaves: bytes
+    def __init__(self, structure: _Optional[str] = ..., leaves: _Optional[bytes] = ...) -> None: ...
 
 class Print(_message.Message):
     __slots__ = ("part", "setting", "numbers")
@@ -119,6 +121,14 @@ class DescribeRequest(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+
+class Described(_message.Message):
+    __slots__ = ("description", "schema")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    description: bytes
+    schema: bytes
+    def __init__(self, description: _Optional[bytes] = ..., schema: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("protocol", "release", "center", "rule", "schema", "schema_hash", "clock", "lease", "waiting_interval", "mode", "dtype", "barrier", "heartbeat", "offers", "versions", "grace", "stop_grace", "takes_weights")
@@ -151,7 +161,7 @@ class Description(_message.Message):
     release: str
     center: str
     rule: _containers.RepeatedCompositeFieldContainer[Print]
-    schema: Schema
+    schema: bytes
     schema_hash: bytes
     clock: float
     lease: float
@@ -165,7 +175,7 @@ class Description(_message.Message):
     grace: float
     stop_grace: float
     takes_weights: bool
-    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ..., takes_weights: bool = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., release: _Optional[str] = ..., center: _Optional[str] = ..., rule: _Optional[_Iterable[_Union[Print, _Mapping]]] = ..., schema: _Optional[bytes] = ..., schema_hash: _Optional[bytes] = ..., clock: _Optional[float] = ..., lease: _Optional[float] = ..., waiting_interval: _Optional[float] = ..., mode: _Optional[str] = ..., dtype: _Optional[str] = ..., barrier: _Optional[int] = ..., heartbeat: _Optional[float] = ..., offers: _Optional[_Iterable[_Union[Offer, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ..., grace: _Optional[float] = ..., stop_grace: _Optional[float] = ..., takes_weights: bool = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("protocol", "worker", "incarnation", "center", "serves_at")
@@ -219,14 +229,20 @@ class Message(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., anchor_version: _Optional[int] = ..., schema_hash: _Optional[bytes] = ..., dtype: _Optional[str] = ..., steps: _Optional[int] = ..., reported: _Optional[_Mapping[str, float]] = ..., weight: _Optional[float] = ..., has_anchor: bool = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("protocol", "worker", "schema")
+    __slots__ = ("protocol", "worker", "schema_hash", "schema_size")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_HASH_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_SIZE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
-    schema: Schema
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., schema: _Optional[_Union[Schema, _Mapping]] = ...) -> None: ...
+    schema_hash: bytes
+    schema_size: int
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., schema_hash: _Optional[bytes] = ..., schema_size: _Optional[int] = ...) -> None: ...
+
+class Parameters(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Initialized(_message.Message):
     __slots__ = ("version",)

@@ -24,7 +24,7 @@ from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _memory, _socket
 from agn_optax.service.wire import _trees
-from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._packets import Parcel, of_bytes
 
 LEASE = 1.0  # seconds
 SLOTS = 64
@@ -126,8 +126,8 @@ class _Enemy:
         self._connection, self._rng = connection, rng
         said = connection.describe()
         self._offers = {offer.transport: offer for offer in said.offers}
-        self._schema = _trees.from_proto(said.schema)
-        self._start = pb.Start(protocol=_address.PROTOCOL, schema=said.schema)
+        self._schema = _trees.from_bytes(said.schema)
+        self._leaves = said.schema
         self._channel = grpc.insecure_channel(connection.address)
 
     def talk(self, count):
@@ -155,8 +155,16 @@ class _Enemy:
         said.append((pb.Frame(attach=segment), None))
         said.append((pb.Frame(message=message, segment=1, answer_segment=2), None))
         if self._rng.random() < 0.1:
-            said.insert(0, (pb.Frame(start=self._start), tree))
+            said.insert(0, (pb.Frame(parameters=pb.Parameters()), tree))
         packets = []
+        if self._rng.random() < 0.1:
+            leaves = mutate.mutated(self._rng, [self._leaves])
+            start = pb.Start(protocol=_address.PROTOCOL, schema_size=len(leaves))
+            start.schema_hash = self._rng.choice([self._schema.hash, b""])
+            start.worker = self._rng.choice(["friend", name])
+            described = [np.frombuffer(leaves, np.uint8)]
+            parcel = Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
+            packets.append(b"".join(parcel.pieces()))
         for frame, arrays in said:
             schema = None if arrays is None else self._schema
             packets.append(b"".join(Parcel(frame, schema, arrays or []).pieces()))

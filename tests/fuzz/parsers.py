@@ -24,6 +24,7 @@ from agn_optax.service import (
     Access,
     Tls,
     _address,
+    _connection,
     _http,
     _status,
     _token,
@@ -42,12 +43,12 @@ from agn_optax.service.wire._packets import Parcel
 RULE = shared.downpour()
 TREE = {"a": np.arange(9, dtype=np.float32), "b": (np.zeros(3, np.float32), None)}
 SCHEMA = _trees.schema_of(TREE)
+_LEAVES = _trees.to_bytes(SCHEMA)
 DESCRIPTION = pb.Description(
     protocol=_address.PROTOCOL,
     release="0",
     center="c" * 32,
     rule=fingerprint(RULE),
-    schema=_trees.to_proto(SCHEMA),
     schema_hash=SCHEMA.hash,
     lease=10.0,
     waiting_interval=2.0,
@@ -106,7 +107,8 @@ PACKETS = [
     _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
     _packet(pb.Frame(message=MESSAGE), TREE),
     _packet(pb.Frame(acknowledge=1)),
-    _packet(pb.Frame(start=pb.Start(protocol=2, schema=DESCRIPTION.schema)), TREE),
+    _packet(pb.Frame(start=pb.Start(protocol=2, schema_size=9)), TREE),
+    _packet(pb.Frame(parameters=pb.Parameters()), TREE),
     _packet(pb.Frame(joined=pb.Joined(center="c" * 32))),
     _packet(pb.Frame(snapshot=pb.Snapshot(version=7, norm=1.0)), TREE),
     _packet(pb.Frame(waiting=pb.Waiting())),
@@ -118,13 +120,18 @@ PACKETS = [
 def _read_packets(data):
     reader = _packets.Reader(_Messages(iter([data[:5], data[5:]])), Buffers())
     while (frame := reader.control()) is not None:
-        if frame.WhichOneof("control") in ("message", "start", "snapshot"):
+        if frame.WhichOneof("control") in (
+            "message",
+            "start",
+            "parameters",
+            "snapshot",
+        ):
             buffer = reader.buffer(SCHEMA, "a tree")
             assert buffer.nbytes == SCHEMA.size
 
 
 def _read_schema(data):
-    schema = _trees.from_proto(pb.Schema.FromString(data))
+    schema = _trees.from_bytes(data)
     assert schema.size >= sum(leaf.nbytes for leaf in schema.leaves)
     assert len(schema.hash) == 16
     tree = _trees.build(schema, list(range(len(schema.leaves))))
@@ -140,8 +147,11 @@ def _leaves(tree):
 
 
 def _read_description(data):
+    """What a center says, from a beginning with how long the schema is."""
+    size = min(data[0], len(data) - 1) if data else 0
+    said = pb.Described(description=data[1 + size :], schema=data[1 : 1 + size])
     remote = Remote(Connection("127.0.0.1:1", 10.0), RULE, [])
-    remote._learn(pb.Description.FromString(data))
+    remote._learn(_connection.description_in(said))
 
 
 class _Failed(NamedTuple):
@@ -399,9 +409,9 @@ PARSERS = {
         _read_packets,
         (errors.ProtocolError, EOFError),
     ),
-    "schema": Parser([DESCRIPTION.schema.SerializeToString()], _read_schema, _WIRE),
+    "schema": Parser([_LEAVES], _read_schema, (errors.ProtocolError,)),
     "description": Parser(
-        [DESCRIPTION.SerializeToString()],
+        [bytes([len(_LEAVES)]) + _LEAVES + DESCRIPTION.SerializeToString()],
         _read_description,
         (*_WIRE, *_USER, errors.RuleMismatchError, errors.TreeMismatchError),
     ),

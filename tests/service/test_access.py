@@ -19,7 +19,7 @@ import shared
 from support import shares
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls, _files
+from agn_optax.service import Access, Tls, _files, _token
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
 from agn_optax.service.transports import _socket
@@ -298,12 +298,78 @@ def test_a_broken_file_changes_nothing(tmp_path, caplog):
             file.unlink() if broken is None else file.write_text(broken)
             end = time.monotonic() + LIMIT
             caplog.clear()
-            while "is not used as it is now" not in caplog.text:
+            while "cannot be used" not in caplog.text:
                 assert door.caller(known.encode()).name is None
                 assert time.monotonic() < end
                 time.sleep(0.01)
             assert known not in caplog.text
         assert allowed(server.address, {}, token=known) == ALLOWED["reader"]
+
+
+def seen(log, text, look):
+    """Looks until a text is in the log."""
+    end = time.monotonic() + LIMIT
+    while text not in log.text:
+        look()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("broken", ["", "king * of-nothing-0123456789\n", None])
+def test_broken_tokens_file_admits_nobody_after_a_while(
+    broken, tmp_path, caplog, monkeypatch
+):
+    """Others do, and so does that file once it can be read again."""
+    monkeypatch.setattr(_files, "PATIENCE", 0.1)
+    file, other = tmp_path / "tokens", tmp_path / "others"
+    lines = f"reader * {token('reader')}\n"
+    file.write_text(lines)
+    other.write_text(f"observer * {token('observer')}\n")
+    access = Access(file, other)
+
+    def look():
+        return access.caller(token("observer").encode())
+
+    file.unlink() if broken is None else file.write_text(broken)
+    seen(caplog, "stays for 0.1 s at most", look)
+    assert access.caller(token("reader").encode())
+    seen(caplog, "nothing in it counts any more", look)
+    with pytest.raises(errors.NotAllowedError, match="does not know that token"):
+        access.caller(token("reader").encode())
+    assert token("observer") not in caplog.text
+    file.write_text(lines)
+    caplog.set_level(logging.INFO)
+    seen(caplog, "was read again", look)
+    assert access.caller(token("reader").encode())
+
+
+def test_worker_goes_on_with_the_token_that_its_file_had(tmp_path, caplog, monkeypatch):
+    """The center says whether it is one: only there is a bound."""
+    monkeypatch.setattr(_files, "PATIENCE", 0.0)
+    file = tmp_path / "token"
+    file.write_text(token("reader"))
+    known = _token.of(file, lambda: "127.0.0.1:1")
+    file.unlink()
+    seen(caplog, "what it was before stays", known)
+    for _ in range(10):  # looks, which say nothing more
+        assert known() == token("reader")
+        time.sleep(2 * _files._LOOK)
+    assert caplog.text.count("what it was before stays") == 1
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_tokens_that_everybody_can_read_are_warned_of(mode, tmp_path, caplog):
+    file = tmp_path / "tokens"
+    for content, read in (
+        (f"reader * {token('reader')}\n", Access),
+        (token("reader"), lambda path: _token.of(path, lambda: "127.0.0.1:1")),
+    ):
+        caplog.clear()
+        file.write_text(content)
+        file.chmod(mode)
+        read(file)
+        is_warned = "every user of this machine can read the token" in caplog.text
+        assert is_warned == (mode == 0o644)
 
 
 def test_no_token_is_told(caplog, tmp_path):
@@ -360,6 +426,25 @@ def test_a_token_of_the_environment(monkeypatch, tmp_path):
 )
 def test_what_is_no_token(given, message):
     with pytest.raises(errors.InvalidArgumentError, match=message):
+        service.connect("127.0.0.1:1", RULE, token=given)
+
+
+@pytest.mark.parametrize("way", ["given", "environment", "file"])
+@pytest.mark.parametrize("name", ["worker-1.token", "a-file-of-any-name-0123"])
+def test_path_given_as_a_token_is_recognised(way, name, tmp_path, monkeypatch):
+    path, given = tmp_path / name, None
+    if way == "file":
+        (tmp_path / "token").write_text(f"{path}\n")
+        given = tmp_path / "token"
+    elif way == "environment":
+        monkeypatch.setenv("AGN_OPTAX_TOKEN", str(path))
+    else:
+        given = str(path)
+    if not name.endswith(".token"):  # which need not be there
+        path.write_text(token("reader"))
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"path of a file, .*--token-file"
+    ):
         service.connect("127.0.0.1:1", RULE, token=given)
 
 

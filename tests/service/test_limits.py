@@ -17,6 +17,7 @@ from waiting import wait_until
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.service import (
+    _access,
     _address,
     _connection,
     _limits,
@@ -296,6 +297,53 @@ def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
         assert center.initialize(small, worker="chief").version == 0
 
 
+def start(schema, worker="a", schema_hash=b""):
+    said = pb.Start(protocol=_address.PROTOCOL, worker=worker, schema_size=len(schema))
+    said.schema_hash = schema_hash
+    return packet(pb.Frame(start=said), len(schema))
+
+
+BOMB = pb.Schema(leaves=bytes(4 << 20)).SerializeToString()
+
+
+@pytest.mark.parametrize("size", [len(BOMB), 60 << 20])
+def test_schema_bomb_does_not_hold_the_center(size, monkeypatch):
+    """Nor does one that is too large to be read at all."""
+    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    with (
+        service.serve(RULE) as server,
+        service.connect(server.address, RULE, timeout=LIMIT) as center,
+        Peer(center, "grpc", "Initialize") as peer,
+    ):
+        peer.say(start(bytes(size)))
+        for begin in range(0, len(BOMB), 1 << 20):
+            peer.say(BOMB[begin : begin + (1 << 20)])
+        why = peer.has_ended()
+        assert isinstance(why, errors.ProtocolError)
+        assert "at most" in str(why)
+        assert center.initialize(START, worker="c").version == 0
+
+
+def test_center_with_parameters_reads_no_schema(server, center):
+    """Whoever made them; and the same chief, again, hears what differs."""
+    with Peer(center, "grpc", "Initialize") as peer:
+        peer.say(start(BOMB))
+        assert isinstance(peer.has_ended(), errors.AlreadyInitializedError)
+    with service.serve(RULE) as other:
+        with service.connect(other.address, RULE) as chief:
+            own = chief.initialize(START, worker="chief")
+            again = chief.initialize(START, worker="chief")
+            assert own.version == again.version == 0
+            with Peer(chief, "grpc", "Initialize") as peer:
+                peer.say(start(BOMB, "chief"))
+                assert isinstance(peer.has_ended(), errors.TreeMismatchError)
+        with (
+            service.connect(other.address, RULE) as late,
+            pytest.raises(errors.TreeMismatchError, match=r"float32\[3\], where"),
+        ):
+            late._remote.initialize(np.zeros(3, np.float32), "chief")
+
+
 def test_one_initializes_at_a_time(monkeypatch):
     """Others wait for it: what each has sent would be in memory."""
     monkeypatch.setattr(_servicer, "_STALLED", 1.0)
@@ -304,9 +352,10 @@ def test_one_initializes_at_a_time(monkeypatch):
         service.connect(server.address, RULE, timeout=LIMIT) as center,
         Peer(center, "grpc", "Initialize") as peer,
     ):
-        schema = _trees.to_proto(_trees.schema_of(START))
-        start = pb.Start(protocol=_address.PROTOCOL, worker="a", schema=schema)
-        peer.say(packet(pb.Frame(start=start), START.nbytes) + bytes(1000))
+        schema = _trees.to_bytes(_trees.schema_of(START))
+        peer.say(start(schema) + schema)
+        peer.say(packet(pb.Frame(parameters=pb.Parameters()), START.nbytes))
+        peer.say(bytes(1000))
         wait_until(lambda: server._servicer._initializations._taken)
         other = service.connect(server.address, RULE, timeout=LIMIT)
         with other:
@@ -352,8 +401,8 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 @pytest.fixture
 def little(monkeypatch):
     """Who makes more than 50 calls at once is ahead for hours."""
-    monkeypatch.setattr(_limits, "_SPARE", 0.1 - 3 * _limits.CALL - _limits.JOIN)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, share=1e-6)
+    monkeypatch.setattr(_servicer, "SPARE", 45.0)
+    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
 
 
 @contextlib.contextmanager
@@ -368,11 +417,11 @@ def again_and_again(call, otherwise=()):
             call()
 
 
-def test_who_calls_all_the_time_gets_a_share(monkeypatch):
-    monkeypatch.setattr(_limits, "_SPARE", 0.0)
-    share, free = 0.05, 3 * _limits.CALL + _limits.JOIN
+def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch):
+    monkeypatch.setattr(_servicer, "SPARE", 0.0)
+    calls, free = 10.0, 3 + _limits.JOIN
     with (
-        service.serve(RULE, SMALL, max_workers=1, share=share) as server,
+        service.serve(RULE, SMALL, max_workers=1, calls=calls) as server,
         service.Observer(server.address) as eve,
     ):
         begin, made = time.monotonic(), 0
@@ -380,7 +429,7 @@ def test_who_calls_all_the_time_gets_a_share(monkeypatch):
             eve.status()
             made += 1
         seconds = time.monotonic() - begin
-        assert made <= (free + share * (seconds + 1.0)) / _limits.CALL
+        assert made <= free + calls * (seconds + 1.0)
 
 
 def test_who_calls_too_often_waits_alone(little):
@@ -442,24 +491,23 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
     ):
         anna = center.join("anna")
         with Peer(center, "grpc"), Peer(center, "grpc"):
-            wait_until(lambda: len(server._servicer._newcomers._all) == 2)
+            wait_until(lambda: len(server._servicer.transfers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
             assert anna.exchange(1, SMALL, anchor_version=0).version == 1
-        wait_until(lambda: not server._servicer._newcomers._all)
+        wait_until(lambda: not server._servicer.transfers._all)
         assert observer.status()["version"] == 1
 
 
-def test_as_many_calls_as_a_start_makes_are_free(caplog):
+def test_as_many_calls_as_a_start_makes_are_free(caplog, monkeypatch):
     """Of all workers at once, and of a model however large."""
     workers, size = 100, 1 << 32
-    shares = _limits.Shares(1e-9, workers)
-    for _ in range(workers):
-        shares.take("host", _limits.CALL, size)
-        shares.take("host", _limits.JOIN, size)
-        shares.take("host", _limits.CALL, size)
-        shares.take("host", _limits.BYTE * size, size)
-        shares.take("host", _limits.CALL, size)
+    monkeypatch.setattr(_servicer.Servicer, "_size", size)
+    with service.serve(RULE, SMALL, max_workers=workers, calls=1e-9) as server:
+        servicer, caller = server._servicer, _access.EVERYBODY
+        for _ in range(workers):
+            for tokens in (1, _limits.JOIN, 1, size / _limits.MOVED, 1):
+                servicer.admit(caller, tokens)
     assert "has to wait" not in caplog.text
 
 
@@ -587,7 +635,7 @@ def test_a_greeting_may_not_take_long(server, monkeypatch):
                 time.sleep(0.1)
         with contextlib.suppress(ConnectionResetError):
             assert not end.recv(1)
-    wait_until(lambda: not server._servicer._newcomers._all)
+    wait_until(lambda: not server._servicer.transfers._all)
 
 
 def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
@@ -600,37 +648,154 @@ def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
     assert center.status()["bytes_received"] == 20 * ones.nbytes
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.1, float("nan")])
-def test_a_share_is_one(share):
-    with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, 1\], got"):
-        service.serve(RULE, SMALL, share=share)
+@pytest.mark.parametrize("calls", [0.0, -1.0, float("inf"), float("nan")])
+def test_number_of_calls_is_positive(calls):
+    with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, inf\), got"):
+        service.serve(RULE, SMALL, calls=calls)
 
 
-def test_no_share_is_no_limit(monkeypatch):
-    monkeypatch.setattr(_limits, "_SPARE", -1.0)
+def test_no_number_of_calls_is_no_limit(monkeypatch):
+    monkeypatch.setattr(_servicer, "SPARE", -1.0)
     with (
-        service.serve(RULE, SMALL, share=None) as server,
+        service.serve(RULE, SMALL, calls=None) as server,
         service.Observer(server.address) as eve,
     ):
         for _ in range(20):
             eve.status()
 
 
-def test_of_many_silent_connections_the_oldest_are_cut_off(server):
-    """Long before their time is over; and a worker comes in between."""
-    newcomers = server._servicer._newcomers
+@pytest.fixture
+def full(monkeypatch):
+    """Returns how to serve where two newcomers of a host are the most, for hours."""
+    monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
+    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+
+
+def is_refused(end):
+    end.settimeout(LIMIT)
+    with contextlib.suppress(ConnectionResetError):
+        return not end.recv(1)
+    return True
+
+
+WRONG = _socket.GREETING + bytes(16)
+
+
+def churn(port, count=5):
+    """Connections of this host that greet with a key that nobody has."""
+    for _ in range(count):
+        with socket.create_connection(("127.0.0.1", port)) as end:
+            end.sendall(WRONG)
+            assert is_refused(end)
+
+
+def threads_of_connections(server):
+    return len(server._listeners["socket"]._threads._running)
+
+
+def test_connections_of_a_host_beyond_its_tokens_cost_no_thread(full, monkeypatch):
+    with full() as server:
+        listener = server._listeners["socket"]
+        served = []
+        monkeypatch.setattr(
+            listener, "_serve", lambda end, _: served.append(end.close())
+        )
+        churn(int(server.direct_address.rpartition(":")[2]), 20)
+        assert len(served) <= 3  # the last one finds no debt yet
+
+
+@pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
+@pytest.mark.parametrize("access", [None, service.Access(TOKENS)])
+def test_worker_joins_whatever_its_host_does_at_the_door(full, transport, access):
+    """Its key is seen before its connection is refused; and established ones go on."""
+    with full(access=access) as server:
+        options = {"token": ANNA, "transports": [transport], "timeout": LIMIT}
+        port = int(server.direct_address.rpartition(":")[2])
+        with service.connect(server.address, RULE, **options) as center:
+            anna = center.join("anna")
+            churn(port)
+            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            anna._link.cancel()
+            assert anna.exchange(2, SMALL, anchor_version=1).version == 2
+        assert not server._servicer.lets_in("this machine")
+
+
+def test_silent_calls_beyond_their_tokens_end_sooner(full, monkeypatch):
+    monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
+    monkeypatch.setattr(_servicer, "_HURRY", 0.1)
+    with (
+        full() as server,
+        service.connect(server.address, RULE, transports=["grpc"]) as center,
+        contextlib.ExitStack() as stack,
+    ):
+        peers = [stack.enter_context(Peer(center, "grpc")) for _ in range(6)]
+        wait_until(lambda: len(server._servicer.transfers._all) <= 3)
+        center.join("anna")
+        del peers
+
+
+def test_connections_wait_in_the_system_where_too_many_come(monkeypatch):
+    """Whoever they are of."""
+    monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
+    with service.serve(RULE, SMALL, max_workers=1) as server:
+        begin, port = time.monotonic(), server.direct_address
+        for _ in range(40):
+            server._servicer.pace(port)
+        assert time.monotonic() - begin >= 37 / _limits.ACCEPTED
+
+
+def test_tokens_come_back_and_no_more_than_there_were():
+    limiter = _limits.Limiter(1e-3)
+    assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert limiter.take("b", 1.0, patience=0.0)
+    for _ in range(5):
+        limiter.give_back("a", 1.0)
+    assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_probes_of_a_host_are_limited(monkeypatch):
+    monkeypatch.setattr(_servicer, "SPARE", 5.0)
+    settings = {"health_address": "127.0.0.1:0", "calls": 1e-3}
+    with (
+        service.serve(RULE, SMALL, **settings) as server,
+        service.Observer(server.health_address) as eve,
+        service.Observer(server.address) as friend,
+    ):
+        assert eve.health() == "SERVING"
+        with too_many():
+            again_and_again(eve.health)
+        assert friend.health() == "SERVING"
+
+
+def test_connections_to_the_page_are_limited(full):
+    with full(page="127.0.0.1:0") as server:
+        port = int(server.page_address.rstrip("/").rpartition(":")[2])
+        answered = 0
+        for _ in range(10):
+            with socket.create_connection(("127.0.0.1", port)) as end:
+                end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answered += not is_refused(end)
+        assert 0 < answered <= 3
+
+
+def test_silent_connections_keep_no_worker_out(server):
+    """Long before their time is over."""
     port = int(server.direct_address.rpartition(":")[2])
+    before = threading.active_count()
     with contextlib.ExitStack() as stack:
-        ends = [
+        for _ in range(300):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            for _ in range(newcomers.each + 20)
-        ]
-        for end in ends[:20]:
-            end.settimeout(LIMIT)
-            assert not end.recv(1)
-        assert len(newcomers._all) <= newcomers.each
         with service.connect(server.address, RULE, transports=["socket"]) as center:
             center.join("anna")
+        assert threading.active_count() < before + 250
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from prometheus_client import parser
 from waiting import wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls, _limits, _page
+from agn_optax.service import Access, Tls, _page, _servicer
 
 RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)
@@ -262,9 +262,8 @@ def test_tokens_are_those_of_the_center():
 
 
 def test_who_asks_too_often_waits_or_is_sent_away(monkeypatch):
-    monkeypatch.setattr(_limits, "_SPARE", 0.0)
-    monkeypatch.setattr(_limits, "LONGEST", 0.01)
-    settings = {"access": Access(TOKENS), "share": 0.001}
+    monkeypatch.setattr(_servicer, "SPARE", 0.0)
+    settings = {"access": Access(TOKENS), "calls": 0.01}
     with service.serve(RULE, START, page=HERE, **settings) as server:
         assert ask(server, "/state.json", **bearer(LOOKS))[0] == 200
         status, headers, _ = ask(server, "/state.json", **bearer(LOOKS))

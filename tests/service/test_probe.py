@@ -17,7 +17,7 @@ RULE = shared.downpour()
 
 @pytest.fixture(scope="module")
 def server():
-    with service.serve(RULE, jnp.zeros(3), share=None) as server:
+    with service.serve(RULE, jnp.zeros(3), calls=None) as server:
         yield server
 
 

@@ -1,6 +1,8 @@
 """Trees as schemas: both sides of a wire see the same leaves in the same places."""
 
+import io
 import json
+import tracemalloc
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ import optax
 import pytest
 import shared
 from flax.core import FrozenDict
+from google.protobuf import proto
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -83,7 +86,7 @@ TREES = [
 def travelled(tree):
     """The schema and the leaves, after a trip."""
     sent = _trees.schema_of(tree)
-    schema = _trees.from_proto(_trees.to_proto(sent))
+    schema = _trees.from_bytes(_trees.to_bytes(sent))
     assert schema.difference(sent, "here", "there") is None
     came = np.frombuffer(b"".join(sent.pieces(_trees.host_arrays(tree))), np.uint8)
     return schema, schema.views(came)
@@ -187,13 +190,59 @@ def test_cast_keeps_containers_and_the_places_of_leaves():
         ({"path": "a", "dtype": "object"}, "leaf a has dtype 'object'"),
         ({"path": "a", "dtype": ""}, "leaf a has dtype ''"),
         ({"path": "a", "dtype": "float32", "shape": [2**64 - 1]}, "leaf a has shape"),
-        ({"path": "a", "dtype": "float32", "shape": [1] * 65}, "leaf a has shape"),
+        ({"path": "a", "dtype": "float32", "shape": [1] * 65}, "leaf a has 65 dimens"),
     ],
 )
 def test_schemas_that_make_no_sense(leaf, message):
-    schema = _trees.pb.Schema(leaves=[leaf])
     with pytest.raises(errors.ProtocolError, match=message):
-        _trees.from_proto(schema)
+        _trees.from_bytes(as_bytes([leaf]))
+
+
+def as_bytes(leaves, structure=""):
+    """A schema as it would come, whatever it says."""
+    packed = io.BytesIO()
+    for leaf in leaves:
+        proto.serialize_length_prefixed(_trees.pb.Leaf(**leaf), packed)
+    said = _trees.pb.Schema(leaves=packed.getvalue(), structure=structure)
+    return said.SerializeToString()
+
+
+LEAF = {"path": "a", "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: _trees.pb.Schema(leaves=bytes(8 << 20)), "most 8192 leaves, got 8193"),
+        (lambda: _trees.pb.Schema(leaves=bytes(33 << 20)), "most 33554432 bytes, got"),
+        (lambda: _trees.pb.Schema(structure="[]," * (4 << 20)), "brackets and commas"),
+    ],
+)
+def test_schema_bombs_are_refused_before_they_take_memory(data, message, monkeypatch):
+    monkeypatch.setattr(_trees, "MOST_LEAVES", 1 << 13)
+    data = data().SerializeToString()
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.ProtocolError, match=message):
+            _trees.from_bytes(data)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(data) + (32 << 20)
+
+
+def test_bytes_that_are_no_schema_are_refused():
+    cut = _trees.pb.Schema(leaves=as_bytes([LEAF])[:-3]).SerializeToString()
+    for data in (b"\xff" * 9, cut):
+        with pytest.raises(errors.ProtocolError, match="not a schema"):
+            _trees.from_bytes(data)
+
+
+def test_tree_of_too_many_leaves_is_refused_before_it_is_sent(monkeypatch):
+    monkeypatch.setattr(_trees, "MOST_LEAVES", 3)
+    assert _trees.to_bytes(_trees.schema_of([0.0] * 3))
+    with pytest.raises(errors.InvalidArgumentError, match="at most 3 leaves, got 4"):
+        _trees.to_bytes(_trees.schema_of([0.0] * 4))
 
 
 def schema_for(paths, structure):

@@ -200,7 +200,8 @@ CONTROLS = [
     pb.Frame(message=pb.Message(sequence=2**64 - 1, schema_hash=b"\x78" * 16)),
     pb.Frame(acknowledge=0),
     pb.Frame(acknowledge=2**63),
-    pb.Frame(start=pb.Start(schema=pb.Schema(leaves=[pb.Leaf(path="a")] * 3))),
+    pb.Frame(start=pb.Start(schema_hash=b"\x78" * 16, schema_size=2**40)),
+    pb.Frame(parameters=pb.Parameters()),
     pb.Frame(joined=pb.Joined(center="a")),
     pb.Frame(snapshot=pb.Snapshot(version=1, norm=0.0)),
     pb.Frame(waiting=pb.Waiting()),
@@ -281,11 +282,11 @@ def test_packets_that_were_cut(control):
     [
         (
             HEAD.pack(_packets.MOST_CONTROL + 1, 0),
-            "at most 65536 bytes here, got 65537",
+            "at most 65536 bytes, got 65537",
         ),
         (
             HEAD.pack(2**32 - 1, 0) + bytes(9),
-            "at most 65536 bytes here, got 4294967295",
+            "at most 65536 bytes, got 4294967295",
         ),
         (HEAD.pack(9, 0) + b"\xff" * 9, "not a control part"),
         (HEAD.pack(0, 8) + bytes(8), "of 9 bytes was expected, got 8 bytes"),

@@ -37,6 +37,7 @@ from agn_optax.service.wire._packets import Parcel, Reader, joined
 T = TypeVar("T")
 
 _MOST_CALLS = 4096
+_MOST_PROBES = 256
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
 
 
@@ -135,6 +136,8 @@ class GrpcListener(_OfServer):
                 ("grpc.so_reuseport", 0),  # a second server on this port is an error
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.server_handshake_timeout_ms", 5_000),
+                # Calls of one connection, which is one center object of a process.
+                ("grpc.max_concurrent_streams", 64 + 4 * servicer.workers),
                 # Workers say more often that they are there.
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
@@ -171,15 +174,22 @@ class HealthListener(_OfServer):
     A check is answered at once; nobody can stay, as in a call of `Watch`.
 
     Args:
+      servicer: of the center, whose limiter it has.
       address: "host:port" where to listen.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, servicer: Servicer, address: str) -> None:
         super().__init__()
-        check = grpc.unary_unary_rpc_method_handler(
-            self._health.Check,
-            health_pb2.HealthCheckRequest.FromString,
-            health_pb2.HealthCheckResponse.SerializeToString,
+
+        def answer(said: bytes, context: Any) -> Any:
+            with _errors_to(context):
+                servicer.admit_probe(_host(context))
+                request = _parsed(health_pb2.HealthCheckRequest, said)
+            return self._health.Check(request, context)
+
+        check: Any = grpc.unary_unary_rpc_method_handler(
+            answer,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
         calls = grpc.method_handlers_generic_handler(
             health.SERVICE_NAME, {"Check": check}
@@ -187,6 +197,7 @@ class HealthListener(_OfServer):
         self._server = grpc.server(
             self._threads,
             handlers=[calls],
+            maximum_concurrent_rpcs=_MOST_PROBES,
             options=[
                 ("grpc.max_receive_message_length", 1024),  # the name of a service
                 ("grpc.so_reuseport", 0),
@@ -270,15 +281,11 @@ def _handlers(servicer: Servicer) -> Any:
         return answer
 
     def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
-        """Whose caller says one message. gRPC keeps calls that it cannot parse."""
+        """Whose caller says one message."""
 
         def answer(said: bytes, context: Any, caller: Caller) -> T:
             del context
-            try:
-                message = request.FromString(said)
-            except DecodeError as error:
-                raise errors.ProtocolError(f"not a request: {error}") from None
-            return call(message, caller)
+            return call(_parsed(request, said), caller)
 
         return answer
 
@@ -316,6 +323,18 @@ def _handlers(servicer: Servicer) -> Any:
             ),
         },
     )
+
+
+def _parsed(request: Any, said: bytes) -> Any:
+    """Return the request that came: gRPC keeps calls that it cannot parse.
+
+    Raises:
+      ProtocolError: it is none.
+    """
+    try:
+        return request.FromString(said)
+    except DecodeError as error:
+        raise errors.ProtocolError(f"not a request: {error}") from None
 
 
 def _caller(servicer: Servicer, context: Any) -> Caller:

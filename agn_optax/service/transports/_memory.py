@@ -25,7 +25,7 @@ from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _socket, _transport
 from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import MOST_CONTROL, Parcel
+from agn_optax.service.wire._packets import Parcel
 from agn_optax.service.wire._schema import Schema
 
 # What is smaller goes through the socket faster than through shared memory.
@@ -67,8 +67,8 @@ class MemoryLink(_socket.SocketLink):
         if parcel.nbytes < LEAST_SHARED or not self._share(parcel):
             super().send(parcel)
 
-    def control(self, most: int = MOST_CONTROL) -> pb.Frame:
-        frame = super().control(most)
+    def control(self) -> pb.Frame:
+        frame = super().control()
         self._lies_there = bool(frame.segment)
         return frame
 
@@ -161,11 +161,11 @@ class MemoryAccepted(_socket.Accepted):
         self._segment = 0  # where the buffer of the last packet lies
         self._answer_segment = 0  # where the worker wants its next answer
 
-    def control(self, most: int = MOST_CONTROL) -> pb.Frame | None:
+    def control(self) -> pb.Frame | None:
         """The control part of the next packet; None when the worker is gone."""
         while True:
             with self._descriptors() as descriptors:
-                frame = super().control(most)
+                frame = super().control()
                 if frame is None or not frame.HasField("attach"):
                     break
                 refused = self._attach(frame.attach, descriptors)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
 from agn_optax import errors
@@ -33,8 +33,13 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
 
 GREETING = b"agn_optax direct 2\n"
+_GREETING_SIZE = len(GREETING) + KEY_SIZE
 _LONGEST_LINE = 256  # bytes; what the center greets back
 _DIALLING = 1.0  # seconds that a connection may take, which gRPC replaces
+_BACKLOG = (
+    128  # connections that wait to be taken: as many as are in less than a second
+)
+_SILENT = 5  # seconds in which the system keeps a connection on which nothing came
 _PATIENCE = 5.0  # seconds that a greeting, or whoever is refused, may take
 _MOST_PIECES = 512  # of one call of sendmsg; systems take 1,024
 _ENOUGH = 1 << 20  # bytes of one call
@@ -145,7 +150,7 @@ def listening_at(place: _transport.Place) -> socket.socket:
     """
     address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
     try:
-        return bound_to(address, socket.SOMAXCONN)
+        return bound_to(address, _BACKLOG)
     except OSError as error:
         if place.direct_address is None:
             raise
@@ -164,17 +169,26 @@ def bound_to(address: str, backlog: int) -> socket.socket:
     host, port = _address.host(address), int(address.rpartition(":")[2])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(
+    made = socket.create_server(
         (host, port), family=family, backlog=backlog, dualstack_ipv6=both
     )
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        # Whoever connects speaks first, and costs this process nothing before.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
+    return made
 
 
 def connections(
-    listening: socket.socket, is_closed: Callable[[], bool]
-) -> Iterator[socket.socket]:
-    """Those that come, until nobody listens any more."""
+    listening: socket.socket, is_closed: Callable[[], bool], servicer: Servicer
+) -> Iterator[tuple[socket.socket, Hashable]]:
+    """Yield the connections that come and whence, until nobody listens any more.
+
+    They are taken no faster than the servicer's limiter lets them: more of them wait in
+    the system, which costs nothing.
+    """
     fails = False
     while not is_closed():
+        servicer.pace(listening)
         try:
             end, _ = listening.accept()
         except OSError as error:
@@ -185,7 +199,12 @@ def connections(
                 time.sleep(0.1)  # too many open files, perhaps not for long
             continue
         fails = False
-        yield end
+        try:
+            whence = _whence(end)
+        except OSError:  # it is gone already
+            end.close()
+        else:
+            yield end, whence
 
 
 # Unix sockets whose name is no file, and goes with them.
@@ -259,22 +278,37 @@ class SocketListener(_transport.Listener):
         """
         if end.family != getattr(socket, "AF_UNIX", None):
             return ""
-        said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        _, user, _ = _PEER.unpack(said)
-        own = os.geteuid()
+        user, own = _user(end), os.geteuid()
         if user in (own, 0):
             return ""
         return f"it is for processes of user {own}, and this is of {user}"
 
     def _accept(self) -> None:
-        for end in connections(self._listening, lambda: self._closed):
+        ends = connections(self._listening, lambda: self._closed, self._servicer)
+        for end, whence in ends:
+            lets_in = self._servicer.lets_in(whence)
+            if not (lets_in or self._shows_key(end)):
+                end.close()
+                continue
             try:
-                self._threads.submit(self._serve, end)
+                self._threads.submit(self._serve, end, whence if lets_in else None)
             except Exception as error:  # no more threads, or whatever it is
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()
 
-    def _serve(self, end: socket.socket) -> None:
+    def _shows_key(self, end: socket.socket) -> bool:
+        """Return whether somebody has greeted already with a key that is known.
+
+        A worker has, even if others of its host make too many connections. Over TLS it
+        cannot be seen, and gRPC is left.
+        """
+        try:
+            seen = end.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return self._servicer.door.knows(_key_in(seen))
+        except (AttributeError, OSError):  # nothing came; or not on this system
+            return False
+
+    def _serve(self, end: socket.socket, whence: Hashable) -> None:
         with contextlib.ExitStack() as stack:
             # Whoever is gone, or was none of ours, is no error.
             stack.enter_context(contextlib.suppress(OSError, EOFError))
@@ -285,12 +319,14 @@ class SocketListener(_transport.Listener):
                 end = self._context().wrap_socket(
                     end, server_side=True, do_handshake_on_connect=False
                 )
-            with self._servicer.introduced(_host(end), lambda: shut(end)):
+            with self._servicer.introduced(lambda: shut(end)):
                 if isinstance(end, ssl.SSLSocket):
                     end.do_handshake()
                 caller = self._greeted(end)
             if caller is None:
                 return
+            if whence is not None:
+                self._servicer.came_in(whence)
             end.settimeout(None)
             accepted, number = self.accepted(end), end.fileno()
             with self._lock:
@@ -310,19 +346,17 @@ class SocketListener(_transport.Listener):
 
     def _greeted(self, end: socket.socket) -> Caller | None:
         """Who has greeted, by the key that came; None if nobody may come by it."""
-        length = len(GREETING) + KEY_SIZE
         heard = bytearray()
-        while len(heard) < length:
-            more = end.recv(length - len(heard))
+        while len(heard) < _GREETING_SIZE:
+            more = end.recv(_GREETING_SIZE - len(heard))
             if not more:
                 return None
             heard += more
-        if not heard.startswith(GREETING):
+        if (key := _key_in(bytes(heard))) is None:
             return None
         certificate = None
         if isinstance(end, ssl.SSLSocket):
             certificate = end.getpeercert(binary_form=True) or b""
-        key = bytes(heard[len(GREETING) :])
         try:
             caller = self._servicer.door.holder(key, certificate, _host(end))
         except errors.NotAllowedError:  # it hears why over gRPC
@@ -348,7 +382,7 @@ class SocketListener(_transport.Listener):
         except Exception as error:
             _log.exception("a worker's call failed")
             refused = _status.refused(error)
-        with self._servicer.introduced(caller.host, accepted.cancel):
+        with self._servicer.introduced(accepted.cancel):
             accepted.refuse(refused)
 
     def _look(self) -> None:
@@ -431,6 +465,26 @@ class Accepted(Reader):
     def finish(self) -> None:
         """The worker is gone, or about to; more than one thread may say so."""
         self._gone.cancel()
+
+
+def _key_in(greeting: bytes) -> bytes | None:
+    """Return the key of a greeting; None if it is none."""
+    if len(greeting) < _GREETING_SIZE or not greeting.startswith(GREETING):
+        return None
+    return bytes(greeting[len(GREETING) :])
+
+
+def _user(end: socket.socket) -> int:
+    """Return whose the process at the other end of a Unix socket is."""
+    said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return int(_PEER.unpack(said)[1])
+
+
+def _whence(end: socket.socket) -> Hashable:
+    """Return what connections are counted by: a host, or a user of this machine."""
+    if end.family == getattr(socket, "AF_UNIX", None):
+        return _user(end)
+    return _host(end)
 
 
 def _host(end: socket.socket) -> str:

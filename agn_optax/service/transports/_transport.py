@@ -27,7 +27,7 @@ from agn_optax.service._path import Path, Route
 from agn_optax.service._servicer import Servicer
 from agn_optax.service._tls import Tls
 from agn_optax.service.wire._buffers import Buffers
-from agn_optax.service.wire._packets import MOST_CONTROL, Parcel, Reader, nothing
+from agn_optax.service.wire._packets import Parcel, Reader, nothing
 
 
 class Place(NamedTuple):
@@ -151,9 +151,9 @@ class Link(Reader, abc.ABC):
     def send(self, parcel: Parcel) -> None:
         """Sends a parcel; its arrays are read until the answer is there."""
 
-    def control(self, most: int = MOST_CONTROL) -> pb.Frame:
+    def control(self) -> pb.Frame:
         """The control part of the next packet."""
-        frame = super().control(most)
+        frame = super().control()
         if frame is None:
             raise EOFError("the call has ended")
         if frame.HasField("refused"):

@@ -5,4 +5,4 @@ other dtypes, by XLA, `_trees` JAX's trees, `_packets` what travels, `_buffers` 
 memory that it is received in.
 """
 
-from agn_optax.service.wire._trees import from_proto as from_proto
+from agn_optax.service.wire._trees import from_bytes as from_bytes

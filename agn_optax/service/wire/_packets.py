@@ -25,9 +25,6 @@ from agn_optax.service.wire._schema import Schema
 
 HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
 MOST_CONTROL = 64 << 10  # bytes; most have a hundred
-MOST_SCHEMA = (
-    64 << 20
-)  # bytes of a control part with a schema; very many leaves have them
 MOST_PROBED = 4 << 20  # bytes of a probe, each way
 _BLOCK = 1 << 16  # bytes, which are repeated: more than what compresses looks back
 
@@ -142,11 +139,8 @@ class Reader:
         self._buffers = buffers
         self._follows = 0  # bytes of the buffer that has been announced, and not read
 
-    def control(self, most: int = MOST_CONTROL) -> pb.Frame | None:
+    def control(self) -> pb.Frame | None:
         """The control part of the next packet; None where there is no further one.
-
-        Args:
-          most: bytes that it may have. Memory is taken for it before it is looked at.
 
         Raises:
           ProtocolError: what came is none, or longer.
@@ -160,12 +154,12 @@ class Reader:
         first = self._some(memoryview(head))
         if not first:
             return None
-        with self.pace(most):
+        with self.pace(MOST_CONTROL):
             self._fill(memoryview(head)[first:])
             length, follows = HEAD.unpack(head)
-            if length > most:
+            if length > MOST_CONTROL:  # memory is taken for it before it is looked at
                 raise errors.ProtocolError(
-                    f"a control part has at most {most} bytes here, got {length}"
+                    f"a control part has at most {MOST_CONTROL} bytes, got {length}"
                 )
             control = bytearray(length)
             self._fill(memoryview(control))

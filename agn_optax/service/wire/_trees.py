@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from google.protobuf import proto
+from google.protobuf.message import DecodeError
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from agn_optax import errors
@@ -22,6 +25,12 @@ from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 
+# What describes a tree at most: more than any known model has, whose layers and experts
+# are leaves of their own, and little enough to read for whoever sends it to waste time.
+MOST_LEAVES = 1 << 17
+MOST_SCHEMA = 256 * MOST_LEAVES  # bytes: a path, a dtype and a shape have some hundred
+MOST_NODES = 16 * MOST_LEAVES  # brackets and commas of a structure in JSON
+MOST_DIMENSIONS = 64  # of a leaf, as numpy has it
 _SMALL = 64 << 10  # bytes; copying more takes longer than handing it over
 
 
@@ -173,22 +182,65 @@ def is_representable(dtype: str) -> bool:
     return bool(jax.dtypes.canonicalize_dtype(dtype).name == dtype)
 
 
-def to_proto(schema: Schema) -> pb.Schema:
-    """A schema as it is sent."""
-    return pb.Schema(
-        leaves=[pb.Leaf(**leaf._asdict()) for leaf in schema.leaves],
-        structure=schema.structure,
-    )
-
-
-def from_proto(schema: pb.Schema) -> Schema:
-    """A schema as it came.
+def to_bytes(schema: Schema) -> bytes:
+    """Return a schema as it travels, a `center_pb2.Schema`.
 
     Raises:
-      ProtocolError: it makes no sense.
+      InvalidArgumentError: it is larger than what the other end takes.
     """
-    leaves = [Leaf(leaf.path, leaf.dtype, tuple(leaf.shape)) for leaf in schema.leaves]
-    return Schema(leaves, schema.structure)
+    leaves = io.BytesIO()
+    for leaf in schema.leaves:
+        proto.serialize_length_prefixed(pb.Leaf(**leaf._asdict()), leaves)
+    said = pb.Schema(leaves=leaves.getvalue(), structure=schema.structure)
+    data = said.SerializeToString()
+    if problem := why_too_large(len(schema.leaves), len(data), schema.structure):
+        raise errors.InvalidArgumentError(
+            f"{problem}: stack leaves that are alike, such as those of equal layers"
+        )
+    return data
+
+
+def from_bytes(data: bytes) -> Schema:
+    """Return the schema that came, and take no more memory than its bounds say.
+
+    Raises:
+      ProtocolError: it makes no sense, or is larger than its bounds.
+    """
+    if problem := why_too_large(0, len(data), ""):
+        raise errors.ProtocolError(problem)
+    leaves: list[Leaf] = []
+    try:
+        said = pb.Schema.FromString(data)
+        coming = io.BytesIO(said.leaves)
+        while (leaf := proto.parse_length_prefixed(pb.Leaf, coming)) is not None:
+            if len(leaf.shape) > MOST_DIMENSIONS:
+                raise errors.ProtocolError(
+                    f"leaf {leaf.path} has {len(leaf.shape)} dimensions, and at most "
+                    f"{MOST_DIMENSIONS} travel"
+                )
+            leaves.append(Leaf(leaf.path, leaf.dtype, tuple(leaf.shape)))
+            if len(leaves) > MOST_LEAVES:
+                break
+    except (DecodeError, ValueError) as error:
+        raise errors.ProtocolError(f"not a schema: {error}") from None
+    if problem := why_too_large(len(leaves), len(data), said.structure):
+        raise errors.ProtocolError(problem)
+    return Schema(leaves, said.structure)
+
+
+def why_too_large(leaves: int, size: int, structure: str) -> str:
+    """Return which bound of a schema is exceeded; "" if none is."""
+    if leaves > MOST_LEAVES:
+        return f"a served tree has at most {MOST_LEAVES} leaves, got {leaves} or more"
+    if size > MOST_SCHEMA:
+        return f"the schema of a tree has at most {MOST_SCHEMA} bytes, got {size}"
+    nodes = sum(map(structure.count, "[{,"))
+    if nodes > MOST_NODES:
+        return (
+            f"the structure of a tree has at most {MOST_NODES} brackets and commas, "
+            f"got {nodes}"
+        )
+    return ""
 
 
 def cast(tree: PyTree, schema: Schema) -> PyTree:
