@@ -83,33 +83,35 @@ class Reach:
           center: of whose numbers none is larger.
           state: between which the numbers of the state's leaves lie.
         """
-        state = [
-            box if box is None or _is_float(leaf) else (box[0], box[1] + _MOST_VERSIONS)
-            for box, leaf in zip(state, self._state, strict=True)
-        ]
+        boxes: list[Range] = []
+        for box, leaf in zip(state, self._state, strict=True):
+            if box is None:
+                return None
+            more = 0 if _is_float(leaf) else _MOST_VERSIONS
+            boxes.append((box[0], box[1] + more))
         most = 1.01 * message  # the norm is rounded
         for _ in range(_WIDENINGS):
             made = _follow(
                 self._program,
                 [
                     *[(-most, most)] * len(self._center),
-                    *state,
+                    *boxes,
                     *[(-center, center)] * len(self._center),
                     *self._said,
                 ],
             )
-            if None in made or None in state:
+            if None in made:
                 return None
             updates, after = made[: self._updates], made[self._updates :]
             wider = [
                 _wider(old, new, is_float=_is_float(leaf))
-                for old, new, leaf in zip(state, after, self._state, strict=True)
+                for old, new, leaf in zip(boxes, after, self._state, strict=True)
             ]
-            if wider == state:
+            if wider == boxes:
                 moves = [max(-low, high) for low, high in updates]
-                # And what is rounded where it is added to the center.
-                return Bound(message, center, 1.01 * max(moves, default=0.0))
-            state = wider
+                # Where it is added to a narrow center, rounding may double it.
+                return Bound(message, center, 2.02 * max(moves, default=0.0))
+            boxes = wider
         return None
 
 
@@ -211,9 +213,9 @@ def _fits(box: Range | None, aval: Any) -> Range | None:
     if _is_bool(aval):
         return box
     if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        fits = info.min <= low and high <= info.max  # else it may begin anew
-        return box if fits else (float(info.min), float(info.max))
+        whole = jnp.iinfo(dtype)
+        fits = whole.min <= low and high <= whole.max  # else it may begin anew
+        return box if fits else (float(whole.min), float(whole.max))
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     info = jnp.finfo(dtype)
