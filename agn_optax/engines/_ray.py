@@ -37,6 +37,9 @@ class RaySettings:
         by default each on a node of its own.
       on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
         or these ``"go on"``.
+      give_up: seconds after which the run ends with an error because a task of it,
+        which has not run so far, needs what no node of the cluster has, even an idle
+        one. What others use, and what a lost task needs, is waited for without end.
     """
 
     address: str | None = None
@@ -46,6 +49,7 @@ class RaySettings:
     worker_needs: dict[str, float] = dataclasses.field(default_factory=dict)
     strategy: str = "STRICT_SPREAD"
     on_failure: str = "stop"
+    give_up: float = 600.0
 
 
 class Ray(Engine):
@@ -66,6 +70,11 @@ class Ray(Engine):
         settings: RaySettings = self.settings
         check.choose(settings.strategy, _STRATEGIES, "strategy in [ray]")
         check.choose(settings.on_failure, _ON_FAILURE, "on-failure in [ray]")
+        if not settings.give_up > 0:
+            raise errors.InvalidArgumentError(
+                "give-up in [ray] must be a positive number of seconds, or inf, got "
+                f"{settings.give_up!r}"
+            )
         for needs in (settings.center_needs, settings.worker_needs):
             for name, value in needs.items():
                 if value <= 0 or name in ("CPU", "GPU", "memory"):
@@ -126,10 +135,13 @@ class Ray(Engine):
         """Makes the actors, and ends them when the workers have ended.
 
         The center of a run whose driver was killed is there, and goes on; its workers
-        start again.
+        start again. SIGINT and the like end all; the return code is then 128 and the
+        signal's number.
 
         Raises:
-          InvalidArgumentError: there is no cluster, or another run has this one's name.
+          InvalidArgumentError: there is no cluster; another run has this one's name, or
+            another driver runs it, and both go on untouched; or no node has what a task
+            needs.
         """
         # What Ray's nodes say of themselves would be among the workers' lines, and a
         # summary's. It reads this when it is imported.
@@ -160,6 +172,7 @@ class Ray(Engine):
             center=self._needs(CENTER),
             worker=self._needs("worker"),
             strategy=settings.strategy,
+            give_up=settings.give_up,
             goes_on=settings.on_failure == "go on",
         )
         try:

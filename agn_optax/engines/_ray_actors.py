@@ -10,8 +10,10 @@ from __future__ import annotations
 import collections
 import hashlib
 import hmac
+import itertools
 import os
 import pathlib
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +31,8 @@ _LINES = 10_000  # that are kept for whoever looks
 _PAUSE = 1.0  # seconds before a program that failed is started again
 # Seconds in which a center that was lost with its node lets go of the journal.
 _HANDOVER = 120.0
+# How a center ends that was told to, after and before it hears signals.
+_DRAINED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 class Place(NamedTuple):
@@ -63,7 +67,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._news = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
-        self._said = 0  # lines
+        self._said = self._shown = 0  # lines
         self._life = ""
         self._ended: Ended | None = None
         self._stopping = threading.Event()
@@ -88,12 +92,22 @@ class Supervisor:
             return self._life != life or self._said > seen or self._ended is not None
 
         with self._news:
+            if self._life == life:
+                self._shown = max(self._shown, seen)
             self._news.wait_for(is_new, seconds)
             seen = seen if self._life == life else 0
             first = self._said - len(self._lines)
             new = list(self._lines)[max(0, seen - first) :]
             missed = max(0, first - seen)
             return Said(self._life, new, self._said, missed, self._ended)
+
+    def shown(self) -> tuple[str, int]:
+        """Return the life and the number of its lines that a driver has shown.
+
+        A driver that takes over from one that was killed looks on from there.
+        """
+        with self._news:
+            return self._life, self._shown
 
     def stop(self) -> None:
         """Has the program end, as SIGTERM does."""
@@ -109,9 +123,10 @@ class Supervisor:
             self._stopping.set()
             self._news.wait_for(lambda: not self._is_running)
             self._stopping = stopping = threading.Event()
+            if self._life:  # else there is what was said on the way to the first one
+                self._lines.clear()
+                self._said = self._shown = 0
             self._life, self._ended = os.urandom(8).hex(), None
-            self._lines.clear()
-            self._said = 0
         in_background(
             lambda: self._run(program, grace, stopping), program.name, lasting=True
         )
@@ -127,8 +142,7 @@ class Supervisor:
                     restart_delay=_PAUSE,
                     until=stopping,
                 )
-                fails = ended.returncode and not ended.stopped
-                if not (fails and self._insists()) or stopping.wait(_PAUSE):
+                if not self._goes_on(ended) or stopping.wait(_PAUSE):
                     break
         except errors.InvalidArgumentError as error:  # it cannot be started
             self._hear(program.name, f"agn-optax: {error}")
@@ -137,8 +151,8 @@ class Supervisor:
             self._ended = ended
             self._news.notify_all()
 
-    def _insists(self) -> bool:
-        """Whether a program that has failed is to be tried again, uncounted."""
+    def _goes_on(self, ended: Ended) -> bool:
+        """Return whether a program that has ended is started again, uncounted."""
         return False
 
     def _hear(self, name: str, line: str) -> None:
@@ -166,6 +180,8 @@ class Center(Supervisor):
         self._serving: dict[str, Any] = {}
         is_back = ray.get_runtime_context().was_current_actor_reconstructed
         self._insists_until = time.monotonic() + (_HANDOVER if is_back else 0.0)
+        if is_back:
+            self._set_aside()
         self._serve()
 
     def command(self) -> list[str]:
@@ -173,8 +189,8 @@ class Center(Supervisor):
         return self._run_of.serve_command(**self._run_of.durable())
 
     def serve(self, seconds: float) -> bool:
-        """Whether it serves; waits for that. One that has drained serves again."""
-        if self._ended is not None and not self._ended.returncode:
+        """Whether it serves; waits for that. One that was stopped serves again."""
+        if self._ended is not None and self._ended.stopped:
             self._serve()
         with self._news:
             self._news.wait_for(
@@ -225,14 +241,44 @@ class Center(Supervisor):
             lines.append(f"{'worker' if rank else 'chief'} {name} {self.token(name)}")
         return "\n".join(lines)
 
+    def _set_aside(self) -> None:
+        """Make room for the checkpoint of a run that goes on, but was drained before.
+
+        A node that is taken away drains what runs on it, and a center that is drained
+        saves; nothing else can have saved there since the run began.
+        """
+        save = self._run_of.serve.get("save")
+        if save is None or not (path := pathlib.Path(save)).exists():
+            return
+        numbers = itertools.count(1)
+        kept = next(p for n in numbers if not (p := _numbered(path, n)).exists())
+        path.rename(kept)
+        self._hear(CENTER, f"agn-optax: what it saved when it was drained is in {kept}")
+
     def _hear(self, name: str, line: str) -> None:
         if said := serving(line):
             self._serving = said
         super()._hear(name, line)
 
-    def _insists(self) -> bool:
+    def _goes_on(self, ended: Ended) -> bool:
+        if ended.stopped:
+            return False
+        if ended.returncode in _DRAINED:
+            # Not by the driver: workers have no other center to go on with.
+            self._serving = {}
+            self._hear(CENTER, "agn-optax: somebody drained it; it serves again")
+            self._set_aside()
+            return True
         # The one before it, on a node that is being lost, may have the journal yet.
         return not self._serving and time.monotonic() < self._insists_until
+
+
+class Claim:
+    """Has the name of a run taken for as long as its driver lives.
+
+    It is the driver's own, and Ray ends it with the driver. The center, which outlives
+    drivers, cannot tell whether there is one.
+    """
 
 
 class Process(Supervisor):
@@ -246,12 +292,18 @@ class Process(Supervisor):
     def __init__(self, run: Run, rank: int) -> None:
         super().__init__()
         self._run_of, self._rank = run, rank
+        self._reserved: socket.socket | None = None
 
     def meeting(self) -> str:
-        """An address here that is free, for the processes of a worker to meet."""
+        """An address here that is free, for the processes of a worker to meet.
+
+        The port stays reserved for this user until the next one is asked for.
+        """
         host = self.where().host
-        with socket.create_server((host, 0)) as listener:
-            return f"{host}:{listener.getsockname()[1]}"
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = reserved(host)
+        return f"{host}:{self._reserved.getsockname()[1]}"
 
     def start(self, **told: str) -> str:
         """Starts the worker's program; returns its life.
@@ -266,6 +318,19 @@ class Process(Supervisor):
             run.worker_environment(self._rank, **told),
         )
         return self._begin(program, run.grace)
+
+
+def reserved(host: str) -> socket.socket:
+    """Bind a socket to a free port that only JAX's coordinator can share.
+
+    The system gives the port to nobody else, neither for port 0 nor for a connection.
+    gRPC, by which JAX listens, sets SO_REUSEPORT as this does, so that it can bind the
+    port too; and this socket, which does not listen, takes none of its connections.
+    """
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind((host, 0))
+    return made
 
 
 def is_closed(run: Run) -> bool:
@@ -293,6 +358,10 @@ def _key(storage: pathlib.Path) -> str:
     if not path.exists():
         write_whole(path, tokens.generated() + "\n")
     return path.read_text().strip()
+
+
+def _numbered(path: pathlib.Path, number: int) -> pathlib.Path:
+    return path.with_name(f"{path.name}-{number}")
 
 
 def _derived(key: str, name: str) -> str:

@@ -25,12 +25,14 @@ from agn_optax.engines._engine import Output
 from agn_optax.engines._local import CENTER, exit_code
 from agn_optax.engines._ray_actors import (
     Center,
+    Claim,
     Place,
     Process,
     Said,
     address_file,
     is_closed,
 )
+from agn_optax.engines._ray_room import can_hold
 from agn_optax.engines._run import Run
 from agn_optax.launch import Ended
 from agn_optax.service import tokens
@@ -40,6 +42,8 @@ _TICK = 0.2  # seconds, at most, until a signal is heard
 _PAUSE = 1.0  # seconds before what was lost or failed is tried again
 _SOON = 5.0  # seconds after which it is said that something is waited for
 _PROGRESS = 10.0  # seconds between two looks at the center
+_AGAIN, _SELDOM = 60.0, 600.0  # ... and again: each time twice as long, at most
+_REMOVAL = 20.0  # seconds in which Ray removes what a killed driver had
 _MARGIN = 10.0  # seconds, beside the grace, that an actor has for its program's end
 _THREADS = 8  # of an actor: those who look wait in one
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -56,6 +60,7 @@ class Driver:
       center: what the center's actor needs of a node.
       worker: what each process of a worker needs of a node.
       strategy: how the processes of a worker are placed.
+      give_up: seconds that a task waits for what no node has.
       goes_on: whether the others go on when a worker has failed for good.
     """
 
@@ -69,25 +74,38 @@ class Driver:
         center: Mapping[str, float],
         worker: Mapping[str, float],
         strategy: str,
+        give_up: float,
         goes_on: bool,
     ) -> None:
         self._run, self._output = run, output
+        self._namespace = namespace
         self._own = {"namespace": namespace, "runtime_env": {**runtime_env}}
         self._center_needs, self._worker_needs = dict(center), dict(worker)
         self._strategy, self._goes_on = strategy, goes_on
+        self._give_up = give_up
+        self._limit = run.grace + _MARGIN  # seconds for what is told to end
+        self._claim: Any = None
         self._center: Any = None
+        self._center_node = ""
+        self._center_seen = "", 0  # its life, and the lines that were seen
         self._center_ended: Ended | None = None
         self._workers: list[_Worker] = []
         self._version: int | None = None
         self._signals: list[int] = []
+        self._is_broken = False  # beside what workers and center say of themselves
 
     def run(self) -> dict[str, Any]:
         """Does it all, from any thread; signals are heard in the main one.
 
+        Returns:
+          The summary of `Engine.launch`. A signal ends all; the return code is then
+          128 and its number.
+
         Raises:
-          InvalidArgumentError: another run has this one's name, or a driver of it runs.
-          KeyboardInterrupt, SystemExit: a signal came, and all has ended.
+          InvalidArgumentError: another run has this one's name, or a driver of it runs;
+            or no node has what a task needs.
         """
+        begin = time.monotonic()
         is_main = threading.current_thread() is threading.main_thread()
         main: asyncio.Task[Any] | None = None
 
@@ -96,88 +114,101 @@ class Driver:
             if main is not None:
                 main.get_loop().call_soon_threadsafe(main.cancel)
 
-        async def told() -> dict[str, Any]:
+        async def told() -> None:
             nonlocal main
             main = asyncio.current_task()
-            if self._signals:
-                return {}
-            return await self._all()
+            if not self._signals:
+                await self._all()
 
         with launch.handled(_SIGNALS if is_main else (), hear):
             try:
-                summary = asyncio.run(told())
-            except asyncio.CancelledError:
-                summary = {}
+                asyncio.run(told())
+            except asyncio.CancelledError:  # by a signal
+                pass
             except RayError as error:
                 self._say("ray", str(error))
-                summary = {"returncode": 1}
+                self._is_broken = True
             finally:
                 self._remove()
-        if self._signals:
-            if self._signals[0] == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + self._signals[0])
-        return summary
+        seconds = time.monotonic() - begin
+        ended = [
+            each.ended or Ended(each.name, 0, each.lives, seconds, stopped=True)
+            for each in self._workers
+        ]
+        ended += [] if self._center_ended is None else [self._center_ended]
+        code = exit_code(ended) or int(self._is_broken)
+        return {
+            "returncode": 128 + self._signals[0] if self._signals else code,
+            "seconds": seconds,
+            "version": self._version,
+            "programs": [vars(each) for each in ended],
+        }
 
-    async def _all(self) -> dict[str, Any]:
-        begin = time.monotonic()
+    async def _all(self) -> None:
         tasks = [asyncio.create_task(_ticks())]
         try:
-            ended = await self._until_over(tasks)
+            await self._until_over(tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
-        ended += [] if self._center_ended is None else [self._center_ended]
-        return {
-            "returncode": exit_code(ended),
-            "seconds": time.monotonic() - begin,
-            "version": self._version,
-            "programs": [vars(each) for each in ended],
-        }
 
-    async def _until_over(self, tasks: list[asyncio.Task[Any]]) -> list[Ended]:
-        """Until all workers have ended, or one or the center has failed for good.
-
-        Returns:
-          What became of the workers.
-        """
-        run, ends = self._run, []
+    async def _until_over(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Until all workers have ended, or one or the center has failed for good."""
+        run = self._run
+        await self._claim_name()
+        center: asyncio.Task[Any] | None = None
         if run.has_center:
-            self._center = await self._found_center()
+            await self._find_center()
             center = asyncio.create_task(self._watched_center())
             tasks.append(center)
             if not await self._serves(center):
-                return []
+                self._is_broken = True
+                return
             tasks.append(asyncio.create_task(self._progress()))
-            ends.append(center)
-        self._workers = [await self._made_worker(rank) for rank in range(run.workers)]
-        begin = time.monotonic()
-        working = [asyncio.create_task(self._tend(each)) for each in self._workers]
-        tasks += working
-        ends += working
-        while not all(task.done() for task in working):
-            left = [task for task in ends if not task.done()]
-            done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task for task in done if _is_at_fault(task.result())]
-            if any(task not in working or not self._goes_on for task in failed):
-                break
-        return [
-            task.result()
-            if task.done()
-            else Ended(each.name, 0, each.lives, time.monotonic() - begin, stopped=True)
-            for each, task in zip(self._workers, working, strict=True)
-        ]
+        for rank in range(run.workers):
+            self._workers.append(await self._made_worker(rank))
+        left = {asyncio.create_task(self._tend(each)) for each in self._workers}
+        tasks += left
+        while left:
+            ends = left if center is None else left | {center}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            left -= done
+            failed = [_is_at_fault(task.result()) for task in done]
+            if center in done:
+                self._is_broken = True
+                return
+            if any(failed) and not self._goes_on:
+                return
+
+    async def _claim_name(self) -> None:
+        """Take the name of the run, which no other driver may have."""
+        make = ray.remote(Claim).options(
+            name=f"{self._run.name}-driver",
+            max_restarts=-1,
+            **_as_options({}),
+            **self._own,
+        )
+        self._claim = await self._new(make)
 
     # The center.
 
-    async def _found_center(self) -> Any:
-        """The actor of this run's center, which may be there."""
+    async def _find_center(self) -> None:
+        """The actor of this run's center, which may be there.
+
+        One that is there is this driver's, to be ended by it, once it is known to have
+        the same settings.
+        """
         run = self._run
-        needs = dict(self._center_needs)
+        name, needs = f"{run.name}-{CENTER}", self._center_needs
+        try:
+            ray.get_actor(name, namespace=self._namespace)
+            is_there = True
+        except ValueError:
+            is_there = False
         made = ray.remote(Center).options(
-            name=f"{run.name}-{CENTER}",
+            name=name,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
@@ -186,7 +217,9 @@ class Driver:
             **self._own,
         )
         center: Any = made.remote(run)
-        await self._placed(CENTER, center, needs)
+        if not is_there:
+            self._center = center
+        place = await self._placed(CENTER, center, needs, is_new=not is_there)
         command = run.serve_command(**run.durable())
         found = await self._insist(center.command.remote)
         if found != command:
@@ -195,26 +228,32 @@ class Driver:
                 f"{' '.join(found[3:])}; and this run's are {' '.join(command[3:])}. "
                 "Give the run another --name, or end that one"
             )
-        return center
+        self._center, self._center_node = center, place.node
+        if is_there:
+            self._say(CENTER, "is there, from an earlier launch, and goes on")
+            self._center_seen = await self._insist(center.shown.remote)
 
     async def _serves(self, center: asyncio.Task[Ended]) -> bool:
         """Waits until the center serves; False if it has ended."""
         while not await self._insist(self._center.serve.remote, _LOOK):
             if center.done():
+                center.result()  # raises what its task has raised
                 return False
         return True
 
     async def _watched_center(self) -> Ended:
         """Shows what the center says until it has ended, whatever is lost."""
-        life, seen = "", 0
         while True:
             try:
-                said: Said = await self._center.look.remote(life, seen, _LOOK)
+                said: Said = await self._center.look.remote(*self._center_seen, _LOOK)
             except ActorUnavailableError:
                 self._say(CENTER, "its actor or node was lost; it comes back")
-                await self._insist(self._center.where.remote)
+                needs = self._center_needs
+                self._center_node = ""
+                place = await self._placed(CENTER, self._center, needs, is_new=False)
+                self._center_node = place.node
                 continue
-            life, seen = said.life, said.seen
+            self._center_seen = said.life, said.seen
             self._show(CENTER, said)
             if said.ended is not None:
                 self._center_ended = said.ended
@@ -245,7 +284,7 @@ class Driver:
         bundles = [self._worker_needs.copy() for _ in range(processes)]
         group = placement_group(bundles, strategy=self._strategy)
         name = run.worker_name(rank)
-        worker = _Worker(rank, name, group, [])
+        worker = _Worker(name, group)
         try:
             for index in range(processes):
                 more = f"-{index}" if processes > 1 else ""
@@ -267,7 +306,8 @@ class Driver:
 
     async def _new(self, make: Any, *arguments: Any) -> Any:
         """An actor; waits while that of a driver that was killed is being removed."""
-        until = time.monotonic() + 4 * _SOON
+        until = time.monotonic() + _REMOVAL
+        has_said = False
         while True:
             try:
                 return make.remote(*arguments)
@@ -276,6 +316,9 @@ class Driver:
                     raise errors.InvalidArgumentError(
                         f"another driver runs {self._run.name!r}: {error}"
                     ) from None
+                if not has_said:
+                    self._say("ray", "another driver has this run; waits for its end")
+                has_said = True
             await asyncio.sleep(_PAUSE)
 
     async def _tend(self, worker: _Worker) -> Ended:
@@ -286,21 +329,35 @@ class Driver:
             token = await self._insist(self._center.token.remote, worker.name)
         while True:
             places = [
-                await self._placed(worker.name, actor, self._worker_needs)
+                await self._placed(
+                    worker.name,
+                    actor,
+                    self._worker_needs,
+                    is_new=not worker.lives,
+                    processes=len(worker.actors),
+                )
                 for actor in worker.actors
             ]
+            worker.is_placed = True
             hosts = ", ".join(place.host for place in places)
             self._say(worker.name, f"starts on {hosts}")
             code: int | None = None
             try:
                 code = await self._life(worker, token)
             except _LostError:
+                worker.is_placed = False
                 self._say(worker.name, "its actor or node was lost; it starts again")
             if code is not None:
                 failures += code != 0
                 if not code or failures > self._run.restarts:
                     seconds = time.monotonic() - begin
-                    return Ended(worker.name, code, worker.lives, seconds, False)
+                    worker.ended = Ended(
+                        worker.name, code, worker.lives, seconds, stopped=False
+                    )
+                    # Its place is for workers that wait for one.
+                    await self._within(self._limit, self._ended(worker))
+                    worker.remove()
+                    return worker.ended
                 number = f"{failures} of {self._run.restarts}"
                 self._say(worker.name, f"starts again ({number})")
             worker.lives += 1
@@ -360,14 +417,14 @@ class Driver:
 
     async def _end(self) -> None:
         """Ends the workers, then the center."""
-        limit = self._run.grace + _MARGIN
-        await self._within(limit, *(self._ended(each) for each in self._workers))
-        if self._center is None:
+        left = [each for each in self._workers if each.is_placed]
+        await self._within(self._limit, *map(self._ended, left))
+        if not self._center_node:
             return
         status = await self._within(_SOON, self._insist(self._center.status.remote))
         if status and status[0]:
             self._version = status[0]["version"]
-        await self._within(limit, self._ended_center())
+        await self._within(self._limit, self._ended_center())
 
     async def _ended(self, worker: _Worker) -> None:
         """Ends a worker, and shows its last words."""
@@ -399,22 +456,71 @@ class Driver:
         """Nothing of the run stays in the cluster; what is in its storage stays."""
         for worker in self._workers:
             worker.remove()
-        if self._center is not None:
-            with contextlib.suppress(RayError):
-                ray.kill(self._center)
+        for actor in (self._center, self._claim):
+            if actor is not None:
+                with contextlib.suppress(RayError):
+                    ray.kill(actor)
 
     # What is said, and calls of actors.
 
-    async def _placed(self, name: str, actor: Any, needs: Mapping[str, float]) -> Place:
-        """Where an actor is, once there is room for it."""
+    async def _placed(
+        self,
+        name: str,
+        actor: Any,
+        needs: Mapping[str, float],
+        *,
+        is_new: bool,
+        processes: int = 1,
+    ) -> Place:
+        """Where an actor is, once there is room for it.
+
+        Args:
+          name: of its task.
+          actor: that is waited for.
+          needs: of it.
+          is_new: whether its task has never run. Then what no node has, even an idle
+            one, is given up after a time; what has run and was lost waits for a node
+            that is added, and its run goes on meanwhile.
+          processes: of its task, which are placed together.
+        """
+        where = f"a node with {_said(needs)}"
+        if processes > 1:
+            where = f"{processes} places ({self._strategy}), each on {where}"
         call = asyncio.create_task(self._insist(actor.where.remote))
+        begin = hopeful = time.monotonic()
+        say_at, pause = begin + _SOON, _AGAIN
         try:
-            done, _ = await asyncio.wait([call], timeout=_SOON)
-            if not done:
-                self._say(name, f"waits for a node with {_said(needs)}")
-            return await call
+            while not (await asyncio.wait([call], timeout=_SOON))[0]:
+                now, why = time.monotonic(), ""
+                if self._could_hold(name, needs, processes):
+                    hopeful = now
+                else:
+                    why = ", which no node of the cluster has, even an idle one"
+                if is_new and now - hopeful >= self._give_up:
+                    raise errors.InvalidArgumentError(
+                        f"{name} has waited {now - hopeful:.0f} s (give-up in [ray]) "
+                        f"for {where}{why}: change what it needs, or add nodes"
+                    )
+                if now >= say_at:
+                    self._say(name, f"waits for {where}{why}")
+                    say_at, pause = now + pause, min(2 * pause, _SELDOM)
+            return call.result()
         finally:
             call.cancel()
+
+    def _could_hold(
+        self, name: str, needs: Mapping[str, float], processes: int
+    ) -> bool:
+        """Whether the cluster has room for a task where only the center is."""
+        nodes = {
+            node["NodeID"]: dict(node["Resources"])
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+        if name != CENTER and (there := nodes.get(self._center_node)):
+            for resource, amount in self._center_needs.items():
+                there[resource] = there.get(resource, 0.0) - amount
+        return can_hold(list(nodes.values()), needs, processes, self._strategy)
 
     async def _insist(
         self, call: Callable[..., Awaitable[Any]], *arguments: Any
@@ -439,22 +545,27 @@ class _Worker:
     """The driver's end of a worker.
 
     Attributes:
-      rank, name: of it.
+      name: of it.
       actors: of its processes.
       lives: starts so far, but for the first.
       seen: of each process the life and the lines that were seen.
+      ended: how it ended for good; None before.
+      is_placed: whether its actors are somewhere, and not lost since.
     """
 
-    def __init__(
-        self, rank: int, name: str, group: PlacementGroup, actors: list[Any]
-    ) -> None:
-        self.rank, self.name, self.actors = rank, name, actors
+    def __init__(self, name: str, group: PlacementGroup) -> None:
+        self.name, self.actors = name, list[Any]()
         self.lives = 0
         self.seen: dict[int, tuple[str, int]] = {}
+        self.ended: Ended | None = None
+        self.is_placed, self._is_removed = False, False
         self._group = group
 
     def remove(self) -> None:
         """Its actors and its placement group."""
+        if self._is_removed:
+            return
+        self.is_placed, self._is_removed = False, True
         with contextlib.suppress(RayError):
             for actor in self.actors:
                 ray.kill(actor)
@@ -488,7 +599,11 @@ def _as_options(needs: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _said(needs: Mapping[str, float]) -> str:
-    return ", ".join(f"{value:g} {name}" for name, value in needs.items())
+    said = (
+        f"{value / 2**30:g} GiB" if name == "memory" else f"{value:g} {name}"
+        for name, value in needs.items()
+    )
+    return ", ".join(said)
 
 
 def _is_at_fault(ended: Ended) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import sys
 import time
 
@@ -15,6 +16,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the first scenario")
     parser.add_argument("--count", type=int, default=1, help="of scenarios")
     parser.add_argument("--jobs", type=int, default=1, help="scenarios at a time")
+    parser.add_argument(
+        "--recovers",
+        type=float,
+        default=scenario.PLAIN.recovers,
+        help="seconds in which survivors must go on: more on a machine that is busy",
+    )
     parser.add_argument(
         "--growth", type=int, help="instead, so many exchanges of one scenario"
     )
@@ -32,9 +39,11 @@ def main():
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
     ):
         outcomes = []
-        for outcome in pool.map(
-            lambda seed: runner.run(scenario.drawn(seed), spares), seeds
-        ):
+        drawn = (
+            dataclasses.replace(scenario.drawn(seed), recovers=options.recovers)
+            for seed in seeds
+        )
+        for outcome in pool.map(lambda each: runner.run(each, spares), drawn):
             outcomes.append(outcome)
             _print(outcome)
     broken = [each.scenario.seed for each in outcomes if each.broken]

@@ -2,9 +2,13 @@
 
 import jax
 import numpy as np
+from chaos import model
+from chaos.tally import in_turn
 
 import agn_optax
 from agn_optax.center import Journal
+
+_ROUNDING = 1e-3  # of an element, by codecs whose errors add up
 
 
 def check_counts(seen, tallies, scenario, broken):
@@ -20,6 +24,9 @@ def check_counts(seen, tallies, scenario, broken):
         return
     for number, tally in enumerate(tallies):
         moved = -seen[number]
+        if scenario.codec == "chained":
+            whole = np.round(moved)
+            moved = np.where(np.abs(moved - whole) < _ROUNDING, whole, moved)
         least = np.zeros_like(tally.least) if scenario.is_lossy else tally.least
         lost, twice = np.sum(moved < least), np.sum(moved > tally.most)
         if lost or twice or np.any(moved != np.round(moved)):
@@ -27,6 +34,46 @@ def check_counts(seen, tallies, scenario, broken):
     rest = np.delete(seen, range(len(tallies)), axis=0)
     if np.any(rest):
         broken.append("the center has moved where nobody has moved it")
+
+
+def check_turns(seen, tallies, scenario, broken):
+    """Of workers that resume: the center has their first steps, in turn, each once."""
+    if not scenario.resumes:
+        return
+    for number in range(len(tallies)):
+        moved = -seen[number]
+        if np.any(moved != in_turn(int(np.sum(moved)), len(moved))):
+            broken.append(f"worker {number}: there are steps without those before")
+
+
+def check_claims(params, tallies, scenario, broken):
+    """Messages have claimed the steps and the weight of what they moved.
+
+    Args:
+      params: the center, whose leaf ``b`` has added up weights and steps.
+      tallies: of the workers, each of whose steps weighs its number and 1.
+      scenario: that was run.
+      broken: where what is broken is put.
+    """
+    if not scenario.weighs:
+        return
+    moved = -model.table(params).sum(axis=1)[: len(tallies)]
+    weight, steps, _ = np.asarray(params["b"])
+    for name, claimed, made in (
+        ("weight", weight, moved @ np.arange(1, len(tallies) + 1)),
+        ("steps", steps, moved.sum()),
+    ):
+        if claimed != made:
+            broken.append(f"messages claim {name} {claimed:g}, and moved {made:g}")
+
+
+def check_public(params, public, scenario, broken):
+    """The center that workers see is the exact one, but for what its codec loses."""
+    if scenario.codec != "two_way":
+        return
+    wrong = np.max(np.abs(model.table(params) - model.table(public)))
+    if wrong > 1:  # the last message of each
+        broken.append(f"workers see a center that is off by {wrong}")
 
 
 def check_conservation(seen, ends, tallies, broken):

@@ -16,7 +16,7 @@ import numpy as np
 import talking
 
 _HERE = pathlib.Path(__file__).parent
-_PATIENCE = 60.0  # seconds that nothing here takes
+_PATIENCE = 240.0  # seconds that nothing here takes, on a machine that is busy
 
 
 class Held(NamedTuple):

@@ -1,12 +1,17 @@
 """Runs a scenario: real processes, real connections, and what happens to them."""
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import random
+import secrets
+import shutil
 import tempfile
 import time
 
+import certificates
 import numpy as np
 import ports
 from chaos import laws, model
@@ -71,7 +76,6 @@ class Served:
         self.ports = ports.in_a_row(2)
         self._options = [
             *options,
-            "--open",  # for workers reach it at other addresses
             f"--address={HOST}:{self.ports[0]}",
             f"--direct-address={HOST}:{self.ports[1]}",
         ]
@@ -101,6 +105,7 @@ class Run(contextlib.ExitStack):
     def __init__(self, scenario, spares, folder):
         super().__init__()
         self._scenario, self._spares, self._folder = scenario, spares, folder
+        self._tokens = {}  # of workers by their names, and of whoever else calls by "*"
         self._own = {}  # workers' processes that are there, by number
         self._over = []  # what ends a fault: when, and how
         self.tallies = [
@@ -117,23 +122,24 @@ class Run(contextlib.ExitStack):
     def _serve(self):
         chosen = self._scenario
         count = {"one": 1, "shards": 2, "tree": 1}[chosen.centers]
+        own = [*chosen.options, *self._access()]
         # Sites whose moves a parent drops have lost them: it applies them all.
         mode = [] if chosen.centers == "tree" else chosen.mode_options
         self.centers = [
-            self._begun([*chosen.options, *mode, *self._kept(number)])
-            for number in range(count)
+            self._begun([*own, *mode, *self._kept(number)]) for number in range(count)
         ]
         self.fronts, self._uplinks = self.centers, []  # what workers talk to
         if chosen.centers == "tree":
             root = self.centers[0]
-            with service.connect(root.address, self._rule) as center:
+            with self._connected(root.address) as center:
                 center.initialize(model.params(chosen.slots), worker="root")
             self._uplinks = [self._proxy([root], f"127.0.2.{n + 1}") for n in range(2)]
             self.fronts = [
                 self._begun(
                     [
-                        *chosen.options,
+                        *own,
                         *chosen.mode_options,
+                        *self._parent_access(),
                         f"--parent=127.0.2.{number + 1}:{root.ports[0]}",
                         "--parent-period=3",
                     ]
@@ -144,6 +150,44 @@ class Run(contextlib.ExitStack):
         for number in range(chosen.workers):
             host = f"127.0.1.{number + 1}"
             self.links.append(self._proxy(self._fronts_of(number), host))
+
+    def _access(self):
+        """Options of a center: who may call."""
+        if not self._scenario.secure:
+            return ["--open"]  # for workers reach it at other addresses
+        names = [f"w{number}" for number in range(self._scenario.workers)]
+        self._tokens = {name: secrets.token_hex(16) for name in [*names, "*"]}
+        lines = [f"chief {name} {self._tokens[name]}" for name in names]
+        lines.append(f"chief,operator * {self._tokens['*']}")
+        tokens, own = self._folder / "tokens", self._folder / "own.token"
+        for path, text in ((tokens, "\n".join(lines)), (own, self._tokens["*"])):
+            path.touch(mode=0o600)
+            path.write_text(text)
+        certificate, key = _certificate()
+        return [
+            f"--tokens={tokens}",
+            f"--tls-certificate={certificate}",
+            f"--tls-key={key}",
+        ]
+
+    def _parent_access(self):
+        """Options of a site: by what its parent knows it."""
+        if not self._scenario.secure:
+            return []
+        own = self._folder / "own.token"
+        return [f"--parent-tls-ca={_certificate()[0]}", f"--parent-token-file={own}"]
+
+    def _connected(self, addresses):
+        """A center, or one in shards, for the driver."""
+        delay = self._scenario.delay
+        in_parts = delay is not None and len(addresses) == len(model.OFFSETS)
+        return service.connect(
+            addresses,
+            self._rule,
+            tls=service.Tls(_certificate()[0]) if self._tokens else None,
+            token=self._tokens.get("*"),
+            fragments=model.fragments(delay) if in_parts else None,
+        )
 
     def _begun(self, options):
         served = Served(options, self._spares)
@@ -173,7 +217,8 @@ class Run(contextlib.ExitStack):
 
     @property
     def _rule(self):
-        return model.rule(self._scenario.rule, self._scenario.codec)
+        chosen = self._scenario
+        return model.rule(chosen.rule, chosen.codec, chosen.weighs)
 
     def _start(self, number):
         """A life of a worker."""
@@ -194,6 +239,13 @@ class Run(contextlib.ExitStack):
             patience=chosen.patience,
             timeout=TIMEOUT,
             transports=[chosen.transports[number]],
+            ca=str(_certificate()[0]) if self._tokens else None,
+            token=self._tokens.get(f"w{number}"),
+            burst=chosen.burst,
+            delay=chosen.delay,
+            weighs=chosen.weighs,
+            refuses=chosen.refuses,
+            checkpoints=str(self._folder / f"kept-by-{number}") * chosen.resumes,
             tally=str(self._folder / f"tally-{number}"),
             end=str(self._folder / f"end-{number}.npy"),
             clock=str(worker.clock.path),
@@ -426,8 +478,10 @@ class Run(contextlib.ExitStack):
             for site in self.fronts:
                 self._drain(site, outcome)
         addresses = [center.address for center in self.centers]
-        with service.connect(addresses, self._rule) as center:
-            seen = np.asarray(center.pull().params["w"])
+        with self._connected(addresses) as center:
+            params = center.pull().params
+            public = center.pull(public=True).params
+        seen = model.table(params)
         parts = [self._pulled(each) for each in self.centers]
         for each in self.centers:
             if chosen.end == "drain":
@@ -440,6 +494,9 @@ class Run(contextlib.ExitStack):
             if (path := self._folder / f"end-{number}.npy").exists()
         }
         laws.check_counts(seen, self.tallies, chosen, outcome.broken)
+        laws.check_turns(seen, self.tallies, chosen, outcome.broken)
+        laws.check_claims(params, self.tallies, chosen, outcome.broken)
+        laws.check_public(params, public, chosen, outcome.broken)
         if chosen.conserves:
             laws.check_conservation(seen, ends, self.tallies, outcome.broken)
         if chosen.durability == "journal":
@@ -449,5 +506,17 @@ class Run(contextlib.ExitStack):
 
     def _pulled(self, served):
         """What one center has, which may be a shard."""
-        with service.connect(served.address, self._rule) as center:
+        with self._connected(served.address) as center:
             return center.pull().params
+
+
+@functools.cache
+def _certificate():
+    """Of all addresses that a center is seen at, and its key."""
+    folder = tempfile.mkdtemp(prefix="agn-optax-chaos-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    hosts = [HOST]
+    hosts += [f"127.0.1.{number + 1}" for number in range(model.WORKERS)]
+    hosts += [f"127.0.2.{number + 1}" for number in range(2)]
+    names = ",".join(f"IP:{host}" for host in hosts)
+    return certificates.make(pathlib.Path(folder), names)

@@ -3,6 +3,8 @@
 import dataclasses
 import random
 
+from chaos import model
+
 LEASE = 4.0  # seconds
 TIMEOUT = 3.5  # seconds after which a silent center is tried on another connection
 BEGIN, END = 0.3, 4.0  # seconds in which faults begin
@@ -53,7 +55,15 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A record of all that is chosen."""
+    """A record of all that is chosen.
+
+    Attributes:
+      delay: local steps that a fragment is on its way; None without fragments.
+      resumes: whether workers go on from checkpoints, `Resumable`.
+      secure: whether all speak TLS, and workers have tokens.
+      weighs: whether messages claim weights, which the center adds up.
+      refuses: whether some steps are bad, and the center refuses their messages.
+    """
 
     seed: int
     mode: str
@@ -67,6 +77,11 @@ class Scenario:
     patience: int | None
     end: str  # of the centers: "drain" or "kill"
     faults: tuple[Fault, ...]
+    delay: int | None = None
+    resumes: bool = False
+    secure: bool = False
+    weighs: bool = False
+    refuses: bool = False
     recovers: float = 2 * LEASE  # seconds in which survivors must go on
 
     @property
@@ -80,14 +95,24 @@ class Scenario:
     @property
     def options(self):
         """Of the command that serves a center."""
-        named = [f"--rule={self.rule}", f"--lease={LEASE}"]
-        named += ["--moving-rate=0.25"] if self.rule == "easgd" else []
-        return named + ([] if self.codec == "none" else [f"--codec={self.codec}"])
+        named = model.rule_options(self.rule, self.codec, self.weighs)
+        return [*named, f"--lease={LEASE}"]
 
     @property
     def mode_options(self):
         """More of them, for a center that workers talk to."""
-        return _MODES[self.mode]
+        refused = [f"--refuse-norm={model.REFUSED_NORM}"] if self.refuses else []
+        return _MODES[self.mode] + refused
+
+    @property
+    def is_sparse(self):
+        """Whether messages leave out what is then owed."""
+        return self.codec in model.SPARSE
+
+    @property
+    def burst(self):
+        """Steps in a row of which the first moves as many slots, the others none."""
+        return 2 if self.is_sparse else 1
 
     @property
     def is_lossy(self):
@@ -119,7 +144,11 @@ class Scenario:
         return (
             f"{self.rule} {self.mode} {'/'.join(self.transports)} {self.centers} "
             f"{self.durability} {self.codec} {self.size}"
-            f"{' overlap' * self.overlap}{patience}, {self.end} at the end"
+            f"{' overlap' * self.overlap}{patience}"
+            f"{'' if self.delay is None else f' fragments delay {self.delay}'}"
+            f"{' resumable' * self.resumes}{' secure' * self.secure}"
+            f"{' weights' * self.weighs}{' refusals' * self.refuses}"
+            f", {self.end} at the end"
         )
 
 
@@ -153,11 +182,26 @@ def drawn(seed):
     if centers == "tree" or elastic:
         durability = "journal"
     overlap = rng.random() < 0.3
+    one_by_one = mode in ("asynchronous", "versions", "rounds")
+    delay = None
+    # In rounds, a worker that flushes one fragment waits for another one that flushes
+    # the other: see docs/reliability.md.
+    if centers == "shards" and one_by_one and not elastic and rng.random() < 0.6:
+        delay = 0 if overlap else rng.choice([0, 1, 2])
+    weighs = centers == "one" and one_by_one and not elastic and rng.random() < 0.3
+    codec = "none" if elastic or weighs else rng.choice(list(model.CODECS))
+    # Of a message that is dropped or refused, what a worker has is not in turn.
+    drops = mode in ("versions", "quorum-drop")
+    in_turn = not elastic and codec not in model.SPARSE and not drops
+    resumes = (
+        in_turn and durability == "journal" and delay is None and rng.random() < 0.4
+    )
+    refuses = not elastic and not resumes and rng.random() < 0.25
     chosen = Scenario(
         seed=seed,
         mode=mode,
         rule=rule,
-        codec="none" if elastic else rng.choice(["none", "none", "bfloat16", "int8"]),
+        codec=codec,
         transports=tuple(
             rng.choice(["memory", "socket", "grpc"]) for _ in range(rng.randint(2, 4))
         ),
@@ -168,6 +212,11 @@ def drawn(seed):
         patience=None if overlap or rng.random() < 0.6 else 0,
         end=rng.choice(["drain", "kill"]) if durability == "journal" else "drain",
         faults=(),
+        delay=delay,
+        resumes=resumes,
+        secure=rng.random() < 0.3,
+        weighs=weighs,
+        refuses=refuses,
     )
     faults = [_fault(rng, chosen) for _ in range(rng.randint(1, 4))]
     faults.sort(key=lambda fault: fault.at)

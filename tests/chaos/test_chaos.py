@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from chaos import growth, laws, runner, scenario
+from chaos import growth, laws, model, runner, scenario
 from chaos.processes import Spares
 from chaos.scenario import PLAIN, Fault
-from chaos.tally import Tally
+from chaos.tally import Tally, in_turn
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,6 +51,30 @@ CHOSEN = {
 }
 
 
+KILLS = (Fault(0.4, "kill", 0, amount=1), Fault(0.8, "kill center", 0))
+CHOSEN |= {
+    "top-k and killed workers": {"codec": "top_k", "faults": KILLS},
+    "chained codecs and a cut": {
+        "codec": "chained",
+        "mode": "quorum-drop",
+        "faults": (Fault(0.4, "cut", 0), Fault(0.7, "stop", 1, seconds=0.5)),
+    },
+    "answers in differences": {"codec": "two_way", "overlap": True, "faults": KILLS},
+    "fragments that are on their way": {
+        "centers": "shards",
+        "delay": 1,
+        "faults": (*KILLS, Fault(0.6, "leave", 1)),
+    },
+    "workers that resume": {"resumes": True, "faults": KILLS},
+    "TLS and tokens": {"secure": True, "faults": (*KILLS, Fault(0.6, "replay", 1))},
+    "weights": {"weighs": True, "faults": KILLS},
+    "messages that are refused": {
+        "refuses": True,
+        "faults": (Fault(0.4, "outage", 1, seconds=0.5), *KILLS),
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def spares():
     with Spares(workers=3, centers=1) as made:
@@ -81,7 +105,8 @@ def test_a_seed_is_a_scenario():
     seeds = range(300)
     assert scenario.drawn(7) == scenario.drawn(7)
     drawn = [scenario.drawn(seed) for seed in seeds]
-    for name in ("mode", "rule", "codec", "centers", "durability", "size", "overlap"):
+    names = "mode rule codec centers durability size overlap delay resumes secure"
+    for name in [*names.split(), "weighs", "refuses"]:
         kinds = {getattr(each, name) for each in drawn}
         assert len(kinds) > 1, name
     kinds = {fault.kind for each in drawn for fault in each.faults}
@@ -152,6 +177,52 @@ def test_what_elastic_averaging_loses_is_seen(tally):
     laws.check_conservation(seen, ends, [tally], broken)
     assert not broken
     laws.check_conservation(seen / 2, ends, [tally], broken)
+    assert broken
+
+
+def test_step_that_is_made_again_is_the_same_step(tally):
+    for number in (0, 1, 2, 1, 2, 3):
+        tally.begin(number, [number])
+    assert tally.steps() == 2 + 4
+    tally.settle_first(3)
+    tally.settle_first(2)
+    assert tally.least.tolist() == [1, 1, 1, 0]
+
+
+def broken_claims(weight, steps):
+    weighs = dataclasses.replace(PATIENT, weighs=True)
+    params = model.params(4)
+    params["u"][1, 0] = -2  # of the second worker, whose steps weigh 2
+    params["b"][:] = weight, steps, 1
+    broken = []
+    laws.check_claims(params, [None, None], weighs, broken)
+    return broken
+
+
+def test_claims_that_are_not_what_was_moved_are_seen():
+    assert not broken_claims(4, 2)
+    assert "weight 6, and moved 4" in broken_claims(6, 2)[0]
+    assert "steps 3, and moved 2" in broken_claims(4, 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("moved", "holds"), [([2, 2, 1, 1], True), ([2, 1, 2, 1], False)]
+)
+def test_steps_without_those_before_them_are_seen(moved, holds):
+    resumes, broken = dataclasses.replace(PATIENT, resumes=True), []
+    laws.check_turns(-np.array([moved], np.float32), [None], resumes, broken)
+    assert bool(broken) != holds
+    assert in_turn(6, 4).tolist() == [2, 2, 1, 1]
+
+
+def test_public_center_that_does_not_follow_is_seen():
+    two_way = dataclasses.replace(PATIENT, codec="two_way")
+    exact, public, broken = model.params(4), model.params(4), []
+    exact["w"][0] = 0.5
+    laws.check_public(exact, public, two_way, broken)
+    assert not broken
+    exact["w"][0] = 5
+    laws.check_public(exact, public, two_way, broken)
     assert broken
 
 

@@ -16,10 +16,12 @@ from chaos import model
 from chaos.tally import Tally
 
 import agn_optax
-from agn_optax import errors, service
+from agn_optax import checkpoint, errors, service
 
 PACE = 0.005  # seconds between two steps
 INNER = optax.sgd(1.0)
+BAD_EVERY = 17  # steps, where some are bad
+OWED = 1e-3  # of an element: less of it is rounding
 
 
 class Training:
@@ -32,6 +34,14 @@ class Training:
         self._joined = threading.Event()
         self._go = threading.Event()
         self._in_flight, self._fresh = [], []  # slots of steps that have not landed
+        # Where an answer does not say which steps are in the center, nothing is certain
+        # before all are.
+        self._settles = (
+            told["burst"] > 1 or told["delay"] is not None or bool(told["checkpoints"])
+        )
+        # The next step; in a dict, for `Resumable` fills it.
+        first = 0 if told["checkpoints"] else self._tally["made"]
+        self._at = {"step": np.array(first)}
         self._seen = None  # version
         self.failure = ""
         self._thread = threading.Thread(target=self._run)
@@ -49,7 +59,7 @@ class Training:
 
     def stop(self):
         """The last steps are exchanged, and the worker leaves."""
-        self._end = time.monotonic() + self._told["limit"]
+        self._until = time.monotonic() + self._told["limit"]
         self._stopping.set()
         self._go.set()
         self._thread.join(self._told["limit"])
@@ -59,33 +69,48 @@ class Training:
 
     def _run(self):
         try:
-            rule = model.rule(self._told["rule"], self._told["codec"])
+            told = self._told
+            rule = model.rule(told["rule"], told["codec"], told["weighs"])
             with self._connected(rule) as center:
                 worker = agn_optax.Worker(
                     center,
                     INNER,
-                    period=1,
-                    name=self._told["worker"],
-                    overlap=self._told["overlap"],
-                    patience=self._told["patience"],
+                    period=1 if self._fragments is None else model.PERIOD,
+                    name=told["worker"],
+                    overlap=told["overlap"],
+                    patience=told["patience"],
+                    fragments=self._fragments,
                 )
+                if told["checkpoints"]:
+                    worker = checkpoint.Resumable(
+                        worker, told["checkpoints"], at=self._at
+                    )
                 loop = self._start(worker)
                 self._joined.set()
                 self._go.wait()
                 loop = self._train(worker, loop)
-                np.save(self._told["end"], np.asarray(loop[0]["w"]))
+                np.save(told["end"], model.table(loop[0]))
                 worker.leave()
         except Exception as error:
             self.failure = f"{self._told['worker']}: {error!r}"
             self._joined.set()  # it never will
 
+    @property
+    def _fragments(self):
+        delay = self._told["delay"]
+        return None if delay is None else model.fragments(delay)
+
     def _connected(self, rule):
+        ca = self._told["ca"]
         return self._insist(
             lambda: service.connect(
                 self._told["address"],
                 rule,
                 timeout=self._told["timeout"],
                 transports=self._told["transports"],
+                tls=None if ca is None else service.Tls(ca),
+                token=self._told["token"],
+                fragments=self._fragments,
             )
         )
 
@@ -116,52 +141,111 @@ class Training:
         loop = self._insist(start, errors.NameTakenError)
         self._seen = worker.version
         self._in_flight, self._fresh = [], []
+        if getattr(worker, "resumed", False):
+            # What the checkpoint was written for has been sent, and answered.
+            self._tally.settle_first(int(self._at["step"]))
         return loop
 
     def _train(self, worker, loop):
-        step = 0
         while True:
             try:
                 if self._stopping.is_set() or self._pausing.is_set():
-                    loop = self._exchange(worker, worker.flush, loop)
+                    loop = self._settled(worker, loop)
                     if self._stopping.is_set():
                         return loop
                     self._pausing.clear()
                     worker.leave()
                     loop = self._start(worker)
-                slot = step % self._told["slots"]
-                step += 1
-                loop = _moved(worker.tx, *loop, self._told["row"], slot)
-                self._tally.most[slot] += 1
-                self._fresh.append(slot)
-                loop = self._exchange(worker, worker.exchange, loop)
+                loop = self._step(worker, loop)
             except errors.WorkerStateError:  # the center is another one
                 self._tally.add("lost")
                 loop = self._start(worker)
+            except errors.MessageRefusedError:  # too many in a row
+                loop = self._start(worker)
             self._stopping.wait(PACE)
+
+    def _step(self, worker, loop):
+        """A local step, and its exchange if it is time for one."""
+        step = int(self._at["step"])
+        self._at["step"] = np.array(step + 1)
+        slots = self._slots(worker, step)
+        if self._told["refuses"] and step % BAD_EVERY == BAD_EVERY - 1:
+            bad = model.BAD[step // BAD_EVERY % len(model.BAD)]
+            loop = self._moved(worker, loop, slots, bad)
+        else:
+            self._tally.begin(step, slots)
+            self._fresh += slots
+            loop = self._moved(worker, loop, slots, 1.0)
+        weight = self._told["row"] + 1 if self._told["weighs"] else None
+        exchange = functools.partial(worker.exchange, weight=weight)
+        return self._exchange(worker, exchange, loop)
+
+    def _slots(self, worker, step):
+        """Those that a step moves: one in turn, or several now and then none."""
+        slots, burst = self._told["slots"], self._told["burst"]
+        if self._told["delay"]:
+            # What is done to a fragment while it is on its way is lost by design.
+            halves = [[step % (slots // 2)], [slots // 2 + step % (slots - slots // 2)]]
+            ways = zip(worker._workers, halves, strict=True)
+            free = [half for each, half in ways if not each._in_flight]
+            return free[step % len(free)] if free else []
+        return [(step + n) % slots for n in range(0 if step % burst else burst)]
+
+    def _moved(self, worker, loop, slots, amount):
+        moves = np.zeros(self._told["slots"], np.float32)
+        moves[slots] = amount
+        return _moved(worker.tx, *loop, self._told["row"], moves)
+
+    def _settled(self, worker, loop):
+        """All steps are in the center; so is what is owed."""
+        loop = self._exchange(worker, worker.flush, loop)
+        while self._told["burst"] > 1 and _owed(loop[1]) > OWED:
+            loop = self._moved(worker, loop, [], 0.0)
+            loop = self._exchange(worker, worker.exchange, loop)
+            loop = self._exchange(worker, worker.flush, loop)
+            if self._stopping.is_set() and time.monotonic() > self._until:
+                raise TimeoutError(f"{_owed(loop[1])} is owed")
+        if self._told["checkpoints"]:
+            self._tally.settle_first(int(self._at["step"]))
+        elif self._settles:
+            self._tally.settle(self._fresh)
+            self._fresh = []
+        return loop
 
     def _exchange(self, worker, exchange, loop):
         while True:
-            exchanges, dropped = worker.exchanges, worker.dropped
+            before = worker.exchanges, worker.dropped, worker.refused
             try:
                 return exchange(*loop)
             except errors.CenterUnreachableError:
-                if self._stopping.is_set() and time.monotonic() > self._end:
+                if self._stopping.is_set() and time.monotonic() > self._until:
                     raise
             finally:
-                self._account(worker, exchanges, worker.dropped - dropped)
+                after = worker.exchanges, worker.dropped, worker.refused
+                self._account(worker, before[0], *np.subtract(after, before)[1:])
 
-    def _account(self, worker, exchanges, dropped):
+    def _account(self, worker, exchanges, dropped, refused):
         """Which steps are in the center for sure."""
+        self._tally.add("refused", refused)
+        # One that leaves elements out is owed them again, unless some shards have it.
+        if refused or (dropped and (len(self._told["address"]) > 1)):
+            self._in_flight, self._fresh = [], []  # which are forgotten, perhaps
+        if self._settles:
+            self._tally.add("landed", worker.exchanges - exchanges)
+            self._see(worker, exchanges)
+            return
         for _ in range(worker.exchanges - exchanges):
             landed, self._in_flight = self._in_flight or self._fresh, []
             if landed is self._fresh:
                 self._fresh = []
             if not dropped:  # else the center goes on without them
-                np.add.at(self._tally.least, landed, 1)
+                self._tally.settle(landed)
             self._tally.add("landed")
         if worker._in_flight and not self._in_flight:
             self._in_flight, self._fresh = self._fresh, []
+        self._see(worker, exchanges)
+
+    def _see(self, worker, exchanges):
         if worker.exchanges > exchanges:
             seen, now = np.atleast_1d(self._seen), np.atleast_1d(worker.version)
             if np.any(now < seen):
@@ -184,11 +268,20 @@ def where():
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def _moved(tx, params, state, row, slot):
-    zeros = jax.tree.map(jax.numpy.zeros_like, params)
-    gradient = {**zeros, "w": zeros["w"].at[row, slot].set(1.0)}
+def _moved(tx, params, state, row, moves):
+    gradient = jax.tree.map(jax.numpy.zeros_like, params)
+    half = gradient["u"].shape[1]
+    for name, part in (("u", moves[:half]), ("w", moves[half:])):
+        gradient[name] = gradient[name].at[row].set(part)
     updates, state = tx.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
+
+
+def _owed(state):
+    """How much error feedback has kept for later messages."""
+    states = getattr(state, "fragments", [state])
+    residuals = [each.codec_state.residual for each in states]
+    return sum(float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(residuals))
 
 
 class Commands:

@@ -6,9 +6,11 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
+import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,8 @@ from orbax.checkpoint import v1
 
 from agn_optax import center, errors, rules
 from agn_optax.engines import Ray, Resources, Run
+from agn_optax.engines._ray_actors import Supervisor, reserved
+from agn_optax.engines._ray_room import can_hold
 
 # A node of Ray's is there after seconds, and on a busy machine after a minute.
 LIMIT = 240
@@ -97,6 +101,7 @@ def test_a_worker_of_several_processes_has_nodes_for_them(here):
         ({"settings": {"on_failure": "no"}}, "on-failure in [ray] must be one of stop"),
         ({"settings": {"worker_needs": {"GPU": 1.0}}}, "got GPU = 1; cpus, gpus"),
         ({"settings": {"center_needs": {"x": -1.0}}}, "got x = -1; cpus, gpus"),
+        ({"settings": {"give_up": 0.0}}, "give-up in [ray] must be a positive number"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(changes, said):
@@ -133,6 +138,52 @@ def test_a_center_elsewhere_needs_no_storage():
     (about, line) = Ray(run).commands()
     assert about == "# actor run-worker-0, with {'CPU': 2.0}"
     assert "AGN_OPTAX_CENTER=192.0.2.1:5" in line
+
+
+@pytest.mark.parametrize(
+    ("strategy", "most"),
+    [("STRICT_SPREAD", 2), ("STRICT_PACK", 3), ("SPREAD", 5), ("PACK", 5)],
+)
+def test_idle_nodes_hold_as_many_processes_as_their_strategy_allows(strategy, most):
+    nodes = [{"CPU": 3.0, "GPU": 0.3}, {"CPU": 2.0, "GPU": 8.0}, {"CPU": 64.0}]
+    needs = {"CPU": 1.0, "GPU": 0.1}
+    held = [n for n in range(1, 9) if can_hold(nodes, needs, n, strategy)]
+    assert held == list(range(1, most + 1))
+
+
+def test_what_no_node_has_is_held_by_none():
+    assert not can_hold([{"CPU": 4.0}], {"CPU": 1.0, "TPU": 1.0}, 1, "PACK")
+    assert not can_hold([], {"CPU": 1.0}, 1, "STRICT_PACK")
+    assert can_hold([{"CPU": 1.0}], {}, 2, "PACK")
+
+
+def test_port_of_a_coordinator_is_given_to_nobody_else():
+    host = "127.0.0.1"
+    with reserved(host) as kept:
+        port = kept.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, port))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        # JAX's coordinator is a server of gRPC.
+        server = grpc.server(None)
+        assert server.add_insecure_port(f"{host}:{port}") == port
+        server.start()
+        with grpc.insecure_channel(f"{host}:{port}") as channel:
+            grpc.channel_ready_future(channel).result(waiting.LIMIT)
+        server.stop(None)
+
+
+def test_driver_that_takes_over_is_shown_what_none_has_shown():
+    said = Supervisor()
+    for number in range(3):
+        said._hear("center", f"line {number}")
+    life, seen = said.shown()
+    first = said.look(life, seen, 0)
+    assert first.lines == ["line 0", "line 1", "line 2"]
+    said.look(life, first.seen, 0)  # the driver has shown them
+    said._hear("center", "line 3")
+    assert said.look(*said.shown(), 0).lines == ["line 3"]
 
 
 def test_without_ray_it_says_what_to_install(here, monkeypatch):
@@ -175,10 +226,10 @@ def cluster():
 
 
 @contextlib.contextmanager
-def launched(folder):
+def launched(folder, *options):
     """A driver, and what it says."""
     command, environment = python(
-        *("-m", "agn_optax.cli", "launch", "run.toml", "--on=ray", "--json")
+        *("-m", "agn_optax.cli", "launch", "run.toml", "--on=ray", "--json", *options)
     )
     with (folder / "said").open("ab") as said, (folder / "summary").open("wb") as out:
         process = subprocess.Popen(  # noqa: S603 our own program
@@ -202,6 +253,17 @@ class Watch:
 
     def said(self, text):
         return text in (self._folder / "said").read_text()
+
+    def said_once(self):
+        """No line of the center's program was shown twice."""
+        lines = (self._folder / "said").read_text().splitlines()
+        own = [line for line in lines if line.startswith("center") and "|" in line]
+        served = [line for line in own if "| serving at" in line]
+        assert served
+        assert len(set(served)) == len(served)
+
+    def summary(self):
+        return json.loads((self._folder / "summary").read_text())
 
     def done(self, rank):
         """Slots that were acknowledged."""
@@ -234,6 +296,20 @@ class Watch:
             assert np.all(row[done] == 1)
             assert set(np.unique(row)) <= {0, 1}
             assert not np.any(row[self.tried(rank) :])
+
+
+def center_process(cluster):
+    """The process that serves, beside the center's actor."""
+    actor = cluster.where("center")["pid"]
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if (
+                parent == actor
+                and b"\0serve\0" in path.with_name("cmdline").read_bytes()
+            ):
+                return int(path.parent.name)
+    raise AssertionError("no center serves")
 
 
 def is_running(pid):
@@ -271,8 +347,9 @@ def test_whatever_is_lost_nothing_acknowledged_is(here, cluster):
         watch.wait_for_more(0, 1, 2)
         (here / "stop").touch()
         assert driver.wait(LIMIT) == 0
-    summary = json.loads((here / "summary").read_text())
+    summary = watch.summary()
     assert summary["returncode"] == 0
+    watch.said_once()
     programs = {each["name"]: each for each in summary["programs"]}
     assert programs["worker-0"]["restarts"] >= 1
     assert summary["version"] >= sum(len(watch.done(rank)) for rank in range(3))
@@ -298,6 +375,9 @@ def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
         kept = cluster.where("center")["pid"]
         driver.kill()
         wait_until(lambda: not is_running(first))
+    with launched(here, "--barrier=2") as changed:
+        assert changed.wait(LIMIT) == 2
+    assert watch.said("is there with other settings")
     assert cluster.where("center")["pid"] == kept
     with launched(here) as driver:
         watch.wait_for_more(0)
@@ -305,10 +385,84 @@ def test_a_driver_that_was_killed_goes_on_and_ctrl_c_ends_all(here, cluster):
         (second,) = watch.pids()
         driver.send_signal(signal.SIGINT)
         assert driver.wait(LIMIT) == 130
+    summary = watch.summary()
+    assert summary["returncode"] == 130
+    assert summary["version"] >= len(watch.done(0))
+    assert [each["stopped"] for each in summary["programs"]] == [True, True]
+    watch.said_once()
     assert not is_running(second)
     assert cluster.where("center")["pid"] is None
     wait_until(lambda: cluster.ask("groups")["groups"] == 0)
     watch.check(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [(), ("--barrier=2",)], ids=["same", "changed"])
+def test_second_launch_is_refused_and_touches_nothing(here, cluster, other):
+    cluster.ask("nodes", wanted={"a": {**TWO, "num_cpus": 3}})
+    written(here, cluster.address, workers=1)
+    watch, second = Watch(here), here / "second"
+    second.mkdir()
+    (second / "run.toml").write_text((here / "run.toml").read_text())
+    with launched(here) as driver:
+        watch.wait_for_more(0)
+        served = center_process(cluster)
+        with launched(second, *other) as refused:
+            assert refused.wait(LIMIT) == 2
+        assert "another driver runs 'slots'" in (second / "said").read_text()
+        watch.wait_for_more(0)
+        assert center_process(cluster) == served
+        assert not watch.said("life 1 of worker-0")
+        (here / "stop").touch()
+        assert driver.wait(LIMIT) == 0
+    watch.check(1)
+
+
+@pytest.mark.slow
+def test_center_that_is_drained_serves_again(here, cluster):
+    cluster.ask("nodes", wanted={"a": TWO})
+    written(here, cluster.address, workers=1)
+    watch = Watch(here)
+    with launched(here) as driver:
+        watch.wait_for_more(0)
+        os.kill(center_process(cluster), signal.SIGTERM)
+        wait_until(lambda: watch.said("somebody drained it; it serves again"))
+        watch.wait_for_more(0)
+        (here / "stop").touch()
+        assert driver.wait(LIMIT) == 0
+    watch.said_once()
+    watch.check(1)
+    assert (here / "final-1").is_dir()  # saved as it was drained
+
+
+@pytest.mark.slow
+def test_workers_run_as_room_comes_free(here, cluster):
+    cluster.ask("nodes", wanted={"a": TWO, "b": ONE})  # the center, and two workers
+    program = here / "short.py"
+    program.write_text("import os; print('done by', os.environ['AGN_OPTAX_WORKER'])")
+    written(here, cluster.address, workers=5, program=program)
+    with launched(here) as driver:
+        assert driver.wait(LIMIT) == 0
+    said = (here / "said").read_text()
+    assert [said.count(f"done by worker-{rank}") for rank in range(5)] == 5 * [1]
+    programs = Watch(here).summary()["programs"]
+    assert not any(each["returncode"] or each["stopped"] for each in programs[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["worker", "center"])
+def test_what_no_node_has_is_given_up_after_a_time(here, cluster, task):
+    cluster.ask("nodes", wanted={"a": TWO})
+    written(here, cluster.address, workers=2)
+    text = (here / "run.toml").read_text().replace("center-needs", "# center-needs")
+    (here / "run.toml").write_text(f"{text}{task}-needs = {{nowhere = 1}}\ngive-up = 6")
+    with launched(here) as driver:
+        assert driver.wait(LIMIT) == 2
+    said = " ".join((here / "said").read_text().split())
+    assert "1 nowhere, which no node of the cluster has, even an idle one" in said
+    assert "give-up in [ray]" in said
+    assert cluster.where("center")["pid"] is None
+    wait_until(lambda: cluster.ask("groups")["groups"] == 0)
 
 
 @pytest.mark.slow
@@ -340,8 +494,7 @@ def test_a_program_that_fails_for_good_ends_all(here, cluster):
     written(here, cluster.address, workers=2, program=program)
     with launched(here) as driver:
         assert driver.wait(LIMIT) == 3
-    summary = json.loads((here / "summary").read_text())
-    programs = {each["name"]: each for each in summary["programs"]}
+    programs = {each["name"]: each for each in Watch(here).summary()["programs"]}
     assert programs["worker-1"]["returncode"] == 3
     assert programs["worker-0"]["stopped"]
     assert programs["center"]["stopped"]

@@ -8,14 +8,22 @@ import time
 from fuzz import live, parsers
 
 # How much longer they take than the others.
-_SLOW = {"description": 4, "config": 4, "folder": 10, "environment": 2, "packets": 2}
+_SLOW = {
+    "contribution": 20,
+    "description": 4,
+    "config": 4,
+    "folder": 10,
+    "environment": 2,
+    "packets": 2,
+}
 
 
 def main():
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000, help="inputs of parsers")
-    parser.add_argument("--live", type=int, default=200, help="conversations")
+    parser.add_argument("--live", type=int, default=200, help="conversations a kind")
+    parser.add_argument("--kind", choices=live.KINDS, help="of centers; all of them")
     parser.add_argument("--only", choices=[*parsers.PARSERS, "live"])
     options = parser.parse_args()
     logging.disable()  # of what a journal leaves out
@@ -24,15 +32,20 @@ def main():
         if options.only in (None, name):
             found += _parse(name, options.seed, count)
     if options.only in (None, "live") and options.live:
-        begin = time.monotonic()
-        result = live.fuzz(options.seed, options.live)
-        _say(
-            f"live: {options.live} conversations in {time.monotonic() - begin:.0f} s; "
-            f"others had {result.answers} answers meanwhile, the slowest after "
-            f"{result.slowest:.2f} s; the center held {result.before}, and then "
-            f"{result.after}"
-        )
+        for kind in live.KINDS if options.kind is None else [options.kind]:
+            _talk(kind, options.seed, options.live)
     return bool(found)
+
+
+def _talk(kind, seed, count):
+    begin = time.monotonic()
+    result = live.fuzz(seed, count, kind=kind)
+    _say(
+        f"live, {kind}: {count} conversations in {time.monotonic() - begin:.0f} s; "
+        f"others had {result.answers} answers meanwhile, the slowest after "
+        f"{result.slowest:.2f} s; the center held {result.before}, and then "
+        f"{result.after}"
+    )
 
 
 def shares(count):

@@ -6,18 +6,22 @@ Others must be answered meanwhile, and afterwards nothing of it may be left.
 import array
 import contextlib
 import os
+import pathlib
+import secrets
 import socket
+import ssl
+import tempfile
 import threading
 import time
 from typing import NamedTuple
 
+import certificates
 import grpc
 import numpy as np
 import sessions
 from chaos import model
 from chaos.processes import Held, Spares
 from fuzz import mutate
-from fuzz.parsers import RULE
 
 from agn_optax import service
 from agn_optax.service import _address
@@ -32,6 +36,29 @@ LIMIT = 20.0  # seconds that nobody waits for an answer
 _READS = 0.02  # seconds that an enemy reads
 _CALLS = ["Describe", "Alive", "Leave", "Status"]
 _STREAMS = ["Exchange", "Exchange", "Initialize", "Pull"]
+
+
+class Kind(NamedTuple):
+    """A kind of center.
+
+    Attributes:
+      codec: by which contributions travel, and answers perhaps.
+      options: of its command, beside the rule.
+      secure: whether it speaks TLS and knows its callers by tokens.
+    """
+
+    codec: str = "none"
+    options: tuple[str, ...] = ()
+    secure: bool = False
+
+
+KINDS = {
+    "plain": Kind(),
+    "top_k": Kind("top_k", ("--refuse-norm=1000", "--refuse-weight=10")),
+    "chained": Kind("chained", ("--mode=bounded", "--max-versions-behind=3")),
+    "two_way": Kind("two_way"),
+    "secure": Kind(secure=True),
+}
 
 
 class Result(NamedTuple):
@@ -49,39 +76,60 @@ class Result(NamedTuple):
     slowest: float
 
 
-def fuzz(seed, count, warm=200):
+def fuzz(seed, count, warm=200, kind="plain"):
     """Sends ``count`` conversations, after some that warm the center up.
 
     Raises:
       AssertionError: the center is not what it was.
     """
-    with Spares(workers=0, centers=0) as spares:
+    kind, own = KINDS[kind], {}
+    with (
+        Spares(workers=0, centers=0) as spares,
+        tempfile.TemporaryDirectory(prefix="agn-optax-fuzz-") as folder,
+    ):
+        # Rounds would wait for those who never answer: that is what leases are for.
+        options = [*kind.options, "--address=127.0.0.1:0", f"--lease={LEASE}"]
+        if kind.secure:
+            more, own = _secured(pathlib.Path(folder))
+            options += more
         center = spares.center()
         try:
-            # Rounds would wait for those who never answer: that is what leases are for.
             at = center.serve(
-                ["--rule=downpour", "--address=127.0.0.1:0", f"--lease={LEASE}"]
+                [*model.rule_options("downpour", kind.codec, False), *options]
             )
-            return _fuzz(center.pid, at["address"], seed, count, warm)
+            rule = model.rule("downpour", kind.codec)
+            return _fuzz(center.pid, at["address"], rule, own, seed, count, warm)
         finally:
             center.kill()
 
 
-def _fuzz(pid, address, seed, count, warm):
+def _secured(folder):
+    """Options of a center that asks who calls, and what its callers connect with."""
+    certificate, key = certificates.make(folder)
+    token, tokens = secrets.token_hex(16), folder / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(f"chief,operator * {token}\n")
+    options = [f"--tls-certificate={certificate}", f"--tls-key={key}"]
+    own = {"tls": service.Tls(certificate), "token": token}
+    return [*options, f"--tokens={tokens}"], own
+
+
+def _fuzz(pid, address, rule, own, seed, count, warm):
     rng = mutate.generator(seed, "live")
     with (
-        service.connect(address, RULE, timeout=LIMIT) as friend,
-        service.connect(address, RULE, timeout=LIMIT) as other,
+        service.connect(address, rule, timeout=LIMIT, **own) as friend,
+        service.connect(address, rule, timeout=LIMIT, **own) as other,
     ):
         friend.initialize(model.params(SLOTS), worker="friend")
-        enemy = _Enemy(other._connection, rng)
+        enemy = _Enemy(other, rng, **own)
         friendly = _Friend(friend)
         enemy.talk(warm)
         before = _settled(pid)
         enemy.talk(count)
         after = _settled(pid, before)
         friendly.stop()
-        assert np.all(np.isfinite(np.asarray(friend.pull().params["w"])))
+        assert np.all(np.isfinite(model.table(friend.pull().params)))
+        assert np.all(np.isfinite(model.table(friend.pull(public=True).params)))
         return Result(before, after, friendly.answers, friendly.slowest)
 
 
@@ -104,7 +152,8 @@ class _Friend:
 
     def _run(self):
         try:
-            message, version = model.params(SLOTS), 0
+            params, codec, version = model.params(SLOTS), self._center.rule.codec, 0
+            message, _ = codec.encode(params, codec.init(params))
             while not self._stopping.is_set():
                 begin = time.monotonic()
                 answer = sessions.exchange(
@@ -122,13 +171,19 @@ class _Friend:
 class _Enemy:
     """Says what is nearly right."""
 
-    def __init__(self, connection, rng):
-        self._connection, self._rng = connection, rng
+    def __init__(self, center, rng, tls=None, token=None):
+        self._rng, self._tls, self._token = rng, tls, token
+        connection = center._connection
         said = connection.describe()
         self._offers = {offer.transport: offer for offer in said.offers}
-        self._schema = _trees.from_bytes(said.schema)
+        travels = _trees.travelling(center.rule, model.params(SLOTS))
+        self._whole, self._schema = travels.center, travels.message
         self._leaves = said.schema
-        self._channel = grpc.insecure_channel(connection.address)
+        if tls is None:
+            self._channel = grpc.insecure_channel(connection.address)
+        else:
+            trusted = tls.client_credentials()
+            self._channel = grpc.secure_channel(connection.address, trusted)
 
     def talk(self, count):
         ways = [self._call, self._stream, self._direct, self._direct]
@@ -145,29 +200,36 @@ class _Enemy:
             worker=name,
             incarnation=str(self._rng.randrange(3)),
         )
-        tree = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._schema.leaves]
-        said = [(pb.Frame(join=join), None)]
+        said = [(pb.Frame(join=join), None, None)]
         for sequence in (1, 2):
-            message = pb.Message(sequence=sequence, schema_hash=self._schema.hash)
-            said.append((pb.Frame(message=message), tree))
-            said.append((pb.Frame(acknowledge=sequence), None))
+            message = pb.Message(
+                sequence=sequence,
+                schema_hash=self._schema.hash,
+                steps=self._rng.choice([0, 1, 1 << 63]),
+                weight=self._rng.choice([1.0, -1.0, 1e300, float("nan")]),
+                has_anchor=self._rng.random() < 0.5,
+                anchor_version=self._rng.choice([0, 1, 1 << 40]),
+            )
+            said.append((pb.Frame(message=message), self._schema, self._tree()))
+            said.append((pb.Frame(acknowledge=sequence), None, None))
         segment = pb.Segment(number=1, size=self._rng.choice([4096, 1 << 40, 0]))
-        said.append((pb.Frame(attach=segment), None))
-        said.append((pb.Frame(message=message, segment=1, answer_segment=2), None))
+        said.append((pb.Frame(attach=segment), None, None))
+        lent = pb.Frame(message=message, segment=1, answer_segment=2)
+        said.append((lent, None, None))
         if self._rng.random() < 0.1:
-            said.insert(0, (pb.Frame(parameters=pb.Parameters()), tree))
-        packets = []
+            zeros = [np.zeros(each.shape, each.dtype) for each in self._whole.leaves]
+            said.insert(0, (pb.Frame(parameters=pb.Parameters()), self._whole, zeros))
         if self._rng.random() < 0.1:
             leaves = mutate.mutated(self._rng, [self._leaves])
             start = pb.Start(protocol=_address.PROTOCOL, schema_size=len(leaves))
-            start.schema_hash = self._rng.choice([self._schema.hash, b""])
+            start.schema_hash = self._rng.choice([self._whole.hash, b""])
             start.worker = self._rng.choice(["friend", name])
             described = [np.frombuffer(leaves, np.uint8)]
-            parcel = Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
-            packets.append(b"".join(parcel.pieces()))
-        for frame, arrays in said:
-            schema = None if arrays is None else self._schema
-            packets.append(b"".join(Parcel(frame, schema, arrays or []).pieces()))
+            said.insert(0, (pb.Frame(start=start), of_bytes(len(leaves)), described))
+        packets = [
+            b"".join(Parcel(frame, schema, arrays or []).pieces())
+            for frame, schema, arrays in said
+        ]
         count = self._rng.randrange(1, len(packets) + 1)
         if self._rng.random() < 0.3:
             self._rng.shuffle(packets)
@@ -177,16 +239,39 @@ class _Enemy:
             chosen[at] = mutate.mutated(self._rng, [chosen[at]])
         return chosen
 
+    def _tree(self):
+        """A contribution: of zeros, or of whatever bytes its leaves may have."""
+        if self._rng.random() < 0.5:
+            return [np.zeros(leaf.shape, leaf.dtype) for leaf in self._schema.leaves]
+        return [
+            np.frombuffer(self._rng.randbytes(leaf.nbytes), leaf.dtype).reshape(
+                leaf.shape
+            )
+            for leaf in self._schema.leaves
+        ]
+
+    def _metadata(self):
+        """A token: its own, where there are any, or another; or none."""
+        token = self._token
+        if token is None or self._rng.random() < 0.2:
+            return None
+        if self._rng.random() < 0.2:
+            token = mutate.mutated(self._rng, [token.encode()]).hex()
+        return [("authorization", f"Bearer {token}")]
+
     def _call(self):
         path = f"/{_address.SERVICE}/{self._rng.choice(_CALLS)}"
         sample = pb.LeaveRequest(worker="enemy 1", incarnation="1").SerializeToString()
         data = mutate.mutated(self._rng, [b"", b"\x08\x02", sample])
-        self._channel.unary_unary(path)(data, timeout=LIMIT)
+        call = self._channel.unary_unary(path)
+        call(data, timeout=LIMIT, metadata=self._metadata())
 
     def _stream(self):
         path = f"/{_address.SERVICE}/{self._rng.choice(_STREAMS)}"
         packets = self._conversation()
-        call = self._channel.stream_stream(path)(iter(packets), timeout=LIMIT)
+        call = self._channel.stream_stream(path)(
+            iter(packets), timeout=LIMIT, metadata=self._metadata()
+        )
         if self._rng.random() < 0.5:
             time.sleep(_READS)
             call.cancel()
@@ -202,15 +287,23 @@ class _Enemy:
         else:
             end = socket.socket()
             where = ("127.0.0.1", int(offer.address.removeprefix(":")))
-        with end:
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(end)
             end.settimeout(_READS)
             end.connect(where)
+            if self._tls is not None and self._rng.random() < 0.7:
+                end.settimeout(LIMIT)  # of a handshake
+                context = self._tls.context(serves=False)
+                end = context.wrap_socket(end, server_hostname="127.0.0.1")
+                closing.enter_context(end)
+                end.settimeout(_READS)
             greeting = _socket.GREETING + offer.key
             if self._rng.random() < 0.1:
                 greeting = mutate.mutated(self._rng, [greeting])
             end.sendall(greeting)
             for packet in self._conversation():
-                if offer.transport == "memory" and self._rng.random() < 0.3:
+                plain = not isinstance(end, ssl.SSLSocket)
+                if offer.transport == "memory" and plain and self._rng.random() < 0.3:
                     self._send_file(end, packet)
                 else:
                     end.sendall(packet)

@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import functools
+import itertools
 import os
 import pathlib
 import ssl
@@ -12,10 +14,11 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import shared
+from chaos import model
 from fuzz import mutate
 from google.protobuf.message import DecodeError
 
-from agn_optax import errors, service
+from agn_optax import LocalCenter, errors, service
 from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.cli import _center_options, _options, _rules, _units
 from agn_optax.cli._center_options import CenterOptions
@@ -102,10 +105,14 @@ def _packet(control, tree=None):
 
 
 MESSAGE = pb.Message(sequence=1, schema_hash=SCHEMA.hash, steps=3)
+CLAIMS = pb.Message(
+    sequence=2, schema_hash=SCHEMA.hash, weight=2.5, has_anchor=True, anchor_version=1
+)
 PACKETS = [
     _packet(pb.Frame(join=pb.Join(protocol=2, worker="anna", incarnation="1" * 32))),
     _packet(pb.Frame(probe=pb.Probe(size=1 << 20, answer=64))),
     _packet(pb.Frame(message=MESSAGE), TREE),
+    _packet(pb.Frame(message=CLAIMS), TREE),
     _packet(pb.Frame(acknowledge=1)),
     _packet(pb.Frame(start=pb.Start(protocol=2, schema_size=9)), TREE),
     _packet(pb.Frame(parameters=pb.Parameters()), TREE),
@@ -200,6 +207,50 @@ def _read_request(data):
     assert read.path.startswith("/")
     assert _http.is_loopback(read.fields["host"])
     assert data.endswith(b"\r\n\r\n")
+
+
+# What codecs have written, in leaves of which all bits may come.
+
+
+@functools.cache
+def _coded(name):
+    """A center with that codec, its worker, and how a contribution travels."""
+    rule = model.rule("downpour", name)
+    center = LocalCenter(rule, {"w": np.zeros(200, np.float32)})
+    schema = _trees.travelling(rule, center.pull().params).message
+    return center, center.join("fuzz"), itertools.count(1), schema
+
+
+_CODECS = list(model.CODECS)
+
+
+def _read_contribution(data):
+    """The first byte names a codec; a center stays finite, whatever comes of it."""
+    name = _CODECS[data[0] % len(_CODECS)] if data else "none"
+    center, session, numbers, schema = _coded(name)
+    # A packet of another size is refused before.
+    data = data[1:].ljust(schema.size, b"\0")
+    leaves, at = [], 0
+    for leaf in schema.leaves:
+        flat = np.frombuffer(data[at : at + leaf.nbytes], leaf.dtype)
+        leaves.append(flat.reshape(leaf.shape))
+        at += leaf.nbytes
+    version = center.version
+    answer = session.exchange(
+        next(numbers), _trees.build(schema, leaves), anchor_version=version
+    )
+    assert answer.refused or answer.version == version + 1
+    for public in (False, True):
+        assert np.all(np.isfinite(center.pull(public=public).params["w"]))
+
+
+def _contributions():
+    """One of each codec, of which a part is not zero."""
+    params = {"w": np.linspace(-1, 1, 200, dtype=np.float32)}
+    for number, codec in enumerate(model.CODECS.values()):
+        sent, _ = codec.encode(params, codec.init(params))
+        leaves = [np.asarray(leaf).tobytes() for leaf in _trees.wire_leaves(sent)]
+        yield bytes([number]) + b"".join(leaves)
 
 
 # What people write.
@@ -420,6 +471,7 @@ PARSERS = {
         _read_refused,
         (DecodeError,),
     ),
+    "contribution": Parser(list(_contributions()), _read_contribution, ()),
     "status": Parser([b"NameTakenError|details", b"|", b"x|y"], _read_status, ()),
     "request": Parser(
         [REQUEST, b"HEAD / HTTP/1.0\r\nhost:[::1]\r\n\r\n"],

@@ -39,6 +39,7 @@ def test_the_same_seed_is_the_same_input():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
-def test_a_center_is_hurt_by_nothing():
-    result = live.fuzz(SEED, 150, warm=100)
+@pytest.mark.parametrize("kind", live.KINDS)
+def test_a_center_is_hurt_by_nothing(kind):
+    result = live.fuzz(SEED, 150, warm=100, kind=kind)
     assert result.answers > 5
