@@ -82,6 +82,7 @@ def ordered_momentum(
     messages = check.positive_int(messages, "messages")
 
     # Of the momentum as it is given: near 1, float32 has few digits of what is missing.
+    log_momentum: Any
     if check.is_traced(momentum):
         log_momentum = jnp.log(momentum)
     else:
