@@ -1,10 +1,11 @@
 """Exchanges of a worker beside a peer that behaves badly, and beside nobody.
 
 The peer is a process of its own that does what it does as often as the center lets it,
-but for a bound on its acts a second: on this machine it takes time from the worker and
-the center that a peer on another host would not. It has used up already what callers
-have free. "speed" is relative to the worker alone, the median of neighbors in time with
-its quartiles.
+but for a bound on its acts a second, and at the lowest priority: on this machine it
+takes time from the worker and the center that a peer on another host would not. It has
+used up already what callers have free. "speed" is relative to the worker alone, the
+median of neighbors in time with its quartiles; "processor" is the center's, which tells
+more on a machine that is busy with other work.
 
     python benchmarks/bad_peers.py
     python benchmarks/bad_peers.py --megabytes 4 --calls 0
