@@ -52,7 +52,7 @@ def test_doctor_compares_rules(server, tmp_path):
     path.write_text("rule = 'easgd'\nmoving-rate = 0.5\nlease = 3\n")
     assert checks(server.address, f"--config={path}", code=1)["rule"][0] == "failed"
     assert "no rule" in fails("doctor", server.address, "--moving-rate=0.5", code=2)
-    assert "1 of 18 checks failed" in fails(
+    assert "1 of 19 checks failed" in fails(
         "doctor", server.address, f"--config={path}", code=1
     )
 
