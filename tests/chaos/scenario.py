@@ -189,7 +189,10 @@ def drawn(seed):
     if centers == "shards" and one_by_one and not elastic and rng.random() < 0.6:
         delay = 0 if overlap else rng.choice([0, 1, 2])
     weighs = centers == "one" and one_by_one and not elastic and rng.random() < 0.3
-    codec = "none" if elastic or weighs else rng.choice(list(model.CODECS))
+    # A site that ends takes with it what a sparse codec has it owe its parent.
+    apart = model.SPARSE if centers == "tree" else ()
+    named = [name for name in model.CODECS if name not in apart]
+    codec = "none" if elastic or weighs else rng.choice(named)
     # Of a message that is dropped or refused, what a worker has is not in turn.
     drops = mode in ("versions", "quorum-drop")
     in_turn = not elastic and codec not in model.SPARSE and not drops

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import certificates
 import grpc
+import jax
 import numpy as np
 import sessions
 from chaos import model
@@ -138,7 +139,9 @@ class _Friend:
 
     def __init__(self, center):
         self.answers, self.slowest, self._failure = 0, 0.0, None
-        self._center = center
+        self._center, codec = center, center.rule.codec
+        encode = jax.jit(lambda tree: codec.encode(tree, codec.init(tree))[0])
+        self._message = encode(model.params(SLOTS))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -152,8 +155,7 @@ class _Friend:
 
     def _run(self):
         try:
-            params, codec, version = model.params(SLOTS), self._center.rule.codec, 0
-            message, _ = codec.encode(params, codec.init(params))
+            message, version = self._message, 0
             while not self._stopping.is_set():
                 begin = time.monotonic()
                 answer = sessions.exchange(
