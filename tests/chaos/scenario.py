@@ -173,7 +173,7 @@ def drawn(seed):
     """The scenario of a seed."""
     rng = random.Random(seed)  # noqa: S311 it is to be repeated
     rule = rng.choices(["downpour", "easgd"], [4, 1])[0]
-    centers = rng.choices(["one", "shards", "tree"], [4, 1, 1])[0]
+    centers = rng.choices(["one", "shards", "tree"], [4, 2, 1])[0]
     elastic = rule == "easgd"
     if elastic and centers == "tree":
         centers = "one"
@@ -186,7 +186,7 @@ def drawn(seed):
     delay = None
     # In rounds, a worker that flushes one fragment waits for another one that flushes
     # the other: see docs/reliability.md.
-    if centers == "shards" and one_by_one and not elastic and rng.random() < 0.6:
+    if centers == "shards" and one_by_one and not elastic and rng.random() < 0.8:
         delay = 0 if overlap else rng.choice([0, 1, 2])
     weighs = centers == "one" and one_by_one and not elastic and rng.random() < 0.3
     # A site that ends takes with it what a sparse codec has it owe its parent.
