@@ -24,6 +24,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 VENV = HERE / ".venv"
+COMPILED = HERE / ".pytest_cache" / "compiled"  # by tests in the checkout
 NOBODY = 65534  # the user without rights, on every Linux
 
 
@@ -137,6 +138,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="agn-optax-anywhere-") as folder:
         base = pathlib.Path(folder)
         base.chmod(0o755)
+        if COMPILED.exists():
+            shutil.copytree(COMPILED, base / "compiled")
         for name in (name for name in places for _ in range(options.times)):
             place = PLACES[name]
             print(f"--- {name}: {place.summary}", flush=True)
