@@ -129,7 +129,8 @@ with service.connect(me.address, me.rule) as center:
                 params, state = worker.exchange(params, state)
                 if step == 0:
                     drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
-                    subprocess.run(drain, env=operator, check=True)
+                    # Not of this program's group, which is told to end meanwhile.
+                    subprocess.run(drain, env=operator, check=True, process_group=0)
             worker.flush(params, state)
 """
 
