@@ -20,6 +20,7 @@ from agn_optax.service import (
     _access,
     _address,
     _connection,
+    _http,
     _limits,
     _server,
     _servicer,
@@ -784,6 +785,26 @@ def test_connections_to_the_page_are_limited(full):
                 end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answered += not is_refused(end)
         assert 0 < answered <= 3
+
+
+HEAD_OF_A_PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+FIELDS = (b"Host", b"Connection", b"Authorization", b"Cookie", b"a")
+
+
+@pytest.mark.parametrize("repeated", [b" ", b"\t", b" \t", b",", b" ,", b"a", b"."])
+@pytest.mark.parametrize("behind", [b"", b"b", b"\0", b"\r", b":", b"]"])
+def test_head_of_a_page_takes_time_in_proportion_to_its_size(repeated, behind):
+    """Wherever its bytes are: nothing else of the process runs meanwhile."""
+    places = [HEAD_OF_A_PAGE[:i] for i in range(0, len(HEAD_OF_A_PAGE), 3)]
+    places += [b"GET / HTTP/1.1\r\n%s: a" % name for name in FIELDS]
+    places += [b"GET / HTTP/1.1\r\nHost: localhost\r\n%s:" % name for name in FIELDS]
+    for count in (1 << 8, 1 << 10, (1 << 14) - 200):  # the worst of before fail early
+        for before in places:
+            head = before + repeated * (count // len(repeated)) + behind + b"\r\n\r\n"
+            began = time.thread_time()
+            with contextlib.suppress(_http.RefusedRequestError):
+                _http.parse(head, is_local=True)
+            assert time.thread_time() - began < 0.1, (before, count)
 
 
 def test_silent_connections_keep_no_worker_out(server):
