@@ -70,6 +70,11 @@ class Server(contextlib.AbstractContextManager["Server"]):
         ended = ", which has ended" if self._stopped.is_set() else ""
         return f"Server(at {self.address}{ended}, {self.center!r})"
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator has asked for its end (``agn-optax drain``)."""
+        return self._servicer.is_drained
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time.
 

@@ -179,6 +179,7 @@ class Servicer:
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
         self.stop: Callable[[], object] = nothing  # the whole service
+        self.is_drained = False  # by an operator, for good
         # Whoever watches hears what happens: its kind, and more. Must not block.
         self.tell: Callable[..., object] = _unheard
         # What workers must know to connect without gRPC, but for the key.
@@ -637,6 +638,7 @@ class Servicer:
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Ends the service, which may take a while."""
         caller.check("Drain")
+        self.is_drained = True
         _log.warning("draining, as %s has asked for", caller.said)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
