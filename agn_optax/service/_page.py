@@ -159,7 +159,11 @@ class Page(Listener):
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
-        return self.servicer.known(said, certificate, request.host)
+        try:
+            return self.servicer.known(said, certificate, request.host)
+        except errors.NotAllowedError:
+            request.came_in()  # for it was counted among those who guess
+            raise
 
     def _admit_host(self, request: _Request) -> None:
         self.servicer.admit_host(request.host)

@@ -899,10 +899,17 @@ def test_connections_to_the_page_are_limited(full):
         assert 0 < sum(asked(port, text) for _ in range(10)) <= 3
 
 
-def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(full):
-    with full(page="127.0.0.1:0") as server:
+@pytest.mark.parametrize("said", [b"", b"Authorization: Bearer 0123456789abcdef\r\n"])
+@pytest.mark.parametrize("path", [b"/", b"/state.json"])
+def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
+    full, path, said
+):
+    """Whether it is answered or not: a page may have a token of before."""
+    access = service.Access(TOKENS.replace(b"0123456789abcdef", b"0" * 16))
+    with full(page="127.0.0.1:0", access=access) as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
-        assert all(asked(port, HEAD_OF_A_PAGE) for _ in range(20))
+        text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
+        assert all(asked(port, text) for _ in range(20))
 
 
 def test_ports_that_are_paced_keep_no_socket(full):
