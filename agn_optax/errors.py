@@ -21,6 +21,7 @@
         ├── ProtocolError                     what came over the wire makes no sense
         ├── DurabilityError (OSError)         what it keeps on disk, or where, is unfit
         └── CenterUnreachableError            nobody answers (ConnectionError)
+            ├── CenterBusyError               it answers, and takes that call later
             ├── CenterClosedError             it is going down, and said so
             └── EncryptionError               TLS of the two ends does not go together
 
@@ -116,6 +117,10 @@ class DurabilityError(CenterError, OSError):
 
 class CenterUnreachableError(CenterError, ConnectionError):
     """Nobody answers at the center's address; says which one, and since when."""
+
+
+class CenterBusyError(CenterUnreachableError):
+    """The center answers, and takes that call later; says why, as of too many calls."""
 
 
 class CenterClosedError(CenterUnreachableError):

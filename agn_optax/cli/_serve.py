@@ -106,7 +106,8 @@ def serve(
         typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
     if core.failure:
         raise errors.DurabilityError(core.failure)
-    if signals and center.signal_exit_code:
+    # An operator's drain is for good, whatever signal came before or after it.
+    if signals and center.signal_exit_code and not server.is_drained:
         raise typer.Exit(center.signal_exit_code)
 
 

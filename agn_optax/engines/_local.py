@@ -94,7 +94,7 @@ class Local(Engine):
         """Starts all, and waits until they have ended."""
         run, settings = self.run, self.settings
         if run.storage is not None:
-            run.storage.mkdir(parents=True, exist_ok=True)
+            _make(run.storage, "storage")
         stack = contextlib.ExitStack()
         if settings.logs is not None:
             output = _Logs(settings.logs, output, stack)
@@ -199,7 +199,7 @@ class _Logs:
     def __init__(
         self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder, "logs")
         self._folder, self._output, self._stack = folder, output, stack
         self._files: dict[str, io.FileIO | None] = {}
 
@@ -214,6 +214,21 @@ class _Logs:
         except OSError as error:  # a full disk is no reason to end the run
             self._files[name] = None
             self._output(name, f"agn-optax: its lines are not written down: {error}")
+
+
+def _make(folder: pathlib.Path, what: str) -> None:
+    """Make a folder if it is not there.
+
+    Raises:
+      InvalidArgumentError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            f"{what} must be a folder, or one that can be made, got {str(folder)!r} "
+            f"({error.strerror})"
+        ) from None
 
 
 def _cut_off(ended: Sequence[Ended]) -> list[str]:

@@ -6,9 +6,11 @@ with a call, and the servicer asks that before it does anything.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import hashlib
+import logging
+import operator
 import os
 import pathlib
 import secrets
@@ -36,6 +38,7 @@ ANY_NAME = "*"
 KEY_SIZE = 16  # bytes
 _LEAST_TOKEN = 16  # characters
 _MOST_TICKETS = 1024
+_log = logging.getLogger("agn_optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +128,10 @@ class Access:
     | operator | do what a reader may, have a snapshot written, and drain the center |
 
     Args:
-      *tokens: files of such lines, which are read again when they change, or bytes of
-        them. Without any, certificates alone count. A file that cannot be read any
-        more counts as it was for 300 s at most, and then admits nobody.
+      *tokens: files of such lines, each of which is read again when it changes, or
+        bytes of them. Without any, certificates alone count. A file that cannot be read
+        any more counts as it was for 300 s at most, and then admits nobody; the others
+        go on counting, and changing.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line makes no sense.
@@ -156,8 +160,20 @@ class Access:
                     f"tokens must be files, or bytes, got {type(each).__name__}"
                 )
         self._tokens = tokens
-        files = [each for each in tokens if not isinstance(each, bytes)]
-        self._grants = Reread(files, self._read, self._read_whole_ones)
+        # Apart: what one file lost counts no more while another one is broken.
+        self._parts = [
+            Reread(
+                () if isinstance(each, bytes) else (each,),
+                functools.partial(_read, each),
+                dict,
+            )
+            for each in tokens
+        ]
+        parts = [part() for part in self._parts]
+        grants, twice = _together(parts)
+        if twice:
+            raise errors.InvalidArgumentError(_same_token(twice[0]))
+        self._made = parts, grants
 
     def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
         """Who calls with a token and a certificate (DER); b"" for none.
@@ -203,32 +219,14 @@ class Access:
         said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
         return f"Access({', '.join(said)})"
 
-    def _read_whole_ones(self) -> dict[bytes, _Grant]:
-        """Return what the files say that can be read, without the others."""
-        readable = []
-        for source in self._tokens:
-            with contextlib.suppress(errors.InvalidArgumentError):
-                _lines(source)
-                readable.append(source)
-        try:
-            return self._read(readable)
-        except errors.InvalidArgumentError:  # they contradict each other
-            return {}
-
-    def _read(
-        self, sources: Sequence[bytes | Path] | None = None
-    ) -> dict[bytes, _Grant]:
-        grants: dict[bytes, _Grant] = {}
-        for source in self._tokens if sources is None else sources:
-            if not isinstance(source, bytes):
-                warn_if_public(source, "the tokens in")
-            for token, grant, where in _lines(source):
-                if token in grants:
-                    raise errors.InvalidArgumentError(
-                        f"{where}: another line has the same token; make one for each, "
-                        "and give several roles as in chief,operator"
-                    )
-                grants[token] = grant
+    def _grants(self) -> dict[bytes, _Grant]:
+        """What the files say now; the same object as long as none has changed."""
+        parts, (before, grants) = [part() for part in self._parts], self._made
+        if any(map(operator.is_not, parts, before)):
+            grants, twice = _together(parts)
+            for where in twice:
+                _log.error("%s; it counts for nobody", _same_token(where))
+            self._made = parts, grants
         return grants
 
 
@@ -305,6 +303,51 @@ class Door:
                     f"the key is one of {caller.said}, and here calls {other.said}"
                 )
         return caller
+
+
+# What one source of tokens says: what each stands for, and where that is written.
+_Part = dict[bytes, tuple[_Grant, str]]
+
+
+def _read(source: bytes | Path) -> _Part:
+    """Return what a source says.
+
+    Raises:
+      InvalidArgumentError: it cannot be read, or makes no sense.
+    """
+    if not isinstance(source, bytes):
+        warn_if_public(source, "the tokens in")
+    part: _Part = {}
+    for token, grant, where in _lines(source):
+        if token in part:
+            raise errors.InvalidArgumentError(_same_token(where))
+        part[token] = grant, where
+    return part
+
+
+def _together(parts: Sequence[_Part]) -> tuple[dict[bytes, _Grant], list[str]]:
+    """Return what all sources say, and where a token is that another one has, too.
+
+    A token of two different lines stands for nothing; one that moves from a file to
+    another may be in both for a while.
+    """
+    grants: dict[bytes, _Grant] = {}
+    twice: list[str] = []
+    differ: set[bytes] = set()
+    for part in parts:
+        for token, (grant, where) in part.items():
+            if token in grants:
+                twice.append(where)
+            if grants.setdefault(token, grant) != grant:
+                differ.add(token)
+    return {token: g for token, g in grants.items() if token not in differ}, twice
+
+
+def _same_token(where: str) -> str:
+    return (
+        f"{where}: another line has the same token; make one for each, and give "
+        "several roles as in chief,operator"
+    )
 
 
 def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:

@@ -73,9 +73,13 @@ def is_local(address: str) -> bool:
     """Whether nothing leaves this machine."""
     if address.startswith("unix:"):
         return True
-    name = host(address)
+    return is_loopback(host(address))
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an IP address is one of this machine for itself."""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return _ip(name).is_loopback
     except ValueError:
         return name == "localhost"
 
@@ -117,13 +121,22 @@ def network(name: str) -> str:
     /64 counts, which it may share with others.
     """
     try:
-        address = ipaddress.ip_address(name or "127.0.0.1")
+        address = _ip(name or "127.0.0.1")
     except ValueError:
         return name
-    if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address
     if address.is_loopback:
         return _HERE
     if address.version == 4 or address.is_link_local:
         return str(address)
     return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def _ip(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an IP address, of IPv4 where IPv6 only writes it otherwise.
+
+    Raises:
+      ValueError: it is none.
+    """
+    address = ipaddress.ip_address(name)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address

@@ -117,13 +117,14 @@ class Connection:
 
         Raises:
           CenterUnreachableError: nobody answers; says since when.
+          CenterBusyError: it answers, and has not taken the call in all that time.
           EncryptionError: nobody ever has, for a reason that time does not mend.
         """
         begin = time.monotonic()
         if self.unreachable_since is not None:
             within = SOON
         end = begin + min(self.timeout, within)
-        attempts = 0
+        attempts, is_told = 0, False
         while True:
             attempts += 1
             began = time.monotonic()
@@ -133,12 +134,9 @@ class Connection:
                 is_for_good = isinstance(error, errors.EncryptionError)
                 if self.closed or (is_for_good and not self._answers):
                     raise
-                reason = str(error)
+                reason, is_busy = str(error), isinstance(error, errors.CenterBusyError)
             else:
-                self._answers = True
-                if self.unreachable_since is not None:
-                    _log.warning("the center at %s answers again", self.address)
-                    self.unreachable_since = None
+                self._answered()
                 return result
             now = time.monotonic()
             # It was there meanwhile, and waited perhaps. A center that answers only to
@@ -147,16 +145,28 @@ class Connection:
                 begin, attempts = self._heard, 1
                 end = max(begin + self.timeout, now + SOON)
                 end = min(end, now + within)
-            if self.unreachable_since is None:
-                self.unreachable_since = time.time() - (now - begin)
+            if is_busy:
+                self._answered()
+            says = not is_told if is_busy else self.unreachable_since is None
+            if says:
                 _log.warning(
-                    "the center at %s does not answer (%s); trying for %.0f s",
+                    "the center at %s %s (%s); trying for %.0f s",
                     self.address,
+                    "is busy" if is_busy else "does not answer",
                     reason,
                     end - begin,
                 )
+                is_told = True
+            if not is_busy and self.unreachable_since is None:
+                self.unreachable_since = time.time() - (now - begin)
             pause = min(1.0, 0.05 * 2 ** min(attempts, 10)) * random.uniform(0.5, 1)  # noqa: S311 jitter
+            if now + pause > end and is_busy:
+                raise errors.CenterBusyError(
+                    f"the center at {self.address} answers, and has not taken this "
+                    f"call in {now - begin:.0f} s and {attempts} attempts: {reason}"
+                )
             if now + pause > end:
+                assert self.unreachable_since is not None
                 since = time.strftime("%X", time.localtime(self.unreachable_since))
                 silent = time.time() - self.unreachable_since
                 raise errors.CenterUnreachableError(
@@ -164,6 +174,13 @@ class Connection:
                     f"({silent:.0f} s, {attempts} attempts in this call): {reason}"
                 )
             self._closed.wait(pause)
+
+    def _answered(self) -> None:
+        """Note that the center is there."""
+        self._answers = True
+        if self.unreachable_since is not None:
+            _log.warning("the center at %s answers again", self.address)
+            self.unreachable_since = None
 
     def begin(self, call: Callable[[Any], T]) -> T:
         """What ``call`` returns, which begins a call on the gRPC channel.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pathlib
 import stat
 import threading
 import time
@@ -89,18 +90,28 @@ def warn_if_public(file: Path, what: str) -> None:
     """Log a warning where every user of this machine may read a file with secrets."""
     try:
         mode = os.stat(file).st_mode  # noqa: PTH116 also of what is no Path
+        is_public = mode & stat.S_IROTH and _can_be_reached(file)
     except OSError:  # whoever reads it says why it cannot
         return
-    if mode & stat.S_IROTH:
+    if is_public:
         _log.warning(
-            "every user of this machine can read %s %s: chmod 600 it", what, file
+            "every user of this machine can read %s %s: chmod 600 it, or where it is "
+            "mounted say so there (defaultMode: 0400 of a secret)",
+            what,
+            file,
         )
 
 
+def _can_be_reached(file: Path) -> bool:
+    """Return whether every user may enter the folders that a file is in."""
+    folders = pathlib.Path(os.path.realpath(file)).parents
+    return all(folder.stat().st_mode & stat.S_IXOTH for folder in folders)
+
+
 def _stamp(file: Path) -> Any:
-    """Another one once the file is another one."""
+    """Another one once the file is another one, or may be read by others."""
     try:
         found = os.stat(file)  # noqa: PTH116 also of what is no Path
     except OSError as error:
         return error.errno
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

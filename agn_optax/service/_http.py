@@ -9,10 +9,11 @@ request with another `Host` than the one it believes to talk to.
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+
+from agn_optax.service import _address
 
 MOST_HEAD = 16 << 10  # bytes of a request
 _CHUNK = 4 << 10  # bytes
@@ -20,7 +21,10 @@ _BLANK = b"\r\n\r\n"
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
-_FIELD = re.compile(rb"(%s):[ \t]*([\t\x20-\x7e\x80-\xff]*?)[ \t]*" % _TOKEN)
+# Each in one pass: blanks around a value are stripped afterwards, as an expression that
+# matches them in several ways takes the square or cube of their number.
+_FIELD = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % _TOKEN)
+_BLANKS = " \t"
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::\d{1,5})?")
 _BARE_NEWLINE = re.compile(rb"(?<!\r)\n")
 _ONCE = ("host", "content-length", "transfer-encoding", "authorization")
@@ -116,19 +120,15 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
         raise _bad("a request has no body here, and waits for the answer before it")
     if not blank or not target.startswith("/"):
         raise _bad("a request names a path, and ends with a blank line")
-    options = re.split(r"[ \t]*,[ \t]*", fields.get("connection", "").lower())
-    is_last = version == "1.0" or "close" in options
+    options = fields.get("connection", "").lower().split(",")
+    is_last = version == "1.0" or "close" in (each.strip(_BLANKS) for each in options)
     return Request(method, target.partition("?")[0], fields, is_last)
 
 
 def is_loopback(host: str) -> bool:
     """Whether a Host field names this machine as itself."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    name = name.strip("[]").rstrip(".").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
+    return _address.is_loopback(name.strip("[]").rstrip(".").lower())
 
 
 def _fields_of(lines: list[bytes]) -> dict[str, str]:
@@ -138,7 +138,7 @@ def _fields_of(lines: list[bytes]) -> dict[str, str]:
         if found is None:
             raise _bad("a line is no field of HTTP")
         name, value = (each.decode("latin-1") for each in found.groups())
-        name = name.lower()
+        name, value = name.lower(), value.strip(_BLANKS)
         if name in fields and name in _ONCE:
             raise _bad(f"there is more than one field {name}")
         fields[name] = f"{fields[name]}, {value}" if name in fields else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import threading
@@ -25,6 +26,7 @@ NEWCOMERS = 128.0  # of a host's connections that do not say whose they are
 LONGEST = 1.0  # seconds that a call waits for its tokens
 _MOST_HELD = 64  # calls of one caller that wait and are refused then
 _MOST_BUCKETS = 4096  # that are remembered
+_MOST_COMPARED = 64  # of them, where one is forgotten
 _QUIET = 60.0  # seconds between two warnings of one caller
 
 _log = logging.getLogger("agn_optax")
@@ -32,17 +34,27 @@ _log = logging.getLogger("agn_optax")
 
 @dataclasses.dataclass
 class _Bucket:
-    tokens: float  # below 0 as long as somebody waits for them
-    at: float  # when there were so many; monotonic seconds
+    """What one caller has spent, less what has come back since.
+
+    How much it may spend is no part of it: that depends on the call, and grows with the
+    model once a chief has given one.
+    """
+
+    spent: float  # tokens
+    at: float  # when it was so much; monotonic seconds
     held: int = 0  # calls that wait to be refused
     said: float = -math.inf  # when its calls were last said to be too many
+
+    def pay_back(self, tokens: float) -> None:
+        self.spent = max(0.0, self.spent - tokens)
 
 
 class Limiter:
     """Token buckets, one for each caller, host or port.
 
-    A bucket is full at first and gains ``rate`` tokens a second. What finds it empty
-    waits until its debt is paid, or is refused if that takes too long.
+    Of what was spent, ``rate`` tokens come back every second. A call that finds more
+    spent than its bucket holds waits until that is paid back, or is refused if it takes
+    too long.
 
     Args:
       rate: tokens a second; None for no bound.
@@ -51,7 +63,7 @@ class Limiter:
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
         self._lock = threading.Lock()
-        self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()  # by last use
 
     def take(
         self,
@@ -64,7 +76,7 @@ class Limiter:
 
         Args:
           key: names the bucket.
-          size: tokens that it holds.
+          size: tokens that it holds for such a call.
           tokens: to take.
           patience: seconds to wait at most. Whoever is refused waits as long, so that
             it asks less often.
@@ -72,11 +84,11 @@ class Limiter:
         if self.rate is None:
             return True
         with self._lock:
-            bucket, now = self._filled(key, size), time.monotonic()
-            wait = -bucket.tokens / self.rate
+            bucket, now = self._bucket(key), time.monotonic()
+            wait = (bucket.spent - size) / self.rate
             is_soon = wait <= patience
             if is_soon:
-                bucket.tokens -= tokens
+                bucket.spent += tokens
             if wait <= 0.0:
                 return True
             is_held = not is_soon and bucket.held < _MOST_HELD
@@ -94,23 +106,37 @@ class Limiter:
                 bucket.held -= 1
         return is_soon
 
-    def give_back(self, key: Hashable, size: float) -> None:
+    def give_back(self, key: Hashable) -> None:
         """Return a token to a bucket that somebody need not have taken."""
         if self.rate is not None:
             with self._lock:
-                bucket = self._filled(key, size)
-                bucket.tokens = min(size, bucket.tokens + 1.0)
+                self._bucket(key).pay_back(1.0)
 
-    def _filled(self, key: Hashable, size: float) -> _Bucket:
-        assert self.rate is not None
+    def _bucket(self, key: Hashable) -> _Bucket:
+        """Return a caller's bucket as it is now."""
         now = time.monotonic()
-        bucket = self._buckets.setdefault(key, _Bucket(size, now))
+        if key not in self._buckets and len(self._buckets) >= _MOST_BUCKETS:
+            self._forget_one(now)
+        bucket = self._buckets.setdefault(key, _Bucket(0.0, now))
         self._buckets.move_to_end(key)
-        if len(self._buckets) > _MOST_BUCKETS:
-            self._buckets.popitem(last=False)
-        gained = self.rate * (now - bucket.at)
-        bucket.tokens, bucket.at = min(size, bucket.tokens + gained), now
+        self._pay_back(bucket, now)
         return bucket
+
+    def _pay_back(self, bucket: _Bucket, now: float) -> None:
+        assert self.rate is not None
+        bucket.pay_back(self.rate * (now - bucket.at))
+        bucket.at = now
+
+    def _forget_one(self, now: float) -> None:
+        """Forget a bucket: of those not used for longest, the one with least spent.
+
+        Mostly that is nothing: then it comes back as it was.
+        """
+        oldest = list(itertools.islice(self._buckets.items(), _MOST_COMPARED))
+        for _, bucket in oldest:
+            self._pay_back(bucket, now)
+        key, _ = min(oldest, key=lambda each: each[1].spent)
+        del self._buckets[key]
 
 
 class Places:

@@ -119,11 +119,12 @@ class Page(Listener):
     def answer(self, path: str, request: _Request) -> None:
         """Answers a request for a path."""
         if path == "/":  # with nothing in it that is not in the package
-            self._admit_host(request.host)
+            self._admit_host(request)
             self._say(request, _HTML, self._html, policy=self._policy)
         elif path in ("/state.json", "/metrics"):
             caller = self._caller(request)
-            self.servicer.admit(caller)
+            self.servicer.admit(caller, "Status")
+            request.came_in()
             caller.check("Status")
             if path == "/state.json":
                 self._say(request, "application/json", self._state())
@@ -131,7 +132,7 @@ class Page(Listener):
                 extras.require("metrics", "prometheus_client")
                 self._say(request, _metrics.CONTENT_TYPE, self._metrics())
         else:
-            self._admit_host(request.host)
+            self._admit_host(request)
             request.refuse(HTTPStatus.NOT_FOUND, "/, /state.json and /metrics are")
 
     def _say(
@@ -154,14 +155,19 @@ class Page(Listener):
             certificate = end.getpeercert(binary_form=True) or b""
         said = request.headers.get("authorization", "")
         if self.servicer.door.access is not None and not (said or certificate):
-            self._admit_host(request.host)  # a page asks so before it has a token
+            self._admit_host(request)  # a page asks so before it has a token
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
-        return self.servicer.known(said, certificate, request.host)
+        try:
+            return self.servicer.known(said, certificate, request.host)
+        except errors.NotAllowedError:
+            request.came_in()  # for it was counted among those who guess
+            raise
 
-    def _admit_host(self, host: str) -> None:
-        self.servicer.admit(Caller("somebody", frozenset(), host=host))
+    def _admit_host(self, request: _Request) -> None:
+        self.servicer.admit_host(request.host)
+        request.came_in()
 
     # Connections.
 
@@ -204,7 +210,7 @@ class Page(Listener):
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = _address.network(end.getpeername()[0])
                 if self._context is not None:
-                    self._admit_host(host)  # a handshake costs more than the rest
+                    self.servicer.admit_host(host)  # a handshake costs most
                     end = self._context().wrap_socket(
                         end, server_side=True, do_handshake_on_connect=False
                     )
@@ -237,6 +243,13 @@ class _Request:
         self.connection, self.host, self.page = end, host, page
         self.headers: Mapping[str, str] = {}
         self._method, self._is_last = "", True
+        self._has_come_in = False
+
+    def came_in(self) -> None:
+        """Note that a request was paid for: its connection counts no more."""
+        if not self._has_come_in:
+            self._has_come_in = True
+            self.page.servicer.came_in(self.host)
 
     def answer(self) -> bool:
         """Answer the next request; return whether another one may follow."""

@@ -70,6 +70,11 @@ class Server(contextlib.AbstractContextManager["Server"]):
         ended = ", which has ended" if self._stopped.is_set() else ""
         return f"Server(at {self.address}{ended}, {self.center!r})"
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether an operator has asked for its end (``agn-optax drain``)."""
+        return self._servicer.is_drained
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the server has stopped; False if it has not in time.
 
@@ -175,11 +180,12 @@ def serve(
       memory: bytes that the center, its optimizer's state and all messages may take
         together: a worker for whose message there is no room is refused, and those that
         are there go on. None for any number.
-      calls: a second, that one caller may make beside its exchanges (status, pulls,
-        joins; those of many bytes count more), and connections that one host may begin
-        without saying whose they are. Further ones wait or are refused. A caller is a
-        token or a certificate, or without any a host. As many calls as all workers make
-        when they start are free. None for no bound.
+      calls: a second, that one caller may make beside its exchanges (pulls, joins;
+        those of many bytes count more), and connections that one host may begin without
+        saying whose they are. Further ones wait or are refused. A caller is a token or
+        a certificate, or without any a host. 400 calls are free, and as many as all
+        workers make when they start. Status and health, snapshots, and what ends
+        something are counted apart, each after 400 at once. None for no bound.
       tls: this center's certificate and key, and who vouches for workers if they must
         have certificates; None for plain text, which must stay on this machine.
       credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but

@@ -72,8 +72,19 @@ _LEAST_COPIED = 1 << 20  # bytes
 _SILENT_BEATS = 3  # signs of life that may fail to come
 _LONGEST_BEAT = 5.0  # seconds
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
+# Calls that are counted apart from a caller's others.
+_APART = {
+    "Status": "watch",
+    "Health": "watch",
+    "Save": "save",
+    "Drain": "end",
+    "Leave": "end",
+}
 # What a peer may do to a center.
 _STALLED = 30.0  # seconds in which some of a packet must move
+# The same of a chief's first parameters: another worker waits meanwhile, for as long as
+# its `timeout` lets it (30 s).
+_STALLED_CHIEF = 10.0
 _UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
 _HURRY = 0.5  # the same where too many of that caller or host do not say it
 _MOST_NAME = 256  # bytes of a worker's name
@@ -168,6 +179,7 @@ class Servicer:
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
         self.stop: Callable[[], object] = nothing  # the whole service
+        self.is_drained = False  # by an operator, for good
         # Whoever watches hears what happens: its kind, and more. Must not block.
         self.tell: Callable[..., object] = _unheard
         # What workers must know to connect without gRPC, but for the key.
@@ -201,26 +213,34 @@ class Servicer:
         ) as transfer:
             yield transfer.went
 
-    def admit(self, caller: Caller, tokens: float = 1.0) -> None:
+    def admit(self, caller: Caller, call: str, tokens: float = 1.0) -> None:
         """Take a call's tokens of its caller, and return when it is its turn.
 
         As many calls as all workers make when they start are free, for a caller may be
-        all of them.
+        all of them. Calls that look, write a snapshot or end something have buckets of
+        their own: whatever else its caller has done, they are still due.
 
         Raises:
-          CenterUnreachableError: that is not soon. It may try again.
+          CenterBusyError: that is not soon. It may try again.
         """
-        size = SPARE
-        if "Exchange" in caller.calls:
+        apart, size = _APART.get(call, ""), SPARE
+        if not apart and "Exchange" in caller.calls:
             size += self.workers * (3 + JOIN + self._size / MOVED)
-        self._admit(caller.key, size, tokens)
+        elif apart == "end":
+            size += self.workers
+        self._admit((apart, caller.key), size, tokens)
 
     def _admit(self, key: Hashable, size: float, tokens: float = 1.0) -> None:
         if not self._limiter.take(key, size, tokens):
-            raise errors.CenterUnreachableError(
+            raise errors.CenterBusyError(
                 f"too many calls: a caller may make {self._limiter.rate:g} a second "
-                f"beside its exchanges, and {size:.0f} at once; try again"
+                f"beside its exchanges, after {size:.0f} at once, and one that moves "
+                "many bytes counts as many; try again"
             )
+
+    def admit_host(self, host: str) -> None:
+        """The same, of a host that looks and of whom nothing else is known yet."""
+        self._admit(("watch", host), SPARE)
 
     def admit_probe(self, host: str) -> None:
         """The same, of a host that asks whether this center serves."""
@@ -239,7 +259,7 @@ class Servicer:
 
     def came_in(self, host: Hashable) -> None:
         """Note that a connection of a host has said whose it is."""
-        self._limiter.give_back(("host", host), self._most_newcomers)
+        self._limiter.give_back(("host", host))
 
     @property
     def _most_newcomers(self) -> float:
@@ -249,7 +269,7 @@ class Servicer:
         self, error: errors.NotAllowedError, host: str
     ) -> errors.NotAllowedError:
         """Return the error to raise for an unknown caller, whose call counts."""
-        self._admit(host, SPARE)
+        self._admit(("refused", host), SPARE)
         self.tell("refused", "", error, host)
         return error
 
@@ -315,14 +335,14 @@ class Servicer:
     ) -> pb.Initialized:
         """The chief's parameters."""
         caller.check("Initialize")
-        with self._receiving(reader, context.cancel):
+        with self._receiving(reader, context.cancel, _STALLED_CHIEF):
             start = _of_our_protocol(self._next(reader, context).start)
             _check_name(start.worker, least=0)
             caller.check("Initialize", start.worker)
             if (version := self._initialized(start)) is not None:
                 return pb.Initialized(version=version)
             # Which its client does, as long as it has time: the other may break off.
-            busy = errors.CenterUnreachableError(
+            busy = errors.CenterBusyError(
                 "another worker initializes this center; try again"
             )
             with self._initializations.one(caller.key, busy, WAITING_INTERVAL):
@@ -349,8 +369,8 @@ class Servicer:
         return version
 
     def _next(self, reader: Reader, context: Any) -> pb.Frame:
-        """Return the control part of a packet that must come within a while."""
-        with self.transfers.under_way(context.cancel, 0, _STALLED):
+        """Return the control part of a chief's packet, which comes within a while."""
+        with self.transfers.under_way(context.cancel, 0, _STALLED_CHIEF):
             return _control(reader)
 
     def _initialize(
@@ -360,7 +380,7 @@ class Servicer:
             return pb.Initialized(version=version)
         if start.schema_size > _trees.MOST_SCHEMA:
             raise errors.ProtocolError(_trees.why_too_large(0, start.schema_size, ""))
-        self.admit(caller, start.schema_size / PARSED)
+        self.admit(caller, "Initialize", start.schema_size / PARSED)
         came = reader.buffer(of_bytes(start.schema_size), "a schema")
         schema = _trees.from_bytes(came.tobytes())
         for leaf in schema.leaves:
@@ -383,7 +403,7 @@ class Servicer:
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
         """One version of the center."""
         caller.check("Pull")
-        many = errors.CenterUnreachableError("too many pulls wait already; try again")
+        many = errors.CenterBusyError("too many pulls wait already; try again")
         with self._pulling.one(caller.key, many):
             yield from self._pull(request, caller)
 
@@ -392,7 +412,7 @@ class Servicer:
         while self.schema() is None and (left := end - time.monotonic()) > 0:
             self.core.wait_until_initialized(min(left, WAITING_INTERVAL))
             yield _WAITING
-        self.admit(caller, self._size / MOVED)
+        self.admit(caller, "Pull", self._size / MOVED)
         while not self._pulls.take(caller.key, WAITING_INTERVAL):
             yield _WAITING
         try:
@@ -432,12 +452,12 @@ class Servicer:
             except (errors.AgnOptaxError, OSError, EOFError) as error:
                 if isinstance(error, errors.AgnOptaxError):
                     self.tell("refused", "", error, caller.host)
-                self.admit(caller, JOIN)
+                self.admit(caller, "Exchange", JOIN)
                 raise
             if self.core.knows(join.worker, join.incarnation):
                 self._admit(("back", join.worker), SPARE, JOIN)
             else:
-                self.admit(caller, JOIN)
+                self.admit(caller, "Exchange", JOIN)
             try:
                 yield from self._live(join, reader, context, caller, transport)
             except errors.AgnOptaxError as error:
@@ -450,12 +470,12 @@ class Servicer:
         A caller of too many silent calls has less time, but is not refused: the next
         call may be a worker's.
         """
-        silent, size = ("silent", caller.key), self._most_newcomers
-        in_time = self._limiter.take(silent, size, patience=0.0)
+        silent = ("silent", caller.key)
+        in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
         with self.introduced(context.cancel, hurry=not in_time):
             first = _control(reader)
         if in_time:
-            self._limiter.give_back(silent, size)
+            self._limiter.give_back(silent)
         return first
 
     def _probed(
@@ -466,7 +486,7 @@ class Servicer:
         They are paid for afterwards: nobody measures how long he waits for his turn.
         """
         caller.check("Probe")
-        busy = errors.CenterUnreachableError("others measure already; try again")
+        busy = errors.CenterBusyError("others measure already; try again")
         with self._probing.one(caller.key, busy, _STALLED / 2):
             while control is not None:
                 if not control.HasField("probe"):
@@ -481,7 +501,7 @@ class Servicer:
                     reader.buffer(of_bytes(probe.size), "a probe")
                 yield in_bytes(pb.Frame(probed=pb.Probed()), probe.answer)
                 if size := probe.size + probe.answer:
-                    self.admit(caller, 1 + size / MOVED)
+                    self.admit(caller, "Probe", 1 + size / MOVED)
                 control = reader.control()
 
     def _live(
@@ -555,7 +575,7 @@ class Servicer:
             if there:
                 self._admit(("alive", there[0]), SPARE)
             else:
-                self.admit(caller)
+                self.admit(caller, "Alive")
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
@@ -612,12 +632,13 @@ class Servicer:
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
         """Writes a snapshot, which may take a while."""
         caller.check("Save")
-        self.admit(caller, self._size / SAVED)
+        self.admit(caller, "Save", self._size / SAVED)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
         """Ends the service, which may take a while."""
         caller.check("Drain")
+        self.is_drained = True
         _log.warning("draining, as %s has asked for", caller.said)
         in_background(self.stop, "agn-optax drain", lasting=True)
         return pb.DrainReply()
@@ -700,12 +721,18 @@ class Servicer:
         return max(0, (self._memory - taken) // each)
 
     @contextmanager
-    def _receiving(self, reader: Reader, cancel: Callable[[], None]) -> Iterator[None]:
-        """Packets come, of which none may stop in the middle."""
+    def _receiving(
+        self,
+        reader: Reader,
+        cancel: Callable[[], None],
+        patience: float | None = None,
+    ) -> Iterator[None]:
+        """Packets come, of which none may stop in the middle for longer than that."""
+        patience = _STALLED if patience is None else patience
 
         @contextmanager
         def pace(size: int) -> Iterator[None]:
-            with self.transfers.under_way(cancel, size, _STALLED) as transfer:
+            with self.transfers.under_way(cancel, size, patience) as transfer:
                 reader.heard = transfer.went
                 yield
 

@@ -12,6 +12,7 @@ from agn_optax.service import center_pb2 as pb
 _KIND = "agn-optax-error"  # key of the trailing metadata that names the exception
 
 _CODES: dict[type, grpc.StatusCode] = {
+    errors.CenterBusyError: grpc.StatusCode.UNAVAILABLE,
     errors.CenterClosedError: grpc.StatusCode.UNAVAILABLE,
     errors.CenterUnreachableError: grpc.StatusCode.UNAVAILABLE,
     errors.CenterFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -229,6 +229,21 @@ def test_full_disk_of_logs_is_said_and_the_run_goes_on(here):
     assert said[2:] == ["b"]
 
 
+@pytest.mark.parametrize("option", ["logs", "storage"])
+@pytest.mark.parametrize("folder", ["train.py", "train.py/logs"])
+def test_folder_that_cannot_be_made_is_said(here, option, folder):
+    (here / "train.py").write_text("print('is never run')\n")
+    # Only a run with a center keeps something.
+    center = ["--rule=downpour", "--open"] if option == "storage" else [ELSEWHERE]
+    result = command(
+        "launch", "--workers=1", *center, f"--{option}={folder}", "train.py"
+    )
+    assert result.exit_code == 2, result.output
+    assert f"{option} must be a folder" in result.stderr
+    assert folder in result.stderr
+    assert "is never run" not in result.stdout
+
+
 def test_a_module(here):
     (here / "says.py").write_text("import sys; print(__name__, *sys.argv[1:])\n")
     result = command(

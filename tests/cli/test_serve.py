@@ -437,6 +437,12 @@ def test_a_process_drains_when_it_is_told_to(code):
             process.kill()
 
 
+def test_drain_of_an_operator_wins_over_a_signal_that_comes_after_it(address):
+    """A center that is drained for good must not be started again."""
+    options = ["--rule=downpour", "--signal-exit-code=143"]
+    serve(address, rules.downpour(), *options, then=lambda c: c._connection.drain())
+
+
 def test_a_signal_that_another_thread_gets_is_heard(address):
     """The client sends it to its own thread, while this one waits."""
     result = serve(address, rules.downpour(), "--rule=downpour")

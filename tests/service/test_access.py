@@ -4,10 +4,12 @@ import contextlib
 import itertools
 import logging
 import os
+import pathlib
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import certificates
@@ -357,19 +359,113 @@ def test_worker_goes_on_with_the_token_that_its_file_had(tmp_path, caplog, monke
     assert caplog.text.count("what it was before stays") == 1
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
-def test_tokens_that_everybody_can_read_are_warned_of(mode, tmp_path, caplog):
-    file = tmp_path / "tokens"
+@pytest.fixture
+def entered():
+    """A folder that every user of this machine may enter."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = pathlib.Path(made)
+        folder.chmod(0o755)
+        if not all(each.stat().st_mode & stat.S_IXOTH for each in folder.parents):
+            pytest.skip(f"no other user may enter {folder.parent}")
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("mode", "around", "is_public"),
+    [
+        *((0o600, 0o755, False), (0o640, 0o755, False), (0o644, 0o755, True)),
+        *((0o644, 0o700, False), (0o644, 0o750, False)),
+    ],
+)
+def test_tokens_that_everybody_can_read_are_warned_of(
+    mode, around, is_public, entered, caplog
+):
+    folder, link = entered / "secrets", entered / "tokens"
+    folder.mkdir()
+    file = folder / "tokens"
+    link.symlink_to(file)
     for content, read in (
         (f"reader * {token('reader')}\n", Access),
         (token("reader"), lambda path: _token.of(path, lambda: "127.0.0.1:1")),
     ):
-        caplog.clear()
         file.write_text(content)
         file.chmod(mode)
-        read(file)
-        is_warned = "every user of this machine can read the token" in caplog.text
-        assert is_warned == (mode == 0o644)
+        folder.chmod(around)
+        for path in (file, link):
+            caplog.clear()
+            read(path)
+            is_warned = "every user of this machine can read the token" in caplog.text
+            assert is_warned == is_public
+            assert ("defaultMode: 0400" in caplog.text) == is_public
+
+
+def read_at_once(monkeypatch):
+    """Files are looked at whenever they are asked for."""
+    monkeypatch.setattr(_files, "_LOOK", 0.0)
+
+
+def known(access, *names):
+    """Those of some tokens that count."""
+
+    def counts(name):
+        with contextlib.suppress(errors.NotAllowedError):
+            return access.caller(token(name).encode())
+
+    return {name for name in names if counts(name)}
+
+
+@pytest.mark.parametrize("broken", ["", "king * of-nothing-0123456789\n", None])
+def test_token_that_is_removed_ends_while_another_file_is_broken(
+    broken, tmp_path, monkeypatch
+):
+    read_at_once(monkeypatch)
+    file, other = tmp_path / "tokens", tmp_path / "others"
+    file.write_text(f"reader * {token('a')}\nreader * {token('b')}\n")
+    other.write_text(f"reader * {token('c')}\n")
+    access = Access(file, other)
+    assert known(access, *"abc") == set("abc")
+    other.unlink() if broken is None else other.write_text(broken)
+    assert known(access, *"abc") == set("abc")
+    file.write_text(f"reader * {token('b')}\n")
+    assert known(access, *"abc") == set("bc")
+    file.write_text(f"reader * {token('d')}\n")
+    assert known(access, *"abcd") == set("cd")
+
+
+def test_token_in_two_files_counts_while_its_lines_say_the_same(
+    tmp_path, monkeypatch, caplog
+):
+    """It may be on its way from one to the other."""
+    read_at_once(monkeypatch)
+    file, other = tmp_path / "tokens", tmp_path / "others"
+    file.write_text(f"reader * {token('a')}\nreader * {token('b')}\n")
+    other.write_text(f"reader * {token('c')}\n")
+    access = Access(file, other)
+    for roles, counts in (("reader", "abc"), ("operator", "bc"), ("reader", "abc")):
+        other.write_text(f"{roles} * {token('a')}\nreader * {token('c')}\n")
+        assert known(access, *"abc") == set(counts)
+    assert "another line has the same token" in caplog.text
+    assert token("a") not in caplog.text
+    file.write_text(f"reader * {token('b')}\n")
+    assert known(access, *"abc") == set("abc")
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"line 1 of .*the same token"
+    ):
+        Access(file, file)
+
+
+def test_file_whose_mode_is_changed_is_read_again(tmp_path, monkeypatch):
+    """It may be one that cannot be read any more."""
+    read_at_once(monkeypatch)
+    file, reads = tmp_path / "tokens", []
+    file.write_text("a")
+    read = _files.Reread([file], lambda: reads.append(file.stat().st_mode & 0o777))
+    file.chmod(0o400)
+    time.sleep(0.02)  # a file system's clock may tick every ten milliseconds
+    file.chmod(0o440)
+    read()
+    read()
+    assert reads[1:] == [0o440]
 
 
 def test_no_token_is_told(caplog, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import queue
 import socket
 import threading
@@ -16,10 +17,12 @@ from waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
+from agn_optax.center import Journal
 from agn_optax.service import (
     _access,
     _address,
     _connection,
+    _http,
     _limits,
     _server,
     _servicer,
@@ -346,7 +349,7 @@ def test_center_with_parameters_reads_no_schema(server, center):
 
 def test_one_initializes_at_a_time(monkeypatch):
     """Others wait for it: what each has sent would be in memory."""
-    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
+    monkeypatch.setattr(_servicer, "_STALLED_CHIEF", 1.0)
     with (
         service.serve(RULE) as server,
         service.connect(server.address, RULE, timeout=LIMIT) as center,
@@ -363,6 +366,12 @@ def test_one_initializes_at_a_time(monkeypatch):
         peer.has_ended()  # for it says nothing any more
         with pytest.raises(errors.AlreadyInitializedError, match="'b'"):
             center.initialize(START, worker="c")
+
+
+def test_chief_that_hangs_is_cut_off_while_others_still_try():
+    timeout = inspect.signature(service.connect).parameters["timeout"].default
+    waits = _servicer._STALLED_CHIEF + _servicer.WAITING_INTERVAL
+    assert 2 * waits < timeout
 
 
 def test_few_pulls_at_a_time(server, center):
@@ -455,7 +464,7 @@ def test_a_host_that_calls_too_often_loses_no_worker(little):
     ):
         anna = center.join("anna")
         with too_many():
-            again_and_again(eve.status)
+            again_and_again(eve._connection.describe)
 
         def seen():
             return server.center.core.members()[1]["anna"].seen
@@ -499,16 +508,117 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
         assert observer.status()["version"] == 1
 
 
+MODEL = 1 << 32  # bytes
+STARTS = (  # of a worker: its calls, and their tokens
+    *(("Describe", 1.0), ("Exchange", _limits.JOIN), ("Pull", 1.0)),
+    *(("Pull", MODEL / _limits.MOVED), ("Describe", 1.0)),
+)
+
+
 def test_as_many_calls_as_a_start_makes_are_free(caplog, monkeypatch):
     """Of all workers at once, and of a model however large."""
-    workers, size = 100, 1 << 32
-    monkeypatch.setattr(_servicer.Servicer, "_size", size)
+    workers = 100
+    monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
     with service.serve(RULE, SMALL, max_workers=workers, calls=1e-9) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(workers):
-            for tokens in (1, _limits.JOIN, 1, size / _limits.MOVED, 1):
-                servicer.admit(caller, tokens)
+            for call, tokens in STARTS:
+                servicer.admit(caller, call, tokens)
     assert "has to wait" not in caplog.text
+
+
+def test_start_is_free_where_others_called_before_the_center_had_its_model(
+    caplog, monkeypatch
+):
+    """What a caller may make at once grows with the model, whatever came before."""
+    with service.serve(RULE, max_workers=8, calls=1e-9) as server:
+        servicer, caller = server._servicer, _access.EVERYBODY
+        for _ in range(8):
+            servicer.admit(caller, "Describe")
+        monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
+        for _ in range(7):
+            for call, tokens in STARTS:
+                servicer.admit(caller, call, tokens)
+    assert "has to wait" not in caplog.text
+
+
+def test_what_a_call_may_spend_is_no_other_calls_loss():
+    limiter = _limits.Limiter(1e-9)
+    for size in (1.0, 10.0):
+        while limiter.take("a", size, patience=0.0):
+            limiter.take("a", 0.0, patience=0.0)
+    assert 10.0 < limiter._buckets["a"].spent <= 11.0
+
+
+def test_caller_who_has_spent_most_is_remembered_longest(monkeypatch):
+    monkeypatch.setattr(_limits, "_MOST_BUCKETS", 8)
+    limiter = _limits.Limiter(1e-3)
+    assert limiter.take("eve", 1.0, tokens=100.0)
+    for number in range(100):
+        assert limiter.take(number, 1.0)
+    assert len(limiter._buckets) == 8
+    assert not limiter.take("eve", 1.0, patience=0.0)
+
+
+@pytest.fixture
+def dear(monkeypatch):
+    """Returns how to serve where every pull and snapshot takes all that one may."""
+    for name in ("MOVED", "SAVED"):
+        monkeypatch.setattr(_servicer, name, 1e-3)
+    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+
+
+def test_who_pulls_and_saves_still_sees_and_ends_the_center(dear, tmp_path):
+    access = service.Access(b"operator * " + EVE.encode())
+    with (
+        dear(access=access, durability=Journal(tmp_path)) as server,
+        service.connect(server.address, RULE, token=EVE) as center,
+        service.Observer(server.address, token=EVE) as eve,
+    ):
+        center.pull()
+        with too_many():
+            center._remote.pull(0.0)
+        assert eve.save() == 0
+        with too_many():
+            eve.save()
+        assert eve.status()["version"] == 0
+        assert eve.health() == "SERVING"
+        eve.drain()
+        wait_until(lambda: server.wait(0.0))
+
+
+def test_who_has_no_calls_left_still_leaves(little):
+    with little() as server, service.connect(server.address, RULE) as center:
+        anna = center.join("anna")
+        with too_many():
+            again_and_again(center._connection.describe)
+        anna.leave()
+        assert not server.center.workers
+
+
+def test_who_only_looks_takes_nothing_of_a_worker_at_the_same_host(little):
+    with (
+        little(page="127.0.0.1:0") as server,
+        service.Observer(server.address) as eve,
+    ):
+        with too_many():
+            again_and_again(eve.status)
+        with service.connect(server.address, RULE, timeout=LIMIT) as center:
+            assert center.join("anna").exchange(1, SMALL, anchor_version=0).applied
+
+
+def test_center_that_is_busy_is_not_said_to_be_gone(little, caplog):
+    with (
+        little() as server,
+        contextlib.closing(_connection.Connection(server.address, LIMIT)) as anna,
+    ):
+        with too_many():
+            again_and_again(anna.describe)
+        with pytest.raises(errors.CenterBusyError, match="answers, and has not taken"):
+            anna.retry(anna.describe, within=0.0)
+        assert anna.unreachable_since is None
+    assert "is busy (too many calls" in caplog.text
+    assert "does not answer" not in caplog.text
 
 
 @contextlib.contextmanager
@@ -610,7 +720,7 @@ def test_a_worker_comes_back_whatever_its_host_does(little):
     ):
         anna = center.join("anna")
         with too_many():
-            again_and_again(eve.status)
+            again_and_again(eve._connection.describe)
         anna._link.cancel()
         assert anna.exchange(1, SMALL, anchor_version=0).version == 1
 
@@ -753,7 +863,7 @@ def test_tokens_come_back_and_no_more_than_there_were():
     ]
     assert limiter.take("b", 1.0, patience=0.0)
     for _ in range(5):
-        limiter.give_back("a", 1.0)
+        limiter.give_back("a")
     assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
         True,
         True,
@@ -775,15 +885,58 @@ def test_probes_of_a_host_are_limited(monkeypatch):
         assert friend.health() == "SERVING"
 
 
+def asked(port, text):
+    with socket.create_connection(("127.0.0.1", port)) as end:
+        end.sendall(text)
+        return not is_refused(end)
+
+
 def test_connections_to_the_page_are_limited(full):
+    """Of those whose requests are none that it answers."""
     with full(page="127.0.0.1:0") as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
-        answered = 0
-        for _ in range(10):
-            with socket.create_connection(("127.0.0.1", port)) as end:
-                end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                answered += not is_refused(end)
-        assert 0 < answered <= 3
+        text = HEAD_OF_A_PAGE.replace(b"localhost", b"evil.example")
+        assert 0 < sum(asked(port, text) for _ in range(10)) <= 3
+
+
+@pytest.mark.parametrize("said", [b"", b"Authorization: Bearer 0123456789abcdef\r\n"])
+@pytest.mark.parametrize("path", [b"/", b"/state.json"])
+def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
+    full, path, said
+):
+    """Whether it is answered or not: a page may have a token of before."""
+    access = service.Access(TOKENS.replace(b"0123456789abcdef", b"0" * 16))
+    with full(page="127.0.0.1:0", access=access) as server:
+        port = int(server.page_address.rstrip("/").rpartition(":")[2])
+        text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
+        assert all(asked(port, text) for _ in range(20))
+
+
+def test_ports_that_are_paced_keep_no_socket(full):
+    with full(page="127.0.0.1:0") as server:
+        wait_until(lambda: len(server._servicer._ports._buckets) >= 2)
+        kept = server._servicer._ports._buckets
+        assert not any(isinstance(each, socket.socket) for each in kept)
+
+
+HEAD_OF_A_PAGE = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+FIELDS = (b"Host", b"Connection", b"Authorization", b"Cookie", b"a")
+
+
+@pytest.mark.parametrize("repeated", [b" ", b"\t", b" \t", b",", b" ,", b"a", b"."])
+@pytest.mark.parametrize("behind", [b"", b"b", b"\0", b"\r", b":", b"]"])
+def test_head_of_a_page_takes_time_in_proportion_to_its_size(repeated, behind):
+    """Wherever its bytes are: nothing else of the process runs meanwhile."""
+    places = [HEAD_OF_A_PAGE[:i] for i in range(0, len(HEAD_OF_A_PAGE), 3)]
+    places += [b"GET / HTTP/1.1\r\n%s: a" % name for name in FIELDS]
+    places += [b"GET / HTTP/1.1\r\nHost: localhost\r\n%s:" % name for name in FIELDS]
+    for count in (1 << 8, 1 << 10, (1 << 14) - 200):  # the worst of before fail early
+        for before in places:
+            head = before + repeated * (count // len(repeated)) + behind + b"\r\n\r\n"
+            began = time.thread_time()
+            with contextlib.suppress(_http.RefusedRequestError):
+                _http.parse(head, is_local=True)
+            assert time.thread_time() - began < 0.1, (before, count)
 
 
 def test_silent_connections_keep_no_worker_out(server):

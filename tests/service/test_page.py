@@ -230,7 +230,8 @@ def test_a_name_of_somebody_else_that_leads_here_is_refused(open_server):
         assert status == 421
         assert b"ssh -L" in body
         assert b"downpour" not in body
-    assert ask(open_server, "/state.json", Host="localhost:9999")[0] == 200
+    for own in ("localhost:9999", "[::1]:9999", "[::ffff:127.0.0.1]:9999"):
+        assert ask(open_server, "/state.json", Host=own)[0] == 200
     assert b" 400 " in said(open_server, b"GET / HTTP/1.0\r\n\r\n")
 
 

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 _MOST_CALLS = 4096
 _MOST_PROBES = 256
+# Calls whose caller the servicer has pay, once it knows for which worker.
+_PAID_APART = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
 
 
@@ -250,35 +252,34 @@ def _handlers(servicer: Servicer) -> Any:
     def reader(messages: Iterator[bytes]) -> Reader:
         return Reader(_Messages(messages), servicer.buffers)
 
-    def replied(call: Callable[..., Any], *, is_paid: bool = False) -> Any:
-        """Whose answer is one reply; whether its caller pays for it apart."""
+    def replied(name: str, call: Callable[..., Any]) -> Any:
+        """Whose answer is one reply."""
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
-                caller = _caller(servicer, context)
-                if not is_paid:
-                    servicer.admit(caller)
-                return call(said, context, caller)
+                return call(said, context, admitted(name, context))
 
         return answer
 
-    def streamed(
-        call: Callable[..., Iterator[Parcel]], *, is_paid: bool = False
-    ) -> Callable[..., Any]:
-        """Whose answer is a stream of packets; as above."""
+    def streamed(name: str, call: Callable[..., Iterator[Parcel]]) -> Any:
+        """Whose answer is a stream of packets."""
 
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
-                caller = _caller(servicer, context)
-                if not is_paid:
-                    servicer.admit(caller)
-                for parcel in call(said, context, caller):
+                for parcel in call(said, context, admitted(name, context)):
                     with parcel, servicer.sending(context.cancel, parcel) as moved:
                         for message in joined(parcel.pieces(), MESSAGE_SIZE):
                             yield message
                             moved()
 
         return answer
+
+    def admitted(name: str, context: Any) -> Caller:
+        """The caller, who has paid for that call."""
+        caller = _caller(servicer, context)
+        if name not in _PAID_APART:
+            servicer.admit(caller, name)
+        return caller
 
     def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
         """Whose caller says one message."""
@@ -289,40 +290,39 @@ def _handlers(servicer: Servicer) -> Any:
 
         return answer
 
-    def unary(call: Callable[..., Any], request: Any, *, is_paid: bool = False) -> Any:
+    def unary(name: str, call: Callable[..., Any], request: Any) -> Any:
         return grpc.unary_unary_rpc_method_handler(
-            replied(parsed(call, request), is_paid=is_paid),
-            response_serializer=serialized,
+            replied(name, parsed(call, request)), response_serializer=serialized
         )
 
-    return grpc.method_handlers_generic_handler(
-        _address.SERVICE,
-        {
-            "Describe": unary(servicer.describe, pb.DescribeRequest),
-            "Alive": unary(servicer.alive, pb.AliveRequest, is_paid=True),
-            "Leave": unary(servicer.leave, pb.LeaveRequest),
-            "Status": unary(servicer.status, pb.StatusRequest),
-            "Save": unary(servicer.save, pb.SaveRequest),
-            "Drain": unary(servicer.drain, pb.DrainRequest),
-            "Initialize": grpc.stream_unary_rpc_method_handler(
-                replied(
-                    lambda said, call, by: servicer.initialize(reader(said), call, by)
-                ),
-                response_serializer=serialized,
-            ),
-            "Pull": grpc.unary_stream_rpc_method_handler(
-                streamed(parsed(servicer.pull, pb.PullRequest))
-            ),
-            "Exchange": grpc.stream_stream_rpc_method_handler(
-                streamed(
-                    lambda said, call, by: servicer.exchange(
-                        reader(said), call, by, "grpc"
-                    ),
-                    is_paid=True,
-                )
-            ),
-        },
+    handlers = {
+        name: unary(name, call, request)
+        for name, call, request in (
+            ("Describe", servicer.describe, pb.DescribeRequest),
+            ("Alive", servicer.alive, pb.AliveRequest),
+            ("Leave", servicer.leave, pb.LeaveRequest),
+            ("Status", servicer.status, pb.StatusRequest),
+            ("Save", servicer.save, pb.SaveRequest),
+            ("Drain", servicer.drain, pb.DrainRequest),
+        )
+    }
+    handlers["Initialize"] = grpc.stream_unary_rpc_method_handler(
+        replied(
+            "Initialize",
+            lambda said, call, by: servicer.initialize(reader(said), call, by),
+        ),
+        response_serializer=serialized,
     )
+    handlers["Pull"] = grpc.unary_stream_rpc_method_handler(
+        streamed("Pull", parsed(servicer.pull, pb.PullRequest))
+    )
+    handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(
+        streamed(
+            "Exchange",
+            lambda said, call, by: servicer.exchange(reader(said), call, by, "grpc"),
+        )
+    )
+    return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
 
 
 def _parsed(request: Any, said: bytes) -> Any:
@@ -374,7 +374,7 @@ class _Guard(grpc.ServerInterceptor):
         def guarded(said: Any, context: Any, *more: Any) -> Any:
             with _errors_to(context):
                 caller = _caller(self._servicer, context)
-                self._servicer.admit(caller)
+                self._servicer.admit(caller, "Health")
                 caller.check("Health")
             return answer(said, context, *more)
 

@@ -186,9 +186,9 @@ def connections(
     They are taken no faster than the servicer's limiter lets them: more of them wait in
     the system, which costs nothing.
     """
-    fails = False
+    fails, where = False, listening.getsockname()
     while not is_closed():
-        servicer.pace(listening)
+        servicer.pace(where)
         try:
             end, _ = listening.accept()
         except OSError as error:
