@@ -520,6 +520,7 @@ def test_bad_input(call, message):
         call()
 
 
+@pytest.mark.slow
 def test_the_page_on_scale_has_what_its_command_prints():
     root = pathlib.Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("scale", root / "tools/scale.py")

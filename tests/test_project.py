@@ -182,8 +182,14 @@ def python_blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
 
 
+# What somebody new to it runs; the guides are slow tests.
+FIRST = ("README.md", "start.md", "choosing.md", "loops.md")
 BLOCKS = [
-    pytest.param(block, id=f"{path.name}-{i}")
+    pytest.param(
+        block,
+        id=f"{path.name}-{i}",
+        marks=[] if path.name in FIRST else pytest.mark.slow,
+    )
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     for i, block in enumerate(python_blocks(path))
     if (path.name, i) != ("README.md", 0)  # which has a test of its own

@@ -279,6 +279,7 @@ def test_launched_workers_have_tokens_of_their_own(runtime, here):
     assert not list(runtime.iterdir())
 
 
+@pytest.mark.slow
 def test_a_launched_center_may_be_open(runtime, here):
     (here / "train.py").write_text(
         "import os\nprint([name for name in os.environ if 'OPTAX_TOKEN' in name])"

@@ -405,7 +405,7 @@ def test_a_parent_with_another_rule_is_a_failure():
     assert "runs another rule" in said
 
 
-@pytest.mark.parametrize("code", [0, 143])
+@pytest.mark.parametrize("code", [0, pytest.param(143, marks=pytest.mark.slow)])
 def test_a_process_drains_when_it_is_told_to(code):
     options = [] if not code else [f"--signal-exit-code={code}"]
     arguments, environment = python(

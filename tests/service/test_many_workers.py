@@ -404,7 +404,9 @@ def workers():
         yield made
 
 
-@pytest.mark.parametrize("transport", ["socket", "grpc"])
+@pytest.mark.parametrize(
+    "transport", ["socket", pytest.param("grpc", marks=pytest.mark.slow)]
+)
 def test_the_memory_of_a_message_is_free_when_it_is_answered(transport):
     """Although nothing else happens in the center's process, which JAX waits for."""
     with (
