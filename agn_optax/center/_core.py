@@ -7,7 +7,9 @@
 Everybody who has to do with a center is a client of its `Core`, and has nothing of its
 own to decide: the embedded center, the service, and a center that is a worker of
 another one. The lock is held while programs are handed to the device, never while they
-run.
+run. Where the device must say first whether the center stays finite, somebody looks
+without the lock (`Core._look_at`): whoever has sent the last of the messages, or a
+thread. They keep their turn, and nothing else is applied meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from agn_optax._internal import check, in_background
 from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Claim, Refusal, Size
-from agn_optax.center._store import CenterState, Prepared, Store, Version
+from agn_optax.center._store import CenterState, Known, Prepared, Store, Version
 from agn_optax.center.durability import Durability, Image, Keeper, Room
 from agn_optax.rules import Rule, check_outside, check_rule
 
@@ -76,8 +78,8 @@ class _Look:
     batch: Batch
     messages: list[_Message]
     prepared: Prepared
-    norm: float  # of all of them
-    is_taken: bool = False  # somebody looks
+    is_begun: bool = False  # a thread has been started that looks
+    looker: int | None = None  # the thread that does
 
 
 class Core:
@@ -128,7 +130,7 @@ class Core:
         self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
         self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
         self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
-        self._look: _Look | None = None  # at messages whose turn it is
+        self._look: _Look | None = None  # at the messages whose turn it is
         self.observer: Callable[[PyTree, Claim], Any] | None = None
         self.detached = ""
         self._closed = ""
@@ -456,18 +458,22 @@ class Core:
           looks: whether the caller looks at what must be looked at before, once it has
             let the lock go; else a thread of its own does.
         """
+        self.ledger.expire(time.monotonic())
         while (
             not self._ended
             and self._look is None
             and (batch := self.ledger.due(time.monotonic())) is not None
         ):
             self._begin_batch(batch)
-        if not looks and (look := self._take_look()) is not None:
-            in_background(functools.partial(self._look_at, look), "agn-optax look")
         for worker in self.ledger.departed():
             self._cut(worker)
             self._prune(worker)
         self._changed.notify_all()
+        look = self._look
+        if look and not (looks or look.is_begun or look.looker):
+            act = functools.partial(self._look_at, look)
+            in_background(act, "agn-optax look", unread=True)
+            look.is_begun = True  # had it not been started, the next one would try
 
     def _begin_batch(self, batch: Batch) -> None:
         """Applies messages, unless the center must be looked at first."""
@@ -476,55 +482,69 @@ class Core:
         prepared = None
         try:
             if batch.taken:
-                prepared = self.store.prepare(*_parts(batch, messages), *_claims(batch))
-                if self.ledger.refusals.refuse.nonfinite:
-                    norm = sum(batch.norms[i] for i in batch.taken)
-                    if not self.store.is_bounded(norm):
-                        self._look = _Look(batch, messages, prepared, norm)
-                        return
+                looks = self.ledger.refusals.refuse.nonfinite
+                norm = sum(batch.norms[i] for i in batch.taken) if looks else math.inf
+                prepared = self.store.prepare(
+                    *_parts(batch, messages), *_claims(batch), norm
+                )
+                if looks and not self.store.is_bounded(prepared):
+                    self._look = _Look(batch, messages, prepared)
+                    return
         except Exception as error:
             self._end_batch(batch, messages, None, _kept(error))
         else:
             self._end_batch(batch, messages, prepared)
 
-    def _take_look(self) -> _Look | None:
-        """What must be looked at, if nobody does already: the caller has to."""
-        look = self._look
-        if look is None or look.is_taken:
-            return None
-        look.is_taken = True
-        return look
-
     def _look_at(self, look: _Look) -> None:
-        """Waits for what the device says of messages, and ends them.
+        """Waits for what the device says of messages, and ends them; one thread does.
 
         The lock is not held meanwhile, so that everything else goes on. Nothing else is
         applied: turns stay as they are.
         """
-        store, is_finite, failure = self.store, None, None
+        me = threading.get_ident()
+        store, is_finite, known, failure = self.store, None, None, None
         try:
-            is_finite = store.stays_finite(look.prepared, look.norm)
-        except Exception as error:
-            failure = _kept(error)
+            with self._changed:
+                if look.looker is None:
+                    look.looker = me
+            if look.looker == me:
+                try:
+                    is_finite, known = store.look(look.prepared)
+                except Exception as error:
+                    failure = _kept(error)
         finally:  # by Ctrl-C, too: then they still wait, and the next one looks
             with self._changed:
-                self._look = None
-                # The center may have been shifted meanwhile, and workers have gone.
-                is_current = self._store is store and (
-                    store.current is look.prepared.before
-                )
-                said = is_finite is not None or failure is not None
-                if (
-                    said
-                    and is_current
-                    and not self._ended
-                    and self.ledger.is_waiting(look.batch)
-                ):
-                    batch = look.batch
-                    if is_finite is False:
-                        batch = self._not_finite(batch)
-                    self._end_batch(batch, look.messages, look.prepared, failure)
-                self._settle()
+                if look.looker == me:
+                    self._look = None
+                    if is_finite is not None or failure is not None:
+                        self._seen(look, store, is_finite, known, failure)
+                    self._settle()
+                    if self.ledger.round_grace is not None:  # rounds may end again
+                        for message in self._messages.values():
+                            message.over.notify_all()
+
+    def _seen(
+        self,
+        look: _Look,
+        store: Store,
+        is_finite: bool | None,
+        known: Known | None,
+        failure: Exception | None,
+    ) -> None:
+        """Ends what has been looked at, unless the center or its workers have gone on.
+
+        It may have been shifted meanwhile, or restored, and workers may have left: then
+        the ledger is asked again what is due.
+        """
+        is_current = self._store is store and store.current is look.prepared.before
+        batch = look.batch
+        if self._ended or not is_current or not self.ledger.is_waiting(batch):
+            return
+        if is_finite:
+            store.learn(known)
+        elif failure is None:
+            batch = self._not_finite(batch)
+        self._end_batch(batch, look.messages, look.prepared, failure)
 
     def _not_finite(self, batch: Batch) -> Batch:
         """A batch, of which all that was to be applied is refused."""
@@ -546,7 +566,6 @@ class Core:
     ) -> None:
         """Applies messages, or drops or refuses them: they wait no longer."""
         store, before = self.store, self.store.current
-        self.ledger.remove(batch)
         for entry in batch.entries:
             del self._messages[entry.worker]
         try:
@@ -556,6 +575,8 @@ class Core:
         except Exception as error:
             failure = _kept(error)
         finally:  # by Ctrl-C, too
+            for message in messages:
+                message.over.notify_all()
             if failure is not None:  # whoever called, it is these workers' to hear
                 for entry in batch.entries:
                     self._failures[entry.worker] = entry.sequence, failure
@@ -563,8 +584,6 @@ class Core:
                 self.ledger.refuse(batch)
             else:
                 self._answer(batch, messages, before)
-            for message in messages:
-                message.over.notify_all()
 
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
         """Messages have been applied, dropped or refused."""
@@ -780,8 +799,8 @@ class LocalSession(Session):
                 core._messages.setdefault(self.worker, message)
                 core._prune(self.worker)
             core._settle(looks=True)
-            look = core._take_look()
-        if look is not None:
+            look = core._look
+        if look and not (look.is_begun or look.looker):
             core._look_at(look)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
@@ -825,7 +844,8 @@ class LocalSession(Session):
                 now = time.monotonic()
                 if now >= end:
                     return None
-                deadline = core.ledger.deadline() or math.inf
+                is_held = core._look is not None
+                deadline = core.ledger.deadline(is_held=is_held) or math.inf
                 until = min(end, deadline, now + _LOOKS)
                 core._messages[worker].over.wait(max(0.0, until - now))
                 core._settle()

@@ -8,8 +8,7 @@ argument. Its owner tells it what happened, and asks it what to do:
     submit                      its message is there
     due -> Batch | None         the messages to apply (or to drop) next, as one exchange
     judge -> Batch              ... and which of them are refused for what they are
-    remove                      they wait no longer: settle or refuse follows at once
-    settle, refuse              they have been; they could not be
+    settle, refuse              they have been; they could not be. They wait no longer
     acknowledge                 the worker has its answer
     shift                       the center moved, and no message moved it
     memory, recall              what outlives the process
@@ -51,9 +50,15 @@ class Asynchronous:
 class BoundedStaleness:
     """Messages are applied when they come, unless their worker is too far off.
 
+    With both bounds, a message that waits for slower workers grows old meanwhile, and
+    is dropped as soon as it is too old: nothing older than ``versions`` is ever
+    applied. A message that is dropped is no round of its worker's, so the others wait
+    for that worker at ``rounds`` ahead, and one of its messages is in time.
+
     Args:
-      versions: a message whose anchor is more than so many versions old is dropped,
-        and its worker goes on from the center as it is. None for no bound.
+      versions: a message whose anchor is more than so many versions old when it would
+        be applied is dropped, and its worker goes on from the center as it is. None for
+        no bound.
       rounds: a worker that is more than so many rounds ahead of the slowest one waits
         for it. None for no bound.
 
@@ -214,7 +219,7 @@ class Entry:
     sequence: int
     anchor_version: int
     arrived: float
-    missed: int  # versions that were made since its worker's round began
+    ahead: int  # versions by which its anchor is newer than its worker's round
     claim: Claim = UNSAID
 
 
@@ -498,27 +503,13 @@ class Ledger:
             member.state = NEXT[member.state, "repeat"]
         else:
             member.state = NEXT[member.state, "submit"]
-            # Counted from where the worker's round began. The anchor may be older: some
-            # rules adopt the center as it was before their own message.
-            missed = self.version - max(member.turn, anchor)
             if member.began is not None and claim.steps and now > member.began:
                 speed = float(f"{claim.steps / (now - member.began):.4g}")
                 self._measured(member, (*member.speeds, speed)[-_ROUNDS:])
-            entry = Entry(worker, sequence, anchor, now, missed, claim)
+            ahead = max(0, anchor - member.turn)
+            entry = Entry(worker, sequence, anchor, now, ahead, claim)
             self.pending[worker] = entry
         return not is_last
-
-    def take(self, now: float) -> Batch | None:
-        """`due`, and `remove`: the messages to deal with at once."""
-        batch = self.due(now)
-        if batch is not None:
-            self.remove(batch)
-        return batch
-
-    def remove(self, batch: Batch) -> None:
-        """The messages of a batch wait no longer."""
-        for entry in batch.entries:
-            del self.pending[entry.worker]
 
     def is_waiting(self, batch: Batch) -> bool:
         """Whether all messages of a batch still wait: none of its workers has gone."""
@@ -537,7 +528,7 @@ class Ledger:
         for entry in self.pending.values():
             if isinstance(mode, Asynchronous):
                 return self._batch([entry])
-            if mode.versions is not None and entry.missed > mode.versions:
+            if mode.versions is not None and self._missed(entry) > mode.versions:
                 return self._batch([entry], applies=False)
             clocks = [member.clock for member in self._present.values()]
             ahead = self._present[entry.worker].clock - min(clocks)
@@ -549,7 +540,7 @@ class Ledger:
         """A batch, and which of its messages are refused.
 
         Args:
-          batch: that `take` has returned.
+          batch: that `due` has returned.
           sizes: of its messages; None where they were not measured.
         """
         if not batch.applies:
@@ -566,7 +557,7 @@ class Ledger:
             moved = own.get(entry.worker, 0.0)
             others = everybody - moved
             refusal = self.refusals.judge(
-                size, entry.missed, moved, others, exchanges, entry.claim
+                size, self._missed(entry), moved, others, exchanges, entry.claim
             )
             if refusal is not None:
                 refused[entry.worker] = refusal
@@ -599,6 +590,7 @@ class Ledger:
         taken = batch.taken
         self.version += bool(taken)
         for i, entry in enumerate(batch.entries):
+            del self.pending[entry.worker]
             member, refusal = (
                 self._present[entry.worker],
                 batch.refused.get(entry.worker),
@@ -631,6 +623,7 @@ class Ledger:
     def refuse(self, batch: Batch) -> None:
         """The messages of a batch could not be applied: as if they had never come."""
         for entry in batch.entries:
+            del self.pending[entry.worker]
             member = self._present[entry.worker]
             member.state = NEXT[member.state, "refuse"]
 
@@ -683,9 +676,13 @@ class Ledger:
         self.is_open = self.is_open or memory["open"] or enough
         self.refusals.recall(memory["norms"])
 
-    def deadline(self) -> float | None:
-        """When to call `take` again if nothing happens before; None: need not."""
-        times = [self._round_ends()]
+    def deadline(self, *, is_held: bool = False) -> float | None:
+        """When to call `due` again if nothing happens before; None: need not.
+
+        Args:
+          is_held: whether nothing is dealt with for now, so that only leases end.
+        """
+        times = [math.inf if is_held else self._round_ends()]
         for member in self._present.values():
             times.append(member.expires)
             if member.connected and member.silence is not None:
@@ -715,7 +712,7 @@ class Ledger:
     def _due_round(self, mode: Synchronous, now: float) -> Batch | None:
         if mode.late == "drop":
             for entry in self.pending.values():
-                if entry.missed:
+                if self._missed(entry):
                     return self._batch([entry], applies=False)
         everybody = self._present.keys() <= self.pending.keys()
         if not self.pending or not (everybody or now >= self._round_ends()):
@@ -729,9 +726,17 @@ class Ledger:
         weights = None
         if isinstance(self.mode, Synchronous):
             weighted = self.mode.late == "weighted"
-            weights = tuple(1 / (1 + weighted * entry.missed) for entry in entries)
+            weights = tuple(1 / (1 + weighted * self._missed(each)) for each in entries)
         workers = len(self._present)
         return Batch(tuple(entries), staleness, weights, applies, workers=workers)
+
+    def _missed(self, entry: Entry) -> int:
+        """Versions since the round of a worker began whose message waits.
+
+        Not since its anchor, which may be older: some rules adopt the center as it was
+        before their own message.
+        """
+        return self.version - self._present[entry.worker].turn - entry.ahead
 
     def _round_ends(self) -> float:
         """When a round ends with the messages that are there; inf if they are few."""
@@ -741,7 +746,7 @@ class Ledger:
         if len(entries) < mode.quorum:
             return math.inf
         # A message that missed its round must not use up the grace of the next one.
-        on_time = [entry.arrived for entry in entries if not entry.missed]
+        on_time = [entry.arrived for entry in entries if not self._missed(entry)]
         return min(on_time or [entry.arrived for entry in entries]) + mode.grace
 
     def _hear(self, member: Member, now: float) -> None:

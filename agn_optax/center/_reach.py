@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from agn_optax._internal import tracing
-from agn_optax.rules import Rule, told
+from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
 Range = tuple[float, float]  # all numbers of an array lie between, and are finite
 
 _WIDENINGS = 64  # of the state's bounds, twofold each
+_MOST_LEAVES = 16  # of a center: a program for more takes long to read
 _MOST_VERSIONS = 1 << 30  # that a center makes
 _ANY_COUNT = (0.0, float(_MOST_VERSIONS))
 # What is said of a message. Nobody knows how large its weight may be.
@@ -57,10 +58,13 @@ class Reach:
     def __init__(self, rule: Rule, center: PyTree, state: PyTree) -> None:
         if rule.message is not None:
             raise tracing.UnfitError("a message that is made of the center as it is")
+        if len(jax.tree.leaves(center)) > _MOST_LEAVES:
+            raise tracing.UnfitError("a center of many leaves, which is not packed")
         said = told({})
 
         def update(message: PyTree, state: PyTree, center: PyTree, said: Any) -> PyTree:
             said = {**said, "outside": True}
+            message = discounted(rule, message, **said)
             return rule.center.update(message, state, center, **said)
 
         abstract = jax.eval_shape(lambda: (center, state, center, said))
@@ -119,19 +123,18 @@ def extremes(leaves: Sequence[jax.Array]) -> list[Range | None]:
     """Between which numbers those of arrays lie; None where some are not finite."""
     found = jax.device_get(_extremes(list(leaves)))
     return [
-        (float(low), float(high))
-        if math.isfinite(low) and math.isfinite(high)
-        else None
-        for low, high in found
+        (float(low), float(high)) if is_finite else None
+        for low, high, is_finite in found
     ]
 
 
 @jax.jit
-def _extremes(leaves: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    def of(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _extremes(leaves: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
+    def of(leaf: jax.Array) -> tuple[jax.Array, ...]:
         if not leaf.size:
-            return jnp.zeros(()), jnp.zeros(())
-        return leaf.min(), leaf.max()
+            return jnp.zeros(()), jnp.zeros(()), jnp.array(True)
+        # Some devices pass over NaN where they look for the least and the largest.
+        return leaf.min(), leaf.max(), jnp.isfinite(leaf).all()
 
     return [of(leaf) for leaf in leaves]
 
@@ -142,8 +145,9 @@ def _wider(old: Range, new: Range, *, is_float: bool) -> Range:
         return (
             old if old[0] <= new[0] and new[1] <= old[1] + 1 else (-math.inf, math.inf)
         )
-    low = old[0] if new[0] >= old[0] else min(2 * new[0], new[0] / 2)
-    high = old[1] if new[1] <= old[1] else max(2 * new[1], new[1] / 2)
+    # What decays towards zero never comes to it in steps, but does not go beyond.
+    low = old[0] if new[0] >= old[0] else min(2 * new[0], 0.0)
+    high = old[1] if new[1] <= old[1] else max(2 * new[1], 0.0)
     return low, high
 
 
@@ -168,8 +172,10 @@ def _follow(program: Any, given: Sequence[Range | None]) -> list[Any]:
         inner = tracing.called(operation)
         if inner is not None:
             made = _follow(inner, boxes)
+        elif len(operation.outvars) == 1:
+            made = [_made(operation, boxes)]
         else:
-            made = [_made(operation, boxes)] * len(operation.outvars)
+            made = [None] * len(operation.outvars)
         known.update(
             (variable, _fits(each, variable.aval))
             for variable, each in zip(operation.outvars, made, strict=True)
@@ -178,7 +184,7 @@ def _follow(program: Any, given: Sequence[Range | None]) -> list[Any]:
 
 
 def _made(operation: Any, boxes: list[Range | None]) -> Range | None:
-    """The range of what an operation makes; of one result."""
+    """The range of what an operation makes, which has one result."""
     name = operation.primitive.name
     if _is_bool(operation.outvars[0].aval):
         return _decided(name, boxes)
@@ -214,8 +220,9 @@ def _fits(box: Range | None, aval: Any) -> Range | None:
         return box
     if jnp.issubdtype(dtype, jnp.integer):
         whole = jnp.iinfo(dtype)
-        fits = whole.min <= low and high <= whole.max  # else it may begin anew
-        return box if fits else (float(whole.min), float(whole.max))
+        if whole.min <= low and high <= whole.max:
+            return float(math.trunc(low)), float(math.trunc(high))
+        return float(whole.min), float(whole.max)  # where it may begin anew
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     info = jnp.finfo(dtype)

@@ -37,6 +37,7 @@ _MOST_INT = (1 << 31) - 1
 _LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
 _AT_ONCE = 16.0  # times the norm of a message, for which others may have bounds, too
 _MOST_NORM = float(np.finfo(np.float32).max)
+_MISSES = 100  # looks at messages before bounds are looked for again
 
 
 class CenterState(NamedTuple):
@@ -68,6 +69,20 @@ class Prepared(NamedTuple):
     program: SimpleNamespace
     one: PyTree  # a contribution, or the sum of a round's messages
     about: Any  # what the center optimizer is told of it
+    norm: float  # that its messages have together, at most
+
+
+class Known(NamedTuple):
+    """What of a center is known that has been looked at."""
+
+    bound: Bound
+    largest: float  # absolute value of its numbers, at most
+
+    def after(self, norm: float) -> Known | None:
+        """The same after messages of that norm; None if they may be too much."""
+        reached = self.largest + self.bound.update
+        fits = norm <= self.bound.message and reached < self.bound.center
+        return Known(self.bound, reached) if fits else None
 
 
 class Store:
@@ -117,9 +132,9 @@ class Store:
         packing = self.packing = packing_of(rule, self.like) if packs else None
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
-        # What is known of messages, and how large the center's numbers are at most.
-        self._bound: Bound | None = None
-        self._largest = math.inf
+        self._known: Known | None = None  # of the current version
+        # The norm for which no bounds were found, and looks until they are looked for.
+        self._missed, self._misses = 0.0, 0
         if public is None:
             public = rounds.init_public(rule, kept)
         self.current = Version(kept, version, public=public)
@@ -308,6 +323,7 @@ class Store:
         weights: Sequence[float] | None = None,
         claims: Sequence[Claim] | None = None,
         workers: int = 1,
+        norm: float = math.inf,
     ) -> Prepared:
         """All that makes the next version of the current one; nothing moves yet.
 
@@ -319,6 +335,7 @@ class Store:
             discounts messages by their staleness needs no others.
           claims: of their workers; None where nothing is said.
           workers: that are there.
+          norm: that the messages have together, at most.
         """
         before, programs = self.current, self._programs
         claims = claims or [UNSAID] * len(contributions)
@@ -328,7 +345,7 @@ class Store:
         ]
         if weights is None:
             (one,) = contributions
-            return Prepared(before, programs.move, one, abouts[0])
+            return Prepared(before, programs.move, one, abouts[0], norm)
         one, count = None, len(contributions)
         # Of those that say nothing, 1.
         steps = [max(1, claim.steps) for claim in claims]
@@ -349,7 +366,9 @@ class Store:
             _on_device(float(count if is_mean else 1)),
             _about(before.number, 0, mean_steps, mean, workers),
         )
-        return Prepared(before, programs.move_round, one, about)
+        if self._rule.discount is not None:  # each by itself, whatever that makes
+            norm = math.inf
+        return Prepared(before, programs.move_round, one, about, norm)
 
     def move(self, prepared: Prepared) -> None:
         """Makes the version that was prepared, of the one that is still current."""
@@ -369,33 +388,28 @@ class Store:
         )
         self._becomes(params, public, made)
 
-    def stays_finite(self, prepared: Prepared, norm: float) -> bool:
-        """Whether a version would be finite, by looking at the center.
+    def look(self, prepared: Prepared) -> tuple[bool, Known | None]:
+        """Whether a version would be finite, and what is known of it then.
 
         Waits for the device, so it is not for those who hold a lock; nobody may `move`
-        meanwhile.
-
-        Args:
-          prepared: what makes the version.
-          norm: that its messages have together, at most.
+        meanwhile. Changes nothing that others read: see `learn`.
         """
         before = prepared.before
-        self._find_bound(before, norm)
-        is_finite = self.is_bounded(norm)
-        if not is_finite:
-            self._bound = None  # the center moves, and is to be looked at again
-            is_finite = bool(
-                prepared.program.stays_finite(
-                    prepared.one,
-                    prepared.about,
-                    before.params,
-                    self._center_state,
-                    before.public,
-                )
-            )
-        if self.current is not before:  # it has been shifted meanwhile
-            self._bound = None
-        return is_finite
+        found = self._find_bound(before, prepared.norm)
+        if found is not None:
+            return True, found
+        is_finite = prepared.program.stays_finite(
+            prepared.one,
+            prepared.about,
+            before.params,
+            self._center_state,
+            before.public,
+        )
+        return bool(is_finite), None
+
+    def learn(self, known: Known | None) -> None:
+        """What `look` has found of the version that is made next of the current one."""
+        self._known = known
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
         """The next version is there, and by which difference workers hear of it."""
@@ -416,48 +430,52 @@ class Store:
         reach = reach_of(self._rule, self.current.params, self._center_state)
         return reach, most / 2
 
-    def is_bounded(self, norm: float) -> bool:
-        """Whether it is known that a message of at most this norm may be applied.
+    def is_bounded(self, prepared: Prepared) -> bool:
+        """Whether it is known that a version will be finite; then it must be made.
 
-        By how far all messages since can have carried the center from where
-        `stays_finite` has found it; nobody waits for the device.
+        By how far all messages since can have carried the center from where `look` has
+        found it; nobody waits for the device.
         """
-        bound = self._bound
-        if bound is None or not norm <= bound.message:
-            return False
-        reached = self._largest + bound.update
-        if not reached < bound.center:
-            return False
-        self._largest = reached
-        return True
+        after = self._known and self._known.after(prepared.norm)
+        if after is not None:
+            self._known = after
+        return after is not None
 
-    def _find_bound(self, before: Version, norm: float) -> None:
-        """Bounds messages of a norm and more, by looking at the center."""
-        self._bound = None
+    def _find_bound(self, before: Version, norm: float) -> Known | None:
+        """Bounds of messages of a norm and more, by looking at the center."""
+        if not norm < _MOST_NORM:
+            return None
+        if self._misses > 0 and norm > self._missed / 2:
+            self._misses -= 1
+            return None
         reach, most = self._reach
-        if reach is None or not norm < _MOST_NORM:
-            return
+        if reach is None:
+            return None
         params = jax.tree.leaves(before.params)
         found = extremes([*params, *jax.tree.leaves(self._center_state)])
         boxes, state = found[: len(params)], found[len(params) :]
-        if None in boxes:
-            return
-        largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
-        # With a weight decay, less is known of a larger center.
-        for message in (_AT_ONCE * norm, norm):
-            for center in (most, min(most, 2 * largest + 1)):
-                bound = reach.bound(message, center, state)
-                if bound is not None and largest + bound.update < center:
-                    self._bound, self._largest = bound, largest
-                    return
+        if None not in boxes:
+            largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
+            # With a weight decay, less is known of a larger center.
+            for message in (_AT_ONCE * norm, norm):
+                for center in (most, min(most, 2 * largest + 1)):
+                    bound = reach.bound(message, center, state)
+                    known = bound and Known(bound, largest).after(norm)
+                    if known is not None:
+                        return known
+        self._missed, self._misses = norm, _MISSES
+        return None
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
-        """Makes the next version: ``adopted`` in place of ``sent``, and all since."""
-        params = _with_progress(
-            self.place(adopted), self.current.params, self.place(sent)
-        )
-        self._bound = None
+        """Makes the next version: ``adopted`` in place of ``sent``, and all since.
+
+        Args:
+          adopted: as `place` returns it.
+          sent: as `place` returns it.
+        """
+        params = _with_progress(adopted, self.current.params, sent)
         self._becomes(params, *self._programs.publish(params, self.current.public))
+        self._known = None
 
 
 _with_progress = jax.jit(rounds.with_progress)

@@ -25,10 +25,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
+from waiting import wait_until
 
 from agn_optax import errors
 from agn_optax._internal import in_background
@@ -140,6 +142,8 @@ class Exchanges(RuleBasedStateMachine):
 
     def look(self):
         """Whose lease is over has gone; returns who is there."""
+        # What another thread looks at is as if it had been there at once.
+        assert self.core.wait_for(lambda: self.core._look is None, LIMIT)
         there = self.core.members()[1]
         for life in self.lives.values():
             if life.until <= self.clock.now:
@@ -354,6 +358,11 @@ class Exchanges(RuleBasedStateMachine):
                 assert life.session.collect(len(life.sent)) is not None
         with pytest.raises(errors.CenterClosedError):
             self.core.join("somebody")
+
+    @invariant()
+    def nobody_looks(self):
+        if hasattr(self, "core"):
+            self.look()
 
     def teardown(self):
         if hasattr(self, "core"):
@@ -605,6 +614,121 @@ def test_worker_that_leaves_while_its_message_is_looked_at_moves_nothing():
     assert exchange(bert).version == 1
     back = core.join("anna", anna.incarnation, back=True)
     assert exchange(back, 1).version == 2
+
+
+@contextlib.contextmanager
+def a_held_look(core, *submits):
+    """Messages that are looked at meanwhile, of an optimizer that waits."""
+    looks, may = threading.Event(), threading.Event()
+    look = core.store.look
+
+    def held(prepared):
+        looks.set()
+        assert may.wait(LIMIT)
+        return look(prepared)
+
+    core.store.look = held
+    threads = [threading.Thread(target=submit) for submit in submits]
+    for thread in threads:
+        thread.start()
+    try:
+        assert looks.wait(LIMIT)
+        yield
+    finally:
+        core.store.look = look
+        may.set()
+        for thread in threads:
+            thread.join(LIMIT)
+
+
+def test_leases_end_while_the_device_looks_at_a_message():
+    core = core_of(lease=0.0)
+    anna, bert = core.join("anna"), core.join("bert")
+    with a_held_look(core, lambda: submit(anna)):
+        bert.disconnect()
+        assert set(core.members()[1]) == {"anna"}
+    assert anna.collect(1, LIMIT).version == 1
+
+
+def test_a_message_that_comes_during_a_look_may_be_too_old_after_it():
+    core = core_of(BoundedStaleness(versions=0))
+    anna, bert = core.join("anna"), core.join("bert")
+    with a_held_look(core, lambda: submit(anna)):
+        submit(bert)
+    assert anna.collect(1, LIMIT).applied
+    answer = bert.collect(1, LIMIT)
+    assert (answer.applied, answer.staleness) == (False, 1)
+
+
+def test_nobody_asks_again_and_again_during_a_look():
+    """The round is over, but nothing can be decided before the look is."""
+    core = core_of(Synchronous(quorum=2, grace=0.01))
+    anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
+    submit(anna)
+    submit(bert)
+    settled = 0
+    settle = core._settle
+
+    def counted(**how):
+        nonlocal settled
+        settled += 1
+        settle(**how)
+
+    core._settle = counted
+    with a_held_look(core, functools.partial(anna.collect, 1, LIMIT)):
+        settled = 0
+        assert bert.collect(1, 0.2) is None
+        assert settled < 10
+    assert bert.collect(1, LIMIT).version == 1
+
+
+def test_a_round_ends_in_time_after_a_look(monkeypatch):
+    """Though whoever waits for it did not have to wake up before."""
+    monkeypatch.setattr(_core, "_LOOKS", math.inf)
+    core = core_of(Synchronous(quorum=1, grace=0.3))
+    anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
+    submit(anna)
+    with a_held_look(core, functools.partial(anna.collect, 1, LIMIT)):
+        submit(bert)
+        with collecting(bert, monkeypatch) as got:
+            pass
+    assert got.result(LIMIT).version == 2
+
+
+@pytest.mark.parametrize("fails", [RuntimeError, KeyboardInterrupt])
+def test_a_look_that_could_not_begin_is_begun_by_the_next(fails, monkeypatch):
+    """There may be no more threads, or Ctrl-C comes before it."""
+    monkeypatch.setattr(_core, "_LOOKS", 0.05)  # seconds until somebody tries again
+    core = core_of(Synchronous(quorum=1, grace=0.01))
+    anna, bert = core.join("anna"), core.join("bert")
+
+    def broken(*args, **kwargs):
+        raise fails("not now")
+
+    with monkeypatch.context() as patch:
+        submit(anna)
+        if fails is RuntimeError:
+            patch.setattr(_core, "in_background", broken)
+            act = functools.partial(anna.collect, 1, LIMIT)
+        else:
+            patch.setattr(core, "_look_at", broken)
+            act = functools.partial(submit, bert)
+        with pytest.raises(fails, match="not now"):
+            act()
+    assert anna.collect(1, LIMIT).version == 1
+
+
+def test_what_a_look_s_thread_raises_is_logged(caplog):
+    core = core_of(Synchronous(quorum=1, grace=0.01))
+    anna, _ = core.join("anna"), core.join("bert")
+
+    def broken(contribution, claim):
+        raise ZeroDivisionError("an observer's")
+
+    core.observer = broken
+    submit(anna)
+    assert anna.collect(1, LIMIT).version == 1
+    wait_until(lambda: "ZeroDivisionError: an observer's" in caplog.text)
 
 
 @pytest.mark.parametrize("again", [False, True])

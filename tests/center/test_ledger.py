@@ -62,7 +62,7 @@ class Known:
     dropped: int = 0
     refused: int = 0
     in_a_row: int = 0
-    message: tuple | None = None  # sequence, anchor, time and versions behind
+    message: tuple | None = None  # sequence, anchor, time, versions of that to spare
 
     @property
     def state(self):
@@ -76,7 +76,7 @@ class Known:
 class Commands(RuleBasedStateMachine):
     """A ledger, next to a model that is told what came true and checks whether it may.
 
-    Of `take` the model does not know which batch comes, but whether a batch may come,
+    Of `due` the model does not know which batch comes, but whether a batch may come,
     and whether there may be none.
     """
 
@@ -152,7 +152,9 @@ class Commands(RuleBasedStateMachine):
         return min(clocks, default=default)
 
     def missed(self, name):
-        return self.last[name].message[3]
+        """Versions since its round began, or since its anchor if that is newer."""
+        known = self.last[name]
+        return self.version - known.round_began - known.message[3]
 
     def may_apply(self, names):
         """Whether the mode allows to apply these messages, together and now."""
@@ -294,8 +296,8 @@ class Commands(RuleBasedStateMachine):
         if waits:
             known.owed = False
         if waits and known.message is None:
-            missed = self.version - max(known.round_began, anchor)
-            known.message = (sequence, anchor, self.now, missed)
+            ahead = max(0, anchor - known.round_began)
+            known.message = (sequence, anchor, self.now, ahead)
 
     @precondition(lambda self: self.there)
     @rule(data=st.data())
@@ -322,7 +324,7 @@ class Commands(RuleBasedStateMachine):
 
     def took(self, fails=False, unwanted=()):
         """Whether there was a batch, which is settled, or refused."""
-        batch = self.ledger.take(self.now)
+        batch = self.ledger.due(self.now)
         self.look()
         if batch is None:
             assert self.may_wait()
@@ -508,7 +510,7 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
     made = ledger(Synchronous(quorum=1), "a")
     if state is not State.IDLE:
         send(made, "a")
-    waiting = made.take(0.0) if state is State.ANSWERED else None
+    waiting = made.due(0.0) if state is State.ANSWERED else None
     if state is State.ANSWERED:
         made.settle(waiting, 0.0)
     elif state is State.GONE:
@@ -522,15 +524,15 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
         "repeat": lambda: made.submit(
             "a", "1", last + (state is State.WAITING), 0, 0.0
         ),
-        "settle": lambda: made.settle(made.take(0.0), 0.0),
-        "refuse": lambda: made.refuse(made.take(0.0)),
+        "settle": lambda: made.settle(made.due(0.0), 0.0),
+        "refuse": lambda: made.refuse(made.due(0.0)),
         "acknowledge": lambda: made.acknowledge("a", "1", last),
         "disconnect": lambda: made.disconnect("a", "1", 1, 0.0),
         "leave": lambda: made.leave("a", "1"),
     }
     if event in ("settle", "refuse") and state is not State.WAITING:
         assert (state, event) not in NEXT
-        assert made.take(0.0) is None  # there is nothing that could be
+        assert made.due(0.0) is None  # there is nothing that could be
         return
     if event == "repeat" and state is State.IDLE:
         # An exchange that is over, and whose answer it has.
@@ -568,7 +570,7 @@ def send(made, worker, anchor=None, now=0.0):
 
 def take(made, now=0.0):
     """The names of the next batch, settled; "" if all must wait."""
-    batch = made.take(now)
+    batch = made.due(now)
     if batch is None:
         return ""
     made.settle(batch, 0.0)
@@ -610,12 +612,42 @@ def test_what_is_adopted_before_the_own_message_is_not_behind():
     assert exchange(made, "a", anchor=1) == "a"
 
 
-def test_who_must_wait_does_not_grow_stale_meanwhile():
-    made = ledger(BoundedStaleness(versions=1, rounds=0), "ab")
+def test_who_must_wait_for_others_is_dropped_once_it_is_too_old():
+    made = ledger(BoundedStaleness(versions=1, rounds=0), "abc")
     assert exchange(made, "a") == "a"
-    assert exchange(made, "a", anchor=1) == ""  # waits for b
+    assert exchange(made, "a", anchor=1) == ""  # waits for b and c
     assert exchange(made, "b") == "b"
-    assert take(made) == "a"
+    assert take(made) == ""
+    assert exchange(made, "c") == "c"
+    assert take(made) == "a!"
+    assert exchange(made, "a") == "a"  # it has made no round, and need not wait
+
+
+@pytest.mark.parametrize("mode", [BoundedStaleness(versions=0), "late", "refuse"])
+def test_a_message_is_as_old_as_it_is_when_its_turn_comes(mode):
+    """Not as when it came: others may be applied before, which came before it."""
+    if mode == "late":
+        made = ledger(Synchronous(quorum=1, late="drop"), "ab")
+    elif mode == "refuse":
+        made = ledger(None, "ab", refuse=Refuse(staleness=0))
+    else:
+        made = ledger(mode, "ab")
+    send(made, "a")
+    first = made.due(0.0)  # which takes a while
+    send(made, "b")
+    made.settle(first, 0.0)
+    second = made.judge(made.due(0.0), [None])
+    assert second.entries[0].worker == "b"
+    assert not second.taken
+
+
+def test_a_message_that_waits_does_not_grow_older_by_a_shift():
+    made = ledger(Synchronous(late="drop"), "ab")
+    made.shift()
+    send(made, "a", anchor=1)
+    made.shift()
+    send(made, "b")
+    assert take(made) == "ab"
 
 
 def test_bounded_rounds_wait_for_the_slowest():
@@ -709,13 +741,13 @@ def test_a_late_message_is_used_in_the_next_round(late, weights):
     assert exchange(made, "a") == exchange(made, "a") == "a"
     send(made, "b", anchor=0)
     send(made, "a")
-    batch = made.take(0.0)
+    batch = made.due(0.0)
     assert batch.weights == weights
     assert batch.staleness == (0, 2)
     made.settle(batch, 0.0)
     send(made, "b")
     send(made, "a")
-    assert made.take(0.0).weights == (1.0, 1.0)  # not late any more
+    assert made.due(0.0).weights == (1.0, 1.0)  # not late any more
 
 
 def test_a_late_message_is_dropped():
@@ -737,7 +769,7 @@ def test_an_anchor_before_the_own_message_is_not_late(late):
     for version in range(4):
         for worker in "ab":
             send(made, worker, anchor=max(0, version - 1))
-        batch = made.take(0.0)
+        batch = made.due(0.0)
         assert batch.applies
         assert batch.weights == (1.0, 1.0)
         made.settle(batch, 0.0)
@@ -753,7 +785,7 @@ def test_nobody_is_late_for_a_center_that_moved_by_itself(late):
     made.shift()
     for worker in "ab":
         send(made, worker, anchor=1)
-    batch = made.take(0.0)
+    batch = made.due(0.0)
     assert batch.applies
     assert batch.weights == (1.0, 1.0)
     assert batch.staleness == (2, 2)
@@ -995,7 +1027,7 @@ def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
         for worker in "ab":
             sequence = made.find(worker).sequence + 1
             made.submit(worker, "1", sequence, made.version, 0.0)
-            while (batch := made.take(0.0)) is not None:
+            while (batch := made.due(0.0)) is not None:
                 made.settle(batch, 0.0)
             made.deadline()
             made.memory([worker])
@@ -1057,7 +1089,7 @@ def test_a_worker_that_gives_no_signs_of_life_may_be_silent():
 def test_a_message_that_could_not_be_applied_never_came():
     made = ledger(BoundedStaleness(rounds=0), "ab")
     send(made, "a")
-    made.refuse(made.take(0.0))
+    made.refuse(made.due(0.0))
     assert made.find("a").state is State.IDLE
     assert made.version == made.find("a").sequence == 0
     assert take(made) == ""
@@ -1072,7 +1104,7 @@ def test_who_shifts_the_center_makes_nobody_late():
     made.join("b", "1", 0.0)
     assert take(made) == ""
     send(made, "b", anchor=0)
-    batch = made.take(0.0)
+    batch = made.due(0.0)
     assert (batch.applies, batch.staleness) == (True, (1, 1))
 
 
@@ -1158,7 +1190,7 @@ def test_a_life_knows_the_last_exchange_of_the_life_before():
     assert ledger.member("anna", "first").before is None
     for sequence in (1, 2):
         ledger.submit("anna", "first", sequence, 0, 0.0)
-        ledger.settle(ledger.take(0.0), 0.0)
+        ledger.settle(ledger.due(0.0), 0.0)
     ledger.submit("anna", "first", 3, 0, 0.0)  # which waits, and goes with it
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
@@ -1171,7 +1203,7 @@ def test_a_center_that_lost_something_recalls_exchanges_and_nobody_who_is_there(
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
     ledger.submit("anna", "first", 1, 0, 0.0)
-    ledger.settle(ledger.take(0.0), 0.0)
+    ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
     again.recall(ledger.memory(), 0.0, gone=True)
     assert not again.present()

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ from support import assert_identical
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center._reach import extremes, reach_of
+from agn_optax._internal import in_background
+from agn_optax.center._reach import Reach, extremes, reach_of
+from agn_optax.center._store import Store
 
 ONES = {"a": np.ones((3, 2), np.float32), "b": np.ones(5, np.float32)}
 
@@ -177,6 +181,25 @@ def test_over_a_wire():
         assert answer.version == 3
 
 
+def _cast(x):
+    """Of a number between 0.7 and 0.9, which an integer has not."""
+    whole = jnp.clip(x, 0.7, 0.9).astype(jnp.int32)
+    return 1 / (whole.astype(x.dtype) + 0.01)
+
+
+def _quotient(x):
+    """Of 3 // 2, which is not 1.5."""
+    three = jnp.clip(x, 3.0, 3.2).astype(jnp.int32)
+    whole = jax.lax.div(three, jnp.full_like(three, 2))
+    return 1 / (whole.astype(x.dtype) - 0.75)
+
+
+def _done_first(x):
+    """A loop whose first result is a question."""
+    start = jnp.zeros((), bool), x
+    return jax.lax.while_loop(lambda c: ~c[0], lambda c: (True, 1e30 * c[1]), start)[1]
+
+
 BOUNDED = {
     "sgd": shared.sgd(0.3),
     "chain": optax.chain(optax.scale(-2.0), shared.sgd(3.0)),
@@ -193,6 +216,8 @@ BOUNDED = {
     "sign": optax.scale_by_sign(),
     "square": optax.stateless(lambda u, _: jax.tree.map(lambda x: x * x, u)),
     "shifted": optax.stateless(lambda u, _: jax.tree.map(lambda x: x + 1, u)),
+    "cast": optax.stateless(lambda u, _: jax.tree.map(_cast, u)),
+    "quotient": optax.stateless(lambda u, _: jax.tree.map(_quotient, u)),
     "constant": optax.stateless(lambda u, _: jax.tree.map(jnp.ones_like, u)),
 }
 UNBOUNDED = {
@@ -200,6 +225,7 @@ UNBOUNDED = {
     "sum": agn_optax.accumulate(),
     "noise": optax.add_noise(0.1, 0.5, 0),
     "inverse": optax.stateless(lambda u, _: jax.tree.map(lambda x: 1 / x, u)),
+    "loop": optax.stateless(lambda u, _: jax.tree.map(_done_first, u)),
     "logarithm": optax.stateless(lambda u, _: jax.tree.map(jnp.log, u)),
     "weight": rules.scale_by_weight(),
 }
@@ -255,9 +281,149 @@ def test_center_is_looked_at_once_and_not_at_every_message(name, packs, monkeypa
     def looks(*args):
         raise AssertionError("the center is looked at")
 
-    monkeypatch.setattr(center.core.store, "stays_finite", looks)
+    monkeypatch.setattr(center.core.store, "look", looks)
     for number in (1.0, -2.0, 1e-6, 0.0, 3.0):
         takes(center, number)
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """How often bounds are looked for, and how often a center is looked at."""
+    counts = {"bounds": 0, "looks": 0}
+    bound, look = Reach.bound, Store.look
+
+    def counted(kind, call):
+        def act(*args):
+            counts[kind] += 1
+            return call(*args)
+
+        return act
+
+    monkeypatch.setattr(Reach, "bound", counted("bounds", bound))
+    monkeypatch.setattr(Store, "look", counted("looks", look))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "rmsprop", "lion"])
+def test_bounds_are_found_again_once_there_are_moments(name, bounds):
+    """After a restart, a shift, larger messages; and sometimes with a weight decay."""
+    rule = shared.agn(BOUNDED[name])
+    center = agn_optax.LocalCenter(rule, times(0.0))
+    for number in (1.0, -0.5):
+        takes(center, number)
+    center = agn_optax.LocalCenter.restore(rule, center.save())
+    for act in (
+        lambda: None,
+        lambda: center.core.shift(times(1.0), times(0.5)),
+        lambda: takes(center, 100.0),
+    ):
+        act()
+        bounds["looks"] = 0
+        for _ in range(5):
+            takes(center, 1.0)
+        assert bounds["looks"] <= 1
+    bounds["looks"] = 0
+    for _ in range(150):
+        sessions.exchange(center, times(0.1), anchor_version=center.version, worker="a")
+    assert bounds["looks"] <= 5
+    assert bounds["bounds"] < 50
+
+
+def test_bounds_that_are_not_there_are_not_looked_for_at_every_message(bounds):
+    """A narrow center, and messages of which two are too much for it."""
+    center = agn_optax.LocalCenter(shared.downpour(), times(0.0, "float16"))
+    for i in range(50):
+        takes(center, (-1) ** i * 3e4)
+    assert bounds["looks"] == 50
+    assert bounds["bounds"] < 10
+    for i in range(10):  # but of much smaller ones
+        takes(center, (-1) ** i)
+    assert bounds["looks"] == 51
+
+
+def test_a_program_for_many_leaves_is_not_read():
+    """It takes longer to read than the center to be looked at."""
+    read = 0
+
+    def update(updates, params):
+        nonlocal read
+        read += 1
+        return updates
+
+    rule = shared.agn(optax.stateless(update))
+    for count, reads in ((2, 1), (400, 1)):
+        center = [np.zeros(2, np.float32)] * count
+        reach = reach_of(rule, center, rule.center.init(center))
+        assert (reach is None) == (count == 400)
+        assert read == reads
+
+
+@pytest.mark.parametrize("mode", [None, agn_optax.center.Synchronous()])
+@pytest.mark.parametrize(
+    "discount", [lambda x: 1000 * x, lambda x: x + 1000], ids=["more", "another"]
+)
+def test_what_counts_is_the_message_that_is_discounted(discount, mode):
+    made = optax.stateless(lambda u, _: jax.tree.map(discount, u))
+    rule = dataclasses.replace(shared.downpour(), discount=made)
+    center = agn_optax.LocalCenter(rule, times(0.0, "float16"), mode=mode)
+    joined = [center.join(name) for name in "abcdefgh"[: 1 if mode is None else 8]]
+    moved = 0
+    while moved < 100:
+        moved += 1
+        for each in joined:
+            each.submit(moved, times(1.0, "float16"), anchor_version=center.version)
+        answers = [each.collect(moved) for each in joined]
+        assert np.isfinite(np.asarray(answers[0].params["a"], np.float64)).all()
+        if answers[0].refused:
+            break
+    assert answers[0].refused
+    assert moved * 1000 * len(joined) > 60_000
+
+
+def test_a_number_that_is_none_is_found():
+    """Where the least and the largest of others pass over it, too."""
+    leaf = jnp.ones(100_000).at[70_000].set(jnp.nan)
+    infinite = jnp.ones(3).at[1].set(jnp.inf)
+    assert extremes([leaf, jnp.arange(3), infinite]) == [None, (0.0, 2.0), None]
+
+
+def test_bounds_do_not_outlive_a_shift():
+    one = np.ones(2, np.float16)
+    center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
+    session = center.join("a")
+    assert session.exchange(1, 10 * one, anchor_version=0).applied
+    center.core.shift(65500 * one, 0 * one)
+    assert session.exchange(2, -50 * one, anchor_version=2).refused
+
+
+def test_bounds_that_are_found_during_a_shift_are_those_of_another_center():
+    one = np.ones(2, np.float16)
+    center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
+    core, store, session = center.core, center.core.store, center.join("a")
+    programs, look = store._programs, store.look
+    begun, shifts, looked = (threading.Event() for _ in range(3))
+
+    def held(prepared):
+        begun.set()
+        assert shifts.wait(30.0)
+        found = look(prepared)
+        looked.set()
+        return found
+
+    def publish(*args):
+        shifts.set()
+        assert looked.wait(30.0)
+        return programs.publish(*args)
+
+    store.look = held
+    store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
+    sent = in_background(lambda: session.submit(1, -50 * one, anchor_version=0), "a")
+    assert begun.wait(30.0)
+    core.shift(65500 * one, 0 * one)
+    sent.result(30.0)
+    answer = session.collect(1, 30.0)
+    assert answer.refused
+    assert np.isfinite(np.asarray(answer.params)).all()
 
 
 @pytest.mark.parametrize("codec", ["cast", "feedback", "two_way"])

@@ -61,7 +61,7 @@ class Workers:
         return self.take()
 
     def take(self):
-        while (batch := self.ledger.take(self.now)) is not None:
+        while (batch := self.ledger.due(self.now)) is not None:
             self.ledger.settle(batch, self.now)
 
     def round(self, name, *, seconds, steps):

@@ -113,7 +113,7 @@ def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone)
         before = float(kept.current.params[0])
         for worker, sequence, anchor in sent:
             ledger.submit(worker, "", sequence, anchor, 0.0)
-        batch = ledger.take(0.0)
+        batch = ledger.due(0.0)
         assert len(batch.entries) == len(sent)
         messages = [np.ones(1, np.float32)] * len(sent)
         kept.apply(messages, batch.staleness, batch.weights)
