@@ -458,7 +458,8 @@ class Core:
           looks: whether the caller looks at what must be looked at before, once it has
             let the lock go; else a thread of its own does.
         """
-        self.ledger.expire(time.monotonic())
+        if not self._ended:  # during a look, too
+            self.ledger.expire(time.monotonic())
         while (
             not self._ended
             and self._look is None
