@@ -129,7 +129,7 @@ class StreamingWorker(Worker):
         )
         self._next = 0  # whose turn it is first
         # Of a call that was broken off: what some fragments have been given back.
-        self._kept = None
+        self._kept = self._counted = None
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ class StreamingWorker(Worker):
 
     def leave(self) -> None:
         """Leaves all shards: see `Worker.leave`."""
-        self._kept = None
+        self._kept = self._counted = None
         for worker in self._workers:
             worker.leave()
 
@@ -283,7 +283,7 @@ class StreamingWorker(Worker):
             saved.fragments,
             lives,
         )
-        self._kept = None
+        self._kept = self._counted = None
         self._next = int(saved.turn) % len(self._workers)
         self._sum_up(self._workers[0])
         params = parts.join([part for part, _ in own])
@@ -333,7 +333,7 @@ class StreamingWorker(Worker):
             for worker in self._workers:
                 worker._count(steps, weight)
 
-        return self._call(params, state, self._exchanging(), count)
+        return self._call(params, state, self._exchanging(), "exchange", count)
 
     @property
     def _counts(self) -> Any:
@@ -405,7 +405,7 @@ class StreamingWorker(Worker):
         self, params: PyTree, state: Any, fragments: Sequence[int]
     ) -> tuple[PyTree, Any]:
         acts = (act for p in fragments for act in self._of(p, Worker._flushing))
-        return self._call(params, state, acts)
+        return self._call(params, state, acts, "flush", lambda: None)
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
@@ -413,7 +413,7 @@ class StreamingWorker(Worker):
             functools.partial(self._one, p, worker._land_flying)
             for p, worker in enumerate(self._workers)
         ]
-        return self._call(params, state, acts)
+        return self._call(params, state, acts, "land")
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
         """What one fragment's worker does, as what is done to the whole tree."""
