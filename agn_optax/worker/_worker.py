@@ -488,6 +488,13 @@ class Worker:
             yield self._exchange
         yield self._land_flying
 
+    def _finishing(self) -> Iterator[Act]:
+        """Lands, or repeats a message that has not come through."""
+        yield self._land_flying
+        if self.is_stuck:
+            yield self._exchange
+        yield self._land_flying
+
     def report(self, **numbers: Any) -> None:
         """Numbers of this worker's own, such as its loss, for whoever watches.
 
@@ -678,17 +685,11 @@ class Worker:
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Ends a round."""
         self._check_loop(params, state)
-        anchor, _ = self._require_start()
         message = self._message
         if self._departs:
             return self._depart(params, state)
         if message is None:
-            measured = self._measured(params, state)
-            contribution, codec_state, made = self._programs.contribute(
-                state, params, anchor.params
-            )
-            message = self._new_message(contribution, made, measured, codec_state)
-            self._message = message
+            message = self._message = self._made_message(params, state)
         if message.answer is None:
             try:
                 message.answer = message.exchange()
@@ -711,6 +712,32 @@ class Worker:
         self._adopted(answer)
         self._local_steps, self._weight = 0, None
         return params, state
+
+    def _send_ahead(
+        self, params: PyTree, state: LocalState
+    ) -> tuple[PyTree, LocalState]:
+        """Ends a round as `_exchange` does, but for the answer, which that waits for.
+
+        Nothing is done if there is nothing to send, or a message is in flight.
+        """
+        if self._in_flight or not (self._local_steps or self.is_stuck):
+            return params, state
+        if self._departs:
+            return self._exchange(params, state)
+        self._check_loop(params, state)
+        if self._message is None:
+            self._message = self._made_message(params, state)
+        self._message.send_ahead()
+        return params, state
+
+    def _made_message(self, params: PyTree, state: LocalState) -> Message:
+        """What a round has made, to be sent while nobody makes local steps."""
+        anchor, _ = self._require_start()
+        measured = self._measured(params, state)
+        contribution, codec_state, made = self._programs.contribute(
+            state, params, anchor.params
+        )
+        return self._new_message(contribution, made, measured, codec_state)
 
     def _give_in(
         self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
