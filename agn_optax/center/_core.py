@@ -378,6 +378,8 @@ class Core:
             self._remember(worker)
             before = self.ledger.member(worker, incarnation).before
             self._settle()
+        if before is not None:
+            before = tuple(before)  # a journal has brought it back as a list
         return LocalSession(self, worker, incarnation, connection, before)
 
     def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:

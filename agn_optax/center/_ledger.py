@@ -192,7 +192,8 @@ class Member:
     began: float | None = None  # its round; None if that is not known
     speeds: Sequence[float] = ()  # local steps a second, in its last rounds
     speed: float = 0.0  # their median; 0 as long as there are none
-    # Of the life before this one: its incarnation, and its last settled exchange.
+    # Of the last life before this one that has settled an exchange: its incarnation,
+    # and that exchange. Where none has, of the first that the center knew, and 0.
     before: Sequence[Any] | None = None
 
     @property
@@ -405,7 +406,11 @@ class Ledger:
             member = Member(incarnation, self.version, clock, now, now, Recent(now, 2))
             if old is not None:  # by the same name most likely on the same machine
                 self._measured(member, old.speeds)
+                # Of a life that has settled nothing, the one before it says more: a
+                # worker whose attempts to join fail halfway still finds its last one.
                 member.before = old.incarnation, old.sequence
+                if old.sequence == 0 and old.before is not None:
+                    member.before = old.before
             moved = [self._moved(m) for n, m in self._present.items() if n != worker]
             member.moved = sum(moved) / max(len(moved), 1)  # it has its share
         member.state = NEXT[member.state, "join"]

@@ -44,9 +44,10 @@ class Session(abc.ABC):
       incarnation: of this life of it.
       life: names this life, and the life of the center that it has joined: what
         `Center.join` takes to go on with it in another process. JSON can write it.
-      before: the life of that worker that the center knew before this one: its
-        incarnation, and the last exchange of it that was settled. None where it knew
-        none. Of a center in shards, a list of them.
+      before: the last life of that worker before this one that has settled an
+        exchange: its incarnation, and the last exchange of it that was settled. Where
+        none has, the first life that the center knew, and 0; None where it knew none.
+        Of a center in shards, a list of them; of another one, a tuple.
     """
 
     worker: str

@@ -40,6 +40,7 @@ def _taken() -> frozenset[str]:
 
 
 _TAKEN = _taken()
+_ALL = "all"  # fragments, or the whole
 
 
 class Resumable:
@@ -127,7 +128,9 @@ class Resumable:
         self.worker = worker
         self.resumed = False
         self._beside = beside
-        self._sends = False  # a message whose checkpoint is written has not its answer
+        # What the last checkpoint was written for, if it has not its answer: `_ALL`, or
+        # the number of a fragment.
+        self._sends: Any = None
         # What the next call begins with, where the last one failed after a landing.
         self._landed: tuple[PyTree, LocalState] | None = None
         self.checkpoints = _save.Rotation(directory, keep)
@@ -168,7 +171,7 @@ class Resumable:
 
         Also raises what `Worker.start` does.
         """
-        self._sends, self._landed = False, None
+        self._sends = self._landed = None
         latest = self.checkpoints.latest
         if latest is None:
             return self.worker.start(params, chief=chief, timeout=timeout)
@@ -199,11 +202,17 @@ class Resumable:
         """
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
+        if self.worker.fills_round(steps):
+            params, state = self._finished(params, state, self._turn(steps))
         if not self.worker.fills_round(steps):
-            loop = self.worker.exchange(params, state, steps=steps, weight=weight)
-            self._sends = self._sends and self.worker.is_stuck
+            loop = self._landed or (params, state)
+            loop = self.worker.exchange(*loop, steps=steps, weight=weight)
+            self._landed = None
+            if not self.worker.is_stuck:
+                self._sends = None
             return loop
-        with self._sending(params, state, more=steps, weight=weight) as loop:
+        about = {"more": steps, "weight": weight}
+        with self._sending(params, state, self._turn(steps), **about) as loop:
             return self.worker.exchange(*loop, steps=steps, weight=weight)
 
     def flush(
@@ -216,8 +225,9 @@ class Resumable:
     ) -> tuple[PyTree, LocalState]:
         """As `Worker.flush`; writes a checkpoint before a message leaves."""
         weight = self.worker.check_flush(steps, weight)
+        params, state = self._finished(params, state, _ALL)
         about = {"flushes": True, "steps": steps, "whole": weight}
-        with self._sending(params, state, **about) as loop:
+        with self._sending(params, state, _ALL, **about) as loop:
             return self.worker.flush(*loop, steps=steps, weight=weight)
 
     def save(self, params: PyTree, state: LocalState) -> None:
@@ -264,24 +274,46 @@ class Resumable:
                 parts["center"] = CenterPart(each)
         return parts
 
+    def _turn(self, steps: int) -> Any:
+        """What `exchange` sends, as `_sends` has it."""
+        worker = self.worker
+        return worker.next_full(steps) if isinstance(worker, StreamingWorker) else _ALL
+
+    def _finished(self, params: PyTree, state: LocalState, sends: Any) -> Any:
+        """The loop after what the last checkpoint was written for has its answer.
+
+        Unless the next call repeats just that: other fragments may not leave before
+        they are in a checkpoint.
+        """
+        worker = self.worker
+        if self._sends in (None, sends) or not isinstance(worker, StreamingWorker):
+            return params, state
+        with self._sending(params, state, self._sends) as loop:
+            loop = worker.finish(*loop)
+        self._landed = loop
+        return loop
+
     @contextlib.contextmanager
     def _sending(
-        self, params: PyTree, state: LocalState, **about: Any
+        self, params: PyTree, state: LocalState, sends: Any, **about: Any
     ) -> Iterator[tuple[PyTree, LocalState]]:
         """Around an exchange of what this gives; one that is tried again is written."""
         loop = self._landed or (params, state)
-        if not self._sends:  # or the worker knows how far it is with that message
+        if self._sends is None:  # or the worker knows how far it is with that message
             given, loop = loop, self.worker.land(*loop)
             if loop[0] is not given[0]:  # donated, should the next line fail
                 self._landed = loop
             self._write(*loop, **about)
-        self._sends = True
+        self._sends = sends
         try:
             yield loop
         except errors.AgnOptaxError as error:
-            self._sends = isinstance(error, errors.CenterUnreachableError)
+            # Beside a fragment that was refused, others may have been sent.
+            is_lost = isinstance(error, errors.CenterUnreachableError)
+            if not (is_lost or self.worker.is_stuck):
+                self._sends = None
             raise
-        self._sends, self._landed = False, None
+        self._sends = self._landed = None
 
     def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
         """A checkpoint, whose worker then sends a message: see `_Sending`."""

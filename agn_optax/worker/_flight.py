@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -38,11 +38,21 @@ class Message:
     answer: Snapshot | None = None
     left: Left | None = None  # None unless local steps go on meanwhile
     flight: Future[Snapshot] | None = None  # its way on a thread of its own
+    attempt: Future[Snapshot] | None = None  # to send it, which nobody waits for yet
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def send_ahead(self) -> None:
+        """Begin what `exchange` does, which then waits for the answer only."""
+        if self.attempt is None and self.answer is None:
+            self.attempt = in_background(self.sent, "agn-optax exchange")
 
     def exchange(self) -> Snapshot:
         """Sends it, and waits for the answer."""
-        return self.sent()
+        if self.attempt is None:
+            return self.sent()
+        wait([self.attempt])  # if this is broken off, the next call waits for it again
+        attempt, self.attempt = self.attempt, None
+        return _result_of(attempt)
 
     def ask_if_answered(self) -> bool:
         """Return whether it has come back from its way, or its flight has failed.
@@ -65,16 +75,9 @@ class Message:
         self.flight = in_background(fly, "agn-optax exchange")
 
     def land(self) -> Snapshot:
-        """Waits for the answer, and raises what the flight did.
-
-        Callers may keep the error, and so it must not hold the flight's arrays.
-        """
+        """Waits for the answer, and raises what the flight did."""
         assert self.flight is not None
-        cause = self.flight.exception()
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
-        return self.flight.result()
+        return _result_of(self.flight)
 
     def _fly(self, give_up: float) -> Snapshot:
         lost: float | None = None  # since when
@@ -89,3 +92,15 @@ class Message:
                 lost = lost or time.monotonic()
                 if time.monotonic() - lost >= give_up or self.abandoned.wait(_PAUSE):
                     raise
+
+
+def _result_of(future: Future[Snapshot]) -> Snapshot:
+    """Wait for an answer, or raise what its thread did.
+
+    Callers may keep the error, and so it must not hold the arrays of that thread.
+    """
+    cause = future.exception()
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return future.result()

@@ -202,8 +202,12 @@ class ToldMessage(Message):
 
     session: ToldSession
 
+    def send_ahead(self) -> None:
+        if _is_first():
+            super().send_ahead()
+
     def exchange(self) -> Snapshot:
-        return cast(Snapshot, self.session.snapshot(self.sent))
+        return cast(Snapshot, self.session.snapshot(super().exchange))
 
     def take_off(self, give_up: float) -> None:
         if _is_first():

@@ -129,7 +129,7 @@ class StreamingWorker(Worker):
         )
         self._next = 0  # whose turn it is first
         # Of a call that was broken off: what some fragments have been given back.
-        self._kept = None
+        self._kept = self._counted = None
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
@@ -227,7 +227,7 @@ class StreamingWorker(Worker):
 
     def leave(self) -> None:
         """Leaves all shards: see `Worker.leave`."""
-        self._kept = None
+        self._kept = self._counted = None
         for worker in self._workers:
             worker.leave()
 
@@ -283,7 +283,7 @@ class StreamingWorker(Worker):
             saved.fragments,
             lives,
         )
-        self._kept = None
+        self._kept = self._counted = None
         self._next = int(saved.turn) % len(self._workers)
         self._sum_up(self._workers[0])
         params = parts.join([part for part, _ in own])
@@ -333,7 +333,7 @@ class StreamingWorker(Worker):
             for worker in self._workers:
                 worker._count(steps, weight)
 
-        return self._call(params, state, self._exchanging(), count)
+        return self._call(params, state, self._exchanging(), "exchange", count)
 
     @property
     def _counts(self) -> Any:
@@ -375,7 +375,11 @@ class StreamingWorker(Worker):
         steps: int | None = None,
         weight: float | None = None,
     ) -> tuple[PyTree, Any]:
-        """Exchanges all fragments now, one after the other: see `Worker.flush`.
+        """Exchanges all fragments now: see `Worker.flush`.
+
+        All of them are sent before the answer of any is waited for: in synchronous
+        rounds, another worker may wait for any of them.
+
 
         If it raises, call it again with the same: what some of them have adopted is
         kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
@@ -401,11 +405,44 @@ class StreamingWorker(Worker):
         self._give_turn_after(fragment)
         return params, state
 
+    def finish(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
+        """Repeat what has not come through, and wait for all answers.
+
+        Nothing else is sent. Raises as `flush` does.
+        """
+        return self._call(params, state, self._finishing_all(), "finish")
+
+    def _finishing_all(self) -> Iterator[Act]:
+        for p, worker in enumerate(self._workers):
+            if worker.is_stuck:
+                yield functools.partial(self._one, p, worker._send_ahead)
+        for p in range(len(self._workers)):
+            yield from self._of(p, Worker._finishing)
+
     def _flush(
         self, params: PyTree, state: Any, fragments: Sequence[int]
     ) -> tuple[PyTree, Any]:
-        acts = (act for p in fragments for act in self._of(p, Worker._flushing))
-        return self._call(params, state, acts)
+        return self._call(
+            params, state, self._flushing_all(fragments), "flush", lambda: None
+        )
+
+    def _flushing_all(self, fragments: Sequence[int]) -> Iterator[Act]:
+        """What `flush` does, where nothing is waited for before all is sent.
+
+        Only where a fragment has a message in flight already, that one must land before
+        the next can be sent.
+        """
+
+        def sending(p: int) -> Act:
+            return functools.partial(self._one, p, self._workers[p]._send_ahead)
+
+        flying = [p for p in fragments if self._workers[p]._in_flight]
+        yield from map(sending, fragments)
+        for p in flying:
+            yield functools.partial(self._one, p, self._workers[p]._land_flying)
+            yield sending(p)
+        for p in fragments:
+            yield from self._of(p, Worker._flushing)
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
         """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
@@ -413,7 +450,7 @@ class StreamingWorker(Worker):
             functools.partial(self._one, p, worker._land_flying)
             for p, worker in enumerate(self._workers)
         ]
-        return self._call(params, state, acts)
+        return self._call(params, state, acts, "land")
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
         """What one fragment's worker does, as what is done to the whole tree."""

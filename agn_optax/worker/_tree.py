@@ -54,6 +54,17 @@ class _Round:
         return trees.copy(self.sent)
 
 
+@dataclasses.dataclass
+class _Lost:
+    """A life at the parent that has ended, until the site has joined again."""
+
+    life: Any  # as `Worker.life`
+    before: Any  # as `Session.before`
+    codec_state: PyTree  # the codec's
+    # ... if the message that is under way has arrived; None if that is not known.
+    codec_state_after: PyTree
+
+
 class Uplink:
     """Keeps a center in touch with its parent, on a thread of its own.
 
@@ -101,10 +112,10 @@ class Uplink:
             parent, optax.identity(), period=period, name=name, patience=0
         )
         # Of that worker: its state, and whether it is in touch. Where it is not, its
-        # life as it was, and the codec's state if its last message has arrived.
+        # life as it was.
         self._state: LocalState | None = None
         self._joined = False
-        self._lost: tuple[Any, PyTree] | None = None
+        self._lost: _Lost | None = None
         self._since = ""  # when `error` began
         # The site's center where it last adopted the parent: all since is progress.
         self._base: PyTree = None
@@ -117,6 +128,7 @@ class Uplink:
         self._steps = 0
         self._weight: float | None = None  # None while none of them says anything
         self._record: PyTree = None  # None before the first
+        self._begin_record = jax.jit(lambda: rule.record.init(self._like()))
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
         self._given_up = threading.Event()  # nothing that it owes is waited for
@@ -196,8 +208,7 @@ class Uplink:
         """Say why an attempt has failed; the next one joins anew, or tries again."""
         is_lost = isinstance(error, errors.CenterUnreachableError)
         if self._joined and not is_lost:
-            self._lost = self._worker.life, self._codec_state_after()
-            self._joined = False
+            self._lost, self._joined = self._now_lost(), False
         if not is_lost:
             self.ready.set()
         if type(error) is not type(self.error):
@@ -250,37 +261,41 @@ class Uplink:
 
     def _join(self) -> None:
         adopted, state = self._worker.start(self._base)
-        base = self._base
-        if self._lost is not None:
-            life, after = self._lost
-            assert self._state is not None
-            codec_state = self._state.codec_state
-            if self._rounds and self._has_arrived(life):
-                base, codec_state = self._rounds.pop(0).sent, after
+        base, left, lost = self._base, self._rounds, self._lost
+        if lost is not None:
+            codec_state = lost.codec_state
+            if left and self._has_arrived(lost):
+                base, left = left[0].sent, left[1:]
+                codec_state = lost.codec_state_after
+                if codec_state is None:  # what it owes is lost, and not sent twice
+                    codec_state = state.codec_state
             state = state._replace(codec_state=codec_state)
-            self._lost = None
-        self._joined, self._state = True, state
         if jax.tree.all(jax.tree.map(jnp.array_equal, base, adopted)):
-            self._base = base
+            self._base, self._rounds = base, left
         else:
-            self._adopt(adopted, base)
+            self._adopt(adopted, base, left)
+        # Only now, for what raises before is tried again from the beginning.
+        self._joined, self._state, self._lost = True, state, None
 
-    def _has_arrived(self, life: Any) -> bool:
+    def _has_arrived(self, lost: _Lost) -> bool:
         """Whether the parent has the message of an earlier life that had no answer.
 
         Where nobody knows, it is not sent again: nothing may count twice.
         """
-        (lives, sequence), (now, _), before = life, self._worker.life, self._before
-        if not isinstance(self._before, list):
-            lives, now, before = [lives], [now], [before]
+        (lives, sequence), (now, _) = lost.life, self._worker.life
+        then, before = lost.before, self._before
+        if isinstance(lives[0], str):  # of a parent that is not in shards
+            lives, now, then, before = [lives], [now], [then], [before]
         found = set()
-        for (center, incarnation), (center_now, _), known in zip(
-            lives, now, before, strict=True
+        for (center, incarnation), (center_now, _), first, known in zip(
+            lives, now, then, before, strict=True
         ):
             if known is not None and known[0] == incarnation:
                 found.add(known[1] > sequence)
-            else:  # a parent in another life has never had it
-                found.add(None if center == center_now else False)
+            elif center != center_now:  # a parent in another life has never had it
+                found.add(False)
+            else:  # nothing was settled since that life began, or nobody knows
+                found.add(False if known is not None and known == first else None)
         if found - {True, False} or len(found) > 1:
             _log.warning(
                 "the parent may have a message of %d exchanges, or a part of it, which "
@@ -295,6 +310,16 @@ class Uplink:
         session = self._worker._session
         assert session is not None
         return session.before
+
+    def _now_lost(self) -> _Lost:
+        """The life that ends with an error."""
+        assert self._state is not None
+        try:
+            after = self._codec_state_after()
+        except Exception:  # a program has failed, and the site goes on all the same
+            _log.exception("what the codec keeps for the next message may be lost")
+            after = None
+        return _Lost(self._worker.life, self._before, self._state.codec_state, after)
 
     def _codec_state_after(self) -> PyTree:
         """The codec's, had the parent the message that is under way."""
@@ -333,22 +358,27 @@ class Uplink:
         adopted, self._state = self._worker.flush(
             sent.copied, state, steps=steps, weight=sent.weight
         )
+        # The parent has it, whether or not the site can adopt the answer.
+        self._base = sent.sent
         del self._rounds[0]
-        self._adopt(adopted, sent.sent)
+        self._adopt(adopted, sent.sent, self._rounds)
 
-    def _adopt(self, adopted: PyTree, base: PyTree) -> None:
-        """The parent's parameters in place of ``base``, and all progress since."""
-        self._core.shift(adopted, base)
-        self._base = adopted
-        self._rounds = [
+    def _adopt(self, adopted: PyTree, base: PyTree, left: list[_Round]) -> None:
+        """The parent's parameters in place of ``base``, and all progress since.
+
+        That are the rounds that are left, too. If it raises, nothing has changed.
+        """
+        left = [
             _Round(
                 rounds.with_progress(adopted, each.sent, base),
                 each.steps,
                 each.weight,
                 each.record,
             )
-            for each in self._rounds
+            for each in left
         ]
+        self._core.shift(adopted, base)
+        self._base, self._rounds = adopted, left
 
     def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
         """An exchange at the site; called under the lock of its center."""
@@ -357,6 +387,8 @@ class Uplink:
             self._weight = (self._weight or 0.0) + claim.weight
         if not self._keeps_record:
             return None
+        if self._record is None:
+            self._record = self._begin_record()
         self._record, read = self._accumulate(contribution, self._record)
         return read
 
@@ -367,11 +399,12 @@ class Uplink:
 
         Also what is ready as soon as the contribution has been read.
         """
-        like = jax.tree.map(
-            lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
-        )
-        if record is None:
-            record = self._parent.rule.record.init(like)
-        gradients = self._core.rule.codec.decode(contribution, like)
+        gradients = self._core.rule.codec.decode(contribution, self._like())
         record = self._parent.rule.record.update(gradients, record, gradients)[1]
         return record, jnp.zeros((), jnp.bool)
+
+    def _like(self) -> PyTree:
+        """Zeros like the site's center."""
+        return jax.tree.map(
+            lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
+        )

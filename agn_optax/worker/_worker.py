@@ -212,6 +212,9 @@ class Worker:
         # Parameters and state of a call that raised after it had donated those that
         # it was given: what the next call goes on from.
         self._kept: tuple[PyTree, Any] | None = None
+        # The method whose call that was: what it was told is counted, and its
+        # repetition counts nothing, also if `land` is called in between.
+        self._counted: str | None = None
 
     def __repr__(self) -> str:
         """Its name and rule, and how far it is."""
@@ -337,7 +340,8 @@ class Worker:
         same call again tries again. If the center was unreachable, that sends the same
         message again, and local steps that were made after the first attempt are lost
         when the answer is adopted. If an answer had been adopted before the error, the
-        arrays are donated but not lost: the same call again goes on from there.
+        arrays are donated but not lost: the same call again, or `land` before it, goes
+        on from there.
 
         Args:
           params: the parameters after the local step.
@@ -373,28 +377,38 @@ class Worker:
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
         count = functools.partial(self._count, steps, weight)
-        return self._call(params, state, self._exchanging(), count)
+        return self._call(params, state, self._exchanging(), "exchange", count)
 
     def _call(
         self,
         params: PyTree,
         state: Any,
         acts: Iterable[Act],
-        count: Callable[[], None] = lambda: None,
+        method: str,
+        count: Callable[[], None] | None = None,
     ) -> tuple[PyTree, Any]:
         """Count what a call of the loop is told, and make its acts in their order.
 
         A call that raises can be made again with the same. Nothing is counted twice;
         and where an act before the one that raised has donated the loop's arrays, what
         it returned is kept, and the next call goes on from there.
+
+        Args:
+          params: the loop's.
+          state: the loop's.
+          acts: what is done, one after the other.
+          method: that was called.
+          count: counts what it was told; None if it is told nothing.
         """
-        kept, self._kept = self._kept, None
+        (kept, self._kept), counted = (self._kept, None), self._counted
         before = self._counts
         try:
-            if kept is None:
-                count()
-            else:  # it was counted by the call that this one goes on with
+            if kept is not None:
                 params, state = kept
+            if count is not None:
+                if counted != method:
+                    count()
+                self._counted = None
             for act in acts:
                 loop = act(params, state)
                 if loop[0] is not params or loop[1] is not state:
@@ -402,7 +416,9 @@ class Worker:
         except BaseException:
             self._kept = kept
             if kept is None:
-                self._counts = before
+                self._counts, self._counted = before, counted
+            elif count is not None:
+                self._counted = method
             raise
         return params, state
 
@@ -472,6 +488,13 @@ class Worker:
             yield self._exchange
         yield self._land_flying
 
+    def _finishing(self) -> Iterator[Act]:
+        """Lands, or repeats a message that has not come through."""
+        yield self._land_flying
+        if self.is_stuck:
+            yield self._exchange
+        yield self._land_flying
+
     def report(self, **numbers: Any) -> None:
         """Numbers of this worker's own, such as its loss, for whoever watches.
 
@@ -531,7 +554,7 @@ class Worker:
             self._local_steps = self._local_steps if steps is None else steps
             self._weight = self._weight if weight is None else weight
 
-        return self._call(params, state, self._flushing(), count)
+        return self._call(params, state, self._flushing(), "flush", count)
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
         """The weight, as Python's own, if `flush` can be told both of these."""
@@ -546,7 +569,7 @@ class Worker:
 
         Args, returns and raises as `exchange`.
         """
-        return self._call(params, state, [self._land_flying])
+        return self._call(params, state, [self._land_flying], "land")
 
     def _land_flying(
         self, params: PyTree, state: LocalState
@@ -560,7 +583,7 @@ class Worker:
         What was not exchanged is lost: call `flush` before, if it matters. A ``with
         worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
-        self._anchor = self._spare = self._kept = None
+        self._anchor = self._spare = self._kept = self._counted = None
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
@@ -662,17 +685,11 @@ class Worker:
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
         """Ends a round."""
         self._check_loop(params, state)
-        anchor, _ = self._require_start()
         message = self._message
         if self._departs:
             return self._depart(params, state)
         if message is None:
-            measured = self._measured(params, state)
-            contribution, codec_state, made = self._programs.contribute(
-                state, params, anchor.params
-            )
-            message = self._new_message(contribution, made, measured, codec_state)
-            self._message = message
+            message = self._message = self._made_message(params, state)
         if message.answer is None:
             try:
                 message.answer = message.exchange()
@@ -695,6 +712,32 @@ class Worker:
         self._adopted(answer)
         self._local_steps, self._weight = 0, None
         return params, state
+
+    def _send_ahead(
+        self, params: PyTree, state: LocalState
+    ) -> tuple[PyTree, LocalState]:
+        """Ends a round as `_exchange` does, but for the answer, which that waits for.
+
+        Nothing is done if there is nothing to send, or a message is in flight.
+        """
+        if self._in_flight or not (self._local_steps or self.is_stuck):
+            return params, state
+        if self._departs:
+            return self._exchange(params, state)
+        self._check_loop(params, state)
+        if self._message is None:
+            self._message = self._made_message(params, state)
+        self._message.send_ahead()
+        return params, state
+
+    def _made_message(self, params: PyTree, state: LocalState) -> Message:
+        """What a round has made, to be sent while nobody makes local steps."""
+        anchor, _ = self._require_start()
+        measured = self._measured(params, state)
+        contribution, codec_state, made = self._programs.contribute(
+            state, params, anchor.params
+        )
+        return self._new_message(contribution, made, measured, codec_state)
 
     def _give_in(
         self, params: PyTree, state: LocalState, message: Message, answer: Snapshot

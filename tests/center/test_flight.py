@@ -1,5 +1,6 @@
 """Exchanges on their way: lost, refused, late, and with local steps meanwhile."""
 
+import contextlib
 import threading
 
 import jax
@@ -250,6 +251,8 @@ def test_a_flush_that_is_repeated_sends_its_steps_once(overlap):
         with pytest.raises(errors.CenterUnreachableError, match="nobody answers"):
             loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
     center.there.set()
+    with contextlib.suppress(errors.CenterUnreachableError):
+        loop.flush()  # of an attempt that had begun before
     loop.flush()
     assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 4), (2, 3)}
     assert (loop.worker.exchanges, center.version) == (2, 2)
@@ -279,6 +282,39 @@ def test_an_answer_that_landed_before_the_error_is_kept():
     assert {(sequence, steps) for sequence, _, steps in center.sent} == {(1, 2), (2, 2)}
     np.testing.assert_array_equal(center.pull().params, -4.0)
     np.testing.assert_array_equal(loop.params, -4.0)
+
+
+@pytest.mark.parametrize("lands", [0, 1, 2])
+@pytest.mark.parametrize("then", ["exchange", "flush", "flush what was made"])
+def test_what_a_call_was_told_counts_once_though_it_landed_before_the_next(lands, then):
+    """The call raised after its steps and weight were counted, and is repeated."""
+    center = Watched(shared.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=2)
+    weights = []
+    center.submitted = lambda _, more: weights.append(more["weight"])
+    center.there.clear()
+    for weight in (1.0, 2.0, 3.0):
+        loop.local_step()
+        loop.exchange(weight=weight)  # the second goes on without the center
+    loop.local_step()
+    center.there.set()
+    waiting.wait_until(lambda: loop.worker._message.ask_if_answered())
+    center.refuses = True
+    with pytest.raises(errors.MessageRefusedError, match="not this one"):
+        loop.exchange(weight=4.0)
+    for _ in range(lands):
+        loop.params, loop.state = loop.worker.land(loop.params, loop.state)
+    center.refuses = False
+    if then == "exchange":
+        loop.exchange(weight=4.0)
+    else:
+        told = {"steps": 5, "weight": 9.0} if "made" in then else {}
+        loop.params, loop.state = loop.worker.flush(loop.params, loop.state, **told)
+    said = center.sent[-1][2], weights[-1]
+    assert said == ((5, 9.0) if "made" in then else (2, 7.0))
+    loop.local_step()
+    loop.exchange(weight=1.0)
+    assert (loop.worker._local_steps, loop.worker._weight) == (1, 1.0)
 
 
 class Flaky(Watched):

@@ -1199,6 +1199,21 @@ def test_a_life_knows_the_last_exchange_of_the_life_before():
     assert ledger.member("anna", "second").before == ("first", 2)
 
 
+def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
+    """Lives in between that have settled nothing were attempts to join."""
+    ledger = Ledger()
+    ledger.join("anna", "first", 0.0)
+    ledger.join("anna", "second", 0.0, replace=True)
+    ledger.join("anna", "third", 0.0, replace=True)
+    assert ledger.member("anna", "third").before == ("first", 0)
+    ledger.submit("anna", "third", 1, 0, 0.0)
+    ledger.settle(ledger.take(0.0), 0.0)
+    for life in ("fourth", "fifth"):
+        ledger.leave("anna", ledger.find("anna").incarnation)
+        ledger.join("anna", life, 1.0)
+        assert ledger.member("anna", life).before == ("third", 1)
+
+
 def test_a_center_that_lost_something_recalls_exchanges_and_nobody_who_is_there():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)

@@ -9,10 +9,12 @@ import optax
 import pytest
 import shared
 from support import assert_close, assert_identical, at, feeds, run_worker, step, tree
+from waiting import LIMIT
 
 import agn_optax
 from agn_optax import codecs, errors
-from agn_optax.center import Journal, ShardedCenter
+from agn_optax._internal.background import in_background
+from agn_optax.center import Journal, ShardedCenter, Synchronous
 
 PERIOD = 4
 FRAGMENTS = agn_optax.Fragments(2)
@@ -187,6 +189,70 @@ def test_a_flush_that_was_broken_off_goes_on(monkeypatch):
     assert versions(center) == (1, 0)
     params, _ = worker.flush(*loop)
     assert versions(center) == (1, 1)
+    assert_identical(params, center.pull().params)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"overlap": True},
+        {"patience": 0},
+        {"fragments": agn_optax.Fragments(2, delay=1)},
+    ],
+    ids=["waits", "overlaps", "has no patience", "delay"],
+)
+def test_workers_that_flush_in_rounds_a_step_apart_do_not_wait_for_each_other(settings):
+    """Each sends all fragments before it waits for the answer of one."""
+    center = shards(shared.downpour(), mode=Synchronous())
+    workers = [worker_of(center, name=name, **settings) for name in "ab"]
+    loops = [worker.start() for worker in workers]
+    ended = []
+
+    def train(worker, loop, steps):
+        for i in range(steps):
+            loop = worker.exchange(*step(worker.tx, *loop, at(feeds(PARAMS, 4), i)))
+        worker.flush(*loop)
+        worker.leave()
+        ended.append(steps)
+
+    told = zip(workers, loops, (PERIOD // 2, PERIOD // 2 + 1), strict=True)
+    futures = [
+        in_background(functools.partial(train, *each), "a worker") for each in told
+    ]
+    try:
+        for future in futures:
+            future.result(LIMIT)
+    finally:
+        for worker in workers:  # or the other one would wait for good
+            worker.leave()
+    assert sorted(ended) == [PERIOD // 2, PERIOD // 2 + 1]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_what_was_sent_ahead_of_an_error_is_not_sent_again(fails, monkeypatch):
+    center = shards(shared.downpour())
+    worker = worker_of(center)
+    loop = step(worker.tx, *worker.start(), at(feeds(PARAMS, 1), 0))
+    loop = worker.exchange(*loop)
+    sent = []
+
+    def counted(p, submit, sequence, *args, **how):
+        sent.append((p, sequence))
+        if sent.count((fails, 1)) == 1 and p == fails:
+            raise errors.MessageRefusedError("not this one")
+        return submit(sequence, *args, **how)
+
+    for p, each in enumerate(worker._workers):
+        submit = each._session.submit
+        monkeypatch.setattr(
+            each._session, "submit", functools.partial(counted, p, submit)
+        )
+    with pytest.raises(errors.MessageRefusedError):
+        worker.flush(*loop)
+    params, _ = worker.flush(*loop)
+    assert sorted(sent) == sorted([(0, 1), (1, 1), (fails, 1)])
+    assert versions(center) == worker.version == (1, 1)
     assert_identical(params, center.pull().params)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import threading
 
 import jax
@@ -13,8 +14,9 @@ import shared
 from waiting import wait_until
 
 import agn_optax
-from agn_optax import accumulate, elastic_pull, errors
-from agn_optax.center import Core
+from agn_optax import accumulate, elastic_pull, errors, rules
+from agn_optax.center import Core, ShardedCenter, Snapshots
+from agn_optax.rules import codecs
 from agn_optax.worker import Uplink, _tree
 
 LIMIT = 60  # seconds that nothing here takes
@@ -66,7 +68,9 @@ class Site:
         for _ in range(times):
             self.made += 1
             with self.core.reading() as version:
-                message = jnp.full_like(version.params, value)
+                message = jax.tree.map(
+                    lambda x: jnp.full_like(x, value), version.params
+                )
                 anchor = version.number
             self.worker.exchange(self.made, message, anchor_version=anchor)
 
@@ -299,6 +303,59 @@ def test_the_first_parameters_of_a_parent_that_lost_all_are_those_of_the_site():
     np.testing.assert_array_equal(parent.pull().params, -7.0)
 
 
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("attempts", [0, 1, 2])
+def test_progress_counts_once_though_attempts_to_rejoin_fail_halfway(
+    attempts, arrives, shards, tmp_path
+):
+    """After the join, that is; a parent with the message goes on from a snapshot."""
+    rule = shared.downpour()
+    kept = Snapshots(tmp_path / "kept", seconds=None, exchanges=1000)
+    parents = [Parent(rule, durability=kept), *[Parent(rule)][: shards - 1]]
+    above = ShardedCenter(parents) if shards == 2 else parents[0]
+    above.initialize({"a": jnp.zeros(2), "b": jnp.zeros(2)}, worker="chief")
+    failures = []
+
+    def goes_on_from_a_snapshot():
+        parents[0].core.write_snapshot()
+        shutil.copytree(tmp_path / "kept", tmp_path / "later")
+        later = Snapshots(tmp_path / "later", seconds=None, exchanges=1000)
+        parents[0].__init__(rule, durability=later)
+
+    def breaks():
+        if arrives and shards == 1:
+            goes_on_from_a_snapshot()
+        pull, join = above.pull, above.join
+
+        def fails_after_a_join(**how):
+            above.pull = pull
+            failures.append(how)
+            raise errors.CenterUnreachableError("not now")
+
+        def joins(*args, **settings):
+            session = join(*args, **settings)
+            if len(failures) < attempts:
+                above.pull = fails_after_a_join
+            return session
+
+        above.join = joins
+        fails()
+
+    with site(rule, above, period=2) as made:
+        for parent in parents[1:]:
+            (parent.meanwhile if arrives else parent.before).append(fails)
+        (parents[0].meanwhile if arrives else parents[0].before).append(breaks)
+        made.exchange(1.0, times=2)
+        wait_until(lambda: made.uplink._joined and not made.uplink._rounds)
+        wait_until(lambda: len(failures) == attempts and made.uplink.error is None)
+        made.exchange(1.0)
+    for params in (above.pull().params, made.core.snapshot().params):
+        for leaf in params.values():
+            np.testing.assert_array_equal(leaf, -3.0)
+
+
 def slow_record():
     """A sum of gradients, for which the device takes half a second or so."""
     sums = accumulate()
@@ -312,6 +369,71 @@ def slow_record():
         return sums.update(gradients, state, params, **more)
 
     return optax.GradientTransformationExtraArgs(sums.init, update)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("at", ["join", "send"])
+def test_an_answer_that_could_not_be_adopted_is_adopted_later(at):
+    """Progress that the parent has by then counts once, there and at the site."""
+    parent = Parent(shared.downpour(), jnp.zeros(3))
+    with site(shared.downpour(), parent, period=2) as made:
+        shift, attempts = made.core.shift, []
+
+        def fails_once(*args):
+            attempts.append(args)
+            if len(attempts) == 1:
+                fails()
+            shift(*args)
+
+        made.core.shift = fails_once
+        other = parent.join("other")
+        other.exchange(1, jnp.ones(3), anchor_version=0)  # so there is some to adopt
+        if at == "join":
+            parent.meanwhile.append(fails)  # it arrives, and the answer is lost
+        made.exchange(1.0, times=2)
+        wait_until(lambda: len(attempts) > 1 and made.uplink.error is None)
+        other.leave()
+        made.exchange(1.0)
+    np.testing.assert_array_equal(parent.pull().params, -4.0)
+    np.testing.assert_array_equal(made.core.snapshot().params, -4.0)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_site_goes_on_though_its_codec_fails_as_it_loses_its_parent(monkeypatch):
+    rule = rules.downpour(codec=codecs.error_feedback(codecs.quantize(8)))
+    parent = Parent(rule, jnp.zeros(4))
+    with site(shared.downpour(), parent, period=2) as made:
+        programs = made.uplink._worker._programs
+
+        def loses():
+            monkeypatch.setattr(programs, "contribute", lambda *_: fails())
+            fails()
+
+        def heals():
+            return made.uplink.error is not None and monkeypatch.undo() is None
+
+        parent.before.append(loses)
+        made.exchange(1.0, times=2)
+        wait_until(heals)
+        wait_until(lambda: made.uplink.error is None and not made.uplink._rounds)
+        made.exchange(1.0)
+    np.testing.assert_allclose(parent.pull().params, -3.0, rtol=0.05)
+
+
+def test_the_program_of_a_record_is_traced_once():
+    """It is compiled under the lock of the site's center."""
+    rule, traced, sums = shared.agn(shared.sgd(1.0)), [], accumulate()
+
+    def update(*args, **more):
+        traced.append(args)
+        return sums.update(*args, **more)
+
+    record = optax.GradientTransformationExtraArgs(sums.init, update)
+    parent = Parent(dataclasses.replace(rule, record=record), jnp.zeros(3))
+    with site(rule, parent, period=2) as made:
+        made.exchange(1.0, times=5)
+    assert sum(steps for *_, steps in parent.sent) == 5
+    assert len(traced) == 1
 
 
 def test_nothing_waits_for_an_uplink_that_reads_a_contribution():

@@ -184,7 +184,7 @@ def drawn(seed):
     overlap = rng.random() < 0.3
     one_by_one = mode in ("asynchronous", "versions", "rounds")
     delay = None
-    # In rounds, a worker that flushes one fragment waits for another one that flushes
+    # In rounds, a worker that joins late may wait for one fragment, and the others for
     # the other: see docs/reliability.md.
     if centers == "shards" and one_by_one and not elastic and rng.random() < 0.8:
         delay = 0 if overlap else rng.choice([0, 1, 2])

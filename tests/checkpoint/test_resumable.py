@@ -411,6 +411,44 @@ def test_a_fragment_that_did_not_come_through_is_the_next(
         np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
 
 
+@pytest.mark.parametrize("killed", ["then", "after it"])
+def test_a_flush_after_a_fragment_that_did_not_come_through(
+    killed, halved, tmp_path, monkeypatch
+):
+    """The other one, which it sends too, is not in the last checkpoint."""
+    loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
+    workers = loop.worker._workers
+    workers[1]._patience = 0
+    params, state = loop.start()
+    for sample in data:
+        params, state = a_step(loop, params, state, sample)
+        if sample == 1:
+            break
+        params, state = loop.exchange(params, state)
+
+    def unreachable(*args, **kwargs):
+        raise errors.CenterUnreachableError("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers[1]._session, "submit", unreachable)
+        with pytest.raises(errors.CenterUnreachableError):
+            loop.exchange(params, state)
+        with pytest.raises(errors.CenterUnreachableError):
+            loop.flush(params, state)
+        assert [each.version for each in halved.centers] == [0, 0]
+    if killed == "then":
+        monkeypatch.setattr(workers[0]._session, "collect", kill)
+        with pytest.raises(Killed):
+            loop.flush(params, state)
+    else:
+        loop.flush(params, state)
+    assert [each.version for each in halved.centers] == [1, 1]
+    loop, data = by_fragments(halved, tmp_path / "own", offsets=(4, 2))
+    an_epoch(loop, data)
+    for half in jax.tree.leaves(halved.pull().params):
+        np.testing.assert_array_equal(half.ravel(), np.ones(SAMPLES))
+
+
 @pytest.mark.parametrize("make", [by_fragments, resumable])
 def test_a_checkpoint_that_cannot_be_written_costs_nothing(
     make, journaled, halved, tmp_path, monkeypatch
