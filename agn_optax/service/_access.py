@@ -161,7 +161,7 @@ class Access:
                 )
         self._tokens = tokens
         # Apart: what one file lost counts no more while another one is broken.
-        self._parts = [
+        self._parts: list[Reread[_Part]] = [
             Reread(
                 () if isinstance(each, bytes) else (each,),
                 functools.partial(_read, each),
