@@ -1,4 +1,4 @@
-"""How far messages can carry a center: intervals through its optimizer's program.
+"""Bound how far messages can carry a center, by intervals in place of its arrays.
 
 The norm of a message bounds its elements. The program of the center optimizer is
 followed with intervals in place of arrays, from the operands of each operation to its
@@ -36,7 +36,7 @@ _SAID["workers"] = (1.0, float(_MOST_VERSIONS))
 
 
 class Bound(NamedTuple):
-    """What is known of all messages up to a norm."""
+    """A bound of what all messages up to a norm can do."""
 
     message: float  # that norm
     center: float  # the absolute value of the center's numbers, as long as it holds
@@ -80,7 +80,7 @@ class Reach:
     def bound(
         self, message: float, center: float, state: Sequence[Range | None]
     ) -> Bound | None:
-        """What messages of at most this norm can do; None if that is not known.
+        """Bound what messages of at most this norm can do; None if that is not known.
 
         Args:
           message: the norm.
@@ -201,7 +201,7 @@ def _made(operation: Any, boxes: list[Range | None]) -> Range | None:
 
 
 def _decided(name: str, boxes: list[Range | None]) -> Range:
-    """Of a question: yes (1) or no (0) where the ranges tell it, else both."""
+    """Answer a question by yes (1) or no (0) where the ranges tell it, else by both."""
     if name not in _ORDERS or None in boxes:
         return 0.0, 1.0
     first, second = boxes if _ORDERS[name] == "less" else reversed(boxes)

@@ -1207,7 +1207,7 @@ def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
     ledger.join("anna", "third", 0.0, replace=True)
     assert ledger.member("anna", "third").before == ("first", 0)
     ledger.submit("anna", "third", 1, 0, 0.0)
-    ledger.settle(ledger.take(0.0), 0.0)
+    ledger.settle(ledger.due(0.0), 0.0)
     for life in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").incarnation)
         ledger.join("anna", life, 1.0)
