@@ -207,7 +207,7 @@ def main() -> None:
     report = Report(args.json)
     size = 1e6 * args.megabytes
     acts: dict[str, list[int]] = {act: [] for act in ACTS}
-    options = {"max_workers": WORKERS, "calls": args.calls or None}
+    options: dict[str, Any] = {"max_workers": WORKERS, "calls": args.calls or None}
     with (
         tempfile.TemporaryDirectory() as folder,
         Process() as process,

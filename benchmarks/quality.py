@@ -66,7 +66,7 @@ PAIRS = agn_optax.Placement(gossip=1.0)
 MOMENTUM = rules.diloco(optax.sgd(0.7, momentum=0.5))
 # Around which the codecs are compared: the center step of SparseLoCo with a rate of 1,
 # DiLoCo's with momentum, and that with SparseLoCo's rate of 0.8 and no momentum.
-RULES = {
+RULES: dict[str, Callable[..., rules.Rule]] = {
     "average": rules.average,
     "diloco": rules.diloco,
     "sgd": functools.partial(rules.diloco, optax.sgd(0.8)),
