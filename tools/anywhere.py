@@ -30,7 +30,7 @@ NOBODY = 65534  # the user without rights, on every Linux
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the tests run.
+    """A place in which the tests run.
 
     Args:
       summary: what differs here.

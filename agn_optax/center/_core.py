@@ -310,7 +310,7 @@ class Core:
             self._begin(store, None)
 
     def wait_until_initialized(self, timeout: float | None) -> bool:
-        """Whether the center has parameters, now or within ``timeout`` seconds.
+        """Return whether the center has parameters, now or within ``timeout`` seconds.
 
         Raises:
           CenterClosedError: it has ended, and will never have any.
@@ -378,8 +378,6 @@ class Core:
             self._remember(worker)
             before = self.ledger.member(worker, incarnation).before
             self._settle()
-        if before is not None:
-            before = tuple(before)  # a journal has brought it back as a list
         return LocalSession(self, worker, incarnation, connection, before)
 
     def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:
@@ -406,7 +404,7 @@ class Core:
                 self._settle()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
-        """Whether as many workers as the barrier wants have come.
+        """Return whether as many workers as the barrier wants have come.
 
         Raises:
           CenterClosedError: no more workers will come.
@@ -723,7 +721,7 @@ class Core:
     def _wait_while_open(
         self, condition: Callable[[], bool], timeout: float | None
     ) -> bool:
-        """Whether ``condition`` holds in time; raises if the center ends before."""
+        """Return whether ``condition`` holds in time; raise if the center ends."""
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._ended, timeout)
             if not (holds := condition()):

@@ -194,7 +194,7 @@ class Member:
     speed: float = 0.0  # their median; 0 as long as there are none
     # Of the last life before this one that has settled an exchange: its incarnation,
     # and that exchange. Where none has, of the first that the center knew, and 0.
-    before: Sequence[Any] | None = None
+    before: tuple[Any, ...] | None = None
 
     @property
     def gone(self) -> bool:
@@ -517,7 +517,7 @@ class Ledger:
         return not is_last
 
     def is_waiting(self, batch: Batch) -> bool:
-        """Whether all messages of a batch still wait: none of its workers has gone."""
+        """Return whether all messages of a batch still wait: no worker has gone."""
         return all(self.pending.get(each.worker) is each for each in batch.entries)
 
     def due(self, now: float) -> Batch | None:
@@ -668,6 +668,8 @@ class Ledger:
             # An earlier release has had no speeds.
             fields = {field: told[field] for field in _KEPT if field in told}
             recent = Recent(now, 2)
+            if fields.get("before") is not None:
+                fields["before"] = tuple(fields["before"])  # JSON has lists
             member = Member(**fields, joined=now, seen=now, recent=recent)
             self._measured(member, tuple(member.speeds))
             self._gone.pop(name, None)

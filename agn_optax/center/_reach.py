@@ -283,7 +283,7 @@ def _power(box: Range, exponent: int) -> Range:
 
 
 def _decay(base: Range, exponent: Range) -> Range:
-    """Of a factor, with a count in its exponent."""
+    """Bound a factor to the power of a count."""
     if exponent[0] == exponent[1] == int(exponent[0]):
         return _power(base, int(exponent[0]))
     if not 0 <= base[0] <= base[1] <= 1 or exponent[0] < 0:

@@ -1,4 +1,4 @@
-"""How often something has happened lately, by the times at which it did: no clock."""
+"""Rates of what has happened lately, by the times at which it did: no clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recent:
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """What the numbers have grown to."""
+        """The sums of all that was counted."""
         return self._points[-1][1:]
 
     def copy(self) -> Recent:

@@ -278,7 +278,7 @@ class ShardedSession(Session):
 
     @property
     def before(self) -> Any:
-        """As `Session.before`, of every shard."""
+        """The `Session.before` of every shard."""
         return [session.before for session in self._sessions]
 
     def submit(

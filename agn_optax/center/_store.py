@@ -63,7 +63,7 @@ class Version:
 
 
 class Prepared(NamedTuple):
-    """What makes one version of another: see `Store.prepare`."""
+    """All that makes one version of another: see `Store.prepare`."""
 
     before: Version
     program: SimpleNamespace
@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What of a center is known that has been looked at."""
+    """A bound of messages at a center that has been looked at."""
 
     bound: Bound
     largest: float  # absolute value of its numbers, at most
@@ -217,7 +217,7 @@ class Store:
         return CenterState(params, center_state, current.number, public)
 
     def unpacked(self, copied: CenterState) -> CenterState:
-        """What was copied, as a tree; waits for the device where it was packed."""
+        """Return a copy as a tree; wait for the device where it was packed."""
         if self.packing is None:
             return copied
         params, center_state, number, public = copied
@@ -389,7 +389,7 @@ class Store:
         self._becomes(params, public, made)
 
     def look(self, prepared: Prepared) -> tuple[bool, Known | None]:
-        """Whether a version would be finite, and what is known of it then.
+        """Return whether a version would be finite, and the bound found with it.
 
         Waits for the device, so it is not for those who hold a lock; nobody may `move`
         meanwhile. Changes nothing that others read: see `learn`.
@@ -408,7 +408,7 @@ class Store:
         return bool(is_finite), None
 
     def learn(self, known: Known | None) -> None:
-        """What `look` has found of the version that is made next of the current one."""
+        """Keep the bound that `look` has found of the version that is made next."""
         self._known = known
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
@@ -420,7 +420,7 @@ class Store:
 
     @functools.cached_property
     def _reach(self) -> tuple[Reach | None, float]:
-        """What bounds messages, if anything does; and how far they may go."""
+        """The bounds of messages, if there are any; and how far these may go."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
@@ -431,7 +431,7 @@ class Store:
         return reach, most / 2
 
     def is_bounded(self, prepared: Prepared) -> bool:
-        """Whether it is known that a version will be finite; then it must be made.
+        """Return whether a version is known to be finite; then it must be made.
 
         By how far all messages since can have carried the center from where `look` has
         found it; nobody waits for the device.

@@ -275,7 +275,7 @@ class Resumable:
         return parts
 
     def _turn(self, steps: int) -> Any:
-        """What `exchange` sends, as `_sends` has it."""
+        """Return the fragment that `exchange` sends, or `_ALL`, as `_sends` has it."""
         worker = self.worker
         return worker.next_full(steps) if isinstance(worker, StreamingWorker) else _ALL
 

@@ -294,7 +294,7 @@ class Checks:
         return "ok", f"{kept}; {room}" if room else kept
 
     def _check_parent(self) -> _Found:
-        """Whether a site of a tree has its parent."""
+        """Check that a site of a tree has its parent."""
         status = self._center.status()
         if not status["parent"]:
             return "ok", "the center is no site of another one"

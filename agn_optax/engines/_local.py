@@ -232,7 +232,7 @@ def _make(folder: pathlib.Path, what: str) -> None:
 
 
 def _cut_off(ended: Sequence[Ended]) -> list[str]:
-    """Who was ended because the center had ended by itself, and well."""
+    """Name the workers that were ended because the center had ended, and well."""
     center, *workers = ended
     if center.stopped or center.returncode:
         return []

@@ -189,7 +189,7 @@ class Center(Supervisor):
         return self._run_of.serve_command(**self._run_of.durable())
 
     def serve(self, seconds: float) -> bool:
-        """Whether it serves; waits for that. One that was stopped serves again."""
+        """Wait until the center serves, again if it was stopped; return whether."""
         if self._ended is not None and self._ended.stopped:
             self._serve()
         with self._news:

@@ -472,7 +472,7 @@ class Driver:
         is_new: bool,
         processes: int = 1,
     ) -> Place:
-        """Where an actor is, once there is room for it.
+        """Return where an actor is, once there is room for it.
 
         Args:
           name: of its task.
@@ -511,7 +511,7 @@ class Driver:
     def _could_hold(
         self, name: str, needs: Mapping[str, float], processes: int
     ) -> bool:
-        """Whether the cluster has room for a task where only the center is."""
+        """Return whether the cluster has room for a task where only the center is."""
         nodes = {
             node["NodeID"]: dict(node["Resources"])
             for node in ray.nodes()

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster could ever hold a task."""
+"""Decide whether a Ray cluster could ever hold a task."""
 
 from __future__ import annotations
 

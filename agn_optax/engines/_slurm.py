@@ -598,7 +598,7 @@ def _queued() -> set[str]:
 
 
 def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
-    """What a command of SLURM's, or a script, prints.
+    """Return what a command of SLURM's, or a script, prints.
 
     Raises:
       InvalidArgumentError: it fails.

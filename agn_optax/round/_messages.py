@@ -17,27 +17,26 @@ from agn_optax._internal import trees
 PyTree = Any
 
 
-def wide(message: jax.Array) -> jax.Array:
-    """In float32, or wider."""
-    return message.astype(trees.wider(message.dtype, jnp.float32))
-
-
 def summed(message: Callable[[Any], PyTree], count: int) -> PyTree:
     """``message(0) + ... + message(count - 1)``, in float32 or wider.
 
     One after the other, in their order: whoever adds up the same gets the same.
     """
-    total = jax.tree.map(wide, message(0))
+    total = jax.tree.map(trees.widened, message(0))
     if count == 1:
         return total
     return jax.lax.fori_loop(
         1,
         count,
-        lambda i, total: jax.tree.map(lambda t, m: t + wide(m), total, message(i)),
+        lambda i, total: jax.tree.map(
+            lambda t, m: t + trees.widened(m), total, message(i)
+        ),
         total,
     )
 
 
 def stacked(message: Callable[[Any], PyTree], count: int) -> PyTree:
     """``message(0), ..., message(count - 1)`` as [count, ...], float32 or wider."""
-    return jax.lax.map(lambda i: jax.tree.map(wide, message(i)), jnp.arange(count))
+    return jax.lax.map(
+        lambda i: jax.tree.map(trees.widened, message(i)), jnp.arange(count)
+    )

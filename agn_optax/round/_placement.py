@@ -319,7 +319,7 @@ class Layout:
         count = _collectives.size(self.workers)
         if isinstance(how, robust.Combine):
             pieces = jax.tree.map(self._collect, like, message)
-            return self._together(jax.tree.map(_messages.wide, pieces), how, like)
+            return self._together(jax.tree.map(trees.widened, pieces), how, like)
 
         def combine(m: jax.Array, whole: jax.Array) -> jax.Array:
             length = self._length(whole)
@@ -348,8 +348,8 @@ class Layout:
         mean = how == "mean"
         assert self.placement.gossip is not None
         pull = self.placement.gossip if mean else self.placement.gossip / 2
-        message = jax.tree.map(_messages.wide, message)
-        center = jax.tree.map(_messages.wide, center)
+        message = jax.tree.map(trees.widened, message)
+        center = jax.tree.map(trees.widened, center)
         sent = jax.tree.map(lambda m, c: m - pull * c, message, center)
         heard = _collectives.met(sent, self.workers, turn)
         alone = _collectives.is_alone(self.workers, turn)
@@ -402,7 +402,7 @@ class Layout:
             if shares is None:
                 return made
 
-            return trees.scaled(jax.tree.map(_messages.wide, made), shares[worker])
+            return trees.scaled(jax.tree.map(trees.widened, made), shares[worker])
 
         if isinstance(how, robust.Combine):
 
@@ -624,7 +624,7 @@ def _mean_center(center: OwnCenter) -> PyTree:
     workers = _collectives.size(center.axes)
 
     def mean(c: jax.Array) -> jax.Array:
-        total = _collectives.psum(_messages.wide(c), center.axes)
+        total = _collectives.psum(trees.widened(c), center.axes)
         return (total / workers).astype(c.dtype)
 
     return jax.tree.map(mean, center.center)

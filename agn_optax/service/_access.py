@@ -220,7 +220,7 @@ class Access:
         return f"Access({', '.join(said)})"
 
     def _grants(self) -> dict[bytes, _Grant]:
-        """What the files say now; the same object as long as none has changed."""
+        """Return what the files say now; the same object while none has changed."""
         parts, (before, grants) = [part() for part in self._parts], self._made
         if any(map(operator.is_not, parts, before)):
             grants, twice = _together(parts)

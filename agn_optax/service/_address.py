@@ -77,7 +77,7 @@ def is_local(address: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an IP address is one of this machine for itself."""
+    """Return whether a name or an IP address is one of this machine for itself."""
     try:
         return _ip(name).is_loopback
     except ValueError:

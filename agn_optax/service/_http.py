@@ -126,7 +126,7 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host field names this machine as itself."""
+    """Return whether a Host field names this machine as itself."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     return _address.is_loopback(name.strip("[]").rstrip(".").lower())
 

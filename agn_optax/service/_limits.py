@@ -1,4 +1,4 @@
-"""How often callers and hosts may come, and how many of a center's places they take."""
+"""Limits of the calls and connections of callers and hosts, and of their places."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("agn_optax")
 
 @dataclasses.dataclass
 class _Bucket:
-    """What one caller has spent, less what has come back since.
+    """The tokens that one caller has spent, less those that have come back since.
 
     How much it may spend is no part of it: that depends on the call, and grows with the
     model once a chief has given one.

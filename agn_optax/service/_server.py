@@ -72,7 +72,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
     @property
     def is_drained(self) -> bool:
-        """Whether an operator has asked for its end (``agn-optax drain``)."""
+        """True once an operator has asked for its end (``agn-optax drain``)."""
         return self._servicer.is_drained
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -644,7 +644,7 @@ class Servicer:
         return pb.DrainReply()
 
     def _traffic_of(self, worker: str) -> _Traffic:
-        """What a worker that is there sent and got; others go once they are many."""
+        """Return the traffic of a worker; forget those that left once they are many."""
         many = len(self._traffic) > 2 * self.workers
         there = self.core.members()[1] if many else {}
         with self._counts:
@@ -929,7 +929,7 @@ class Servicer:
 
 
 def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
-    """How fast a worker is, and whether it has stalled, as its status says it."""
+    """Return a worker's rates, and whether it has stalled, as its status says it."""
     rates = member.recent.rates(now) or (None, None)
     is_awaited = member.connected and not waits
     return {

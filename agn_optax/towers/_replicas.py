@@ -343,7 +343,7 @@ def _recut(
     mode: Literal["constant", "edge"] = "constant",
     before: tuple[int, ...] = (),
 ) -> PerTower:
-    """What differs along some axes, for other sizes of these axes.
+    """Cut anew what differs along some axes, for other sizes of these axes.
 
     ``before`` are dimensions of 1 that each leaf has before its own.
     """

@@ -427,7 +427,7 @@ class StreamingWorker(Worker):
         )
 
     def _flushing_all(self, fragments: Sequence[int]) -> Iterator[Act]:
-        """What `flush` does, where nothing is waited for before all is sent.
+        """Yield the acts of `flush`: nothing is waited for before all is sent.
 
         Only where a fragment has a message in flight already, that one must land before
         the next can be sent.
@@ -453,7 +453,7 @@ class StreamingWorker(Worker):
         return self._call(params, state, acts, "land")
 
     def _of(self, p: int, acts: Callable[[Worker], Iterator[Act]]) -> Iterator[Act]:
-        """What one fragment's worker does, as what is done to the whole tree."""
+        """Yield the acts of one fragment's worker as acts on the whole tree."""
         for act in acts(self._workers[p]):
             yield functools.partial(self._one, p, act)
 

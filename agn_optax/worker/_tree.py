@@ -41,7 +41,7 @@ _LONGEST = 15.0  # seconds between two attempts to reach the parent, at most
 
 @dataclasses.dataclass
 class _Round:
-    """What a site has done since it last sent something."""
+    """The progress of a site since it last sent something."""
 
     sent: PyTree  # the site's center at its end
     steps: int
@@ -184,7 +184,7 @@ class Uplink:
 
     @property
     def _is_due(self) -> bool:
-        """Whether there is something to do with the parent now."""
+        """True where there is something to do with the parent now."""
         enough = 1 if self._stopped.is_set() else self._period
         return not self._joined or bool(self._rounds) or self._steps >= enough
 
@@ -278,7 +278,7 @@ class Uplink:
         self._joined, self._state, self._lost = True, state, None
 
     def _has_arrived(self, lost: _Lost) -> bool:
-        """Whether the parent has the message of an earlier life that had no answer.
+        """Return whether the parent has a message of an earlier life without an answer.
 
         Where nobody knows, it is not sent again: nothing may count twice.
         """
@@ -306,7 +306,7 @@ class Uplink:
 
     @property
     def _before(self) -> Any:
-        """What the parent says of this site's life before, see `Session.before`."""
+        """The parent's word on this site's life before, see `Session.before`."""
         session = self._worker._session
         assert session is not None
         return session.before
@@ -339,7 +339,7 @@ class Uplink:
         return self._core.snapshot().params
 
     def _take(self) -> _Round:
-        """What the site has done since this was called last, which begins anew."""
+        """Take the progress since this was called last; it begins anew."""
         with self._core.atomically():
             version = self._core.store.current
             version.escaped = True

@@ -468,7 +468,7 @@ class Worker:
         return bool(self._landing.delay or (self.overlap and self.exchanges))
 
     def _exchanging(self) -> Iterator[Act]:
-        """What `exchange` does, if it acts at all."""
+        """Yield the acts of `exchange`, if it acts at all."""
         if self._ask_if_acting():
             yield from self._ending()
 
@@ -481,7 +481,7 @@ class Worker:
             yield self._exchange
 
     def _flushing(self) -> Iterator[Act]:
-        """What `flush` does: lands, sends the round as it is, and lands."""
+        """Yield the acts of `flush`: land, send the round as it is, and land."""
         yield self._land_flying
         if self._local_steps or self.is_stuck:
             # Whatever the schedule says of the next round, these steps are sent.
@@ -731,7 +731,7 @@ class Worker:
         return params, state
 
     def _made_message(self, params: PyTree, state: LocalState) -> Message:
-        """What a round has made, to be sent while nobody makes local steps."""
+        """Make the message of a round, to be sent while nobody makes local steps."""
         anchor, _ = self._require_start()
         measured = self._measured(params, state)
         contribution, codec_state, made = self._programs.contribute(
