@@ -10,13 +10,14 @@ help: ## list these targets
 demo: venv ## train on real data: two worker processes, a center, gRPC, one kill
 	@$(python) -B examples/digits.py $(ARGS)
 
-# In random order, in three processes (some of them wait), a file's tests in one.
-pytest := $(python) -B -m pytest -n 3 --dist loadfile
+# In random order, in three processes (some of them wait), a file's tests in one. Without
+# -B, as pytest takes ten seconds to rewrite all assertions and keeps them as bytecode.
+pytest := $(python) -m pytest -n 3 --dist loadfile
 
 test: venv ## run the tests
 	@$(pytest) -m "not slow" $(ARGS)
 
-slow: venv ## run the others: examples, benchmarks, chaos, kills, packaging, a browser
+slow: venv ## run the others: examples, chaos, kills, packaging, every combination
 	@$(pytest) -m slow $(ARGS)
 
 anywhere: venv ## run them in other places: other users, no HOME, no network, one core

@@ -1,5 +1,6 @@
 """Pytest: eight devices where there is one CPU, and programs that compile quickly."""
 
+import collections
 import gc
 import importlib.metadata
 import multiprocessing
@@ -53,8 +54,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart() -> None:
+    """What is imported and collected stays: there is no garbage to look for."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what meets no new value, where a test has several parameters.
+
+    So `make test` runs as many of a test's combinations as it takes for every value of
+    every parameter to be there once, and `make slow` runs the others.
+    """
+    tests = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for combinations in tests.values():
+        # Objects may differ where they are equal, and have no order: text will do.
+        values = {
+            item: set(map(repr, item.callspec.params.items())) for item in combinations
+        }
+        seen: set[str] = set()
+        while values:
+            best = max(values, key=lambda item: len(values[item] - seen))
+            if values[best] <= seen:
+                break
+            seen |= values.pop(best)
+        for item in values:
+            item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: nothing looks through it again."""
+    """Nothing looks again through what has been collected."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
