@@ -222,12 +222,22 @@ class Core:
         """A version, which stays what it is meanwhile.
 
         Args:
-          version: one that somebody holds already; None takes the current one.
+          version: of an answer; None takes the current one.
           kept: for those whom the news may outlive: waits until all that is in it is on
             disk, if exchanges are.
+
+        Raises:
+          WorkerStateError: the answer is kept no longer, as its worker has gone on or
+            has come back in another life; the version may have been written over.
         """
         with self._changed:
-            version = version or self.store.current
+            current = self.store.current
+            version = version or current
+            if version is not current and not (version.readers or version.escaped):
+                raise errors.WorkerStateError(
+                    f"the answer of version {version.number} is kept no longer: its "
+                    "worker has gone on, or has joined anew"
+                )
             version.readers += 1
             recorded = self._recorded()
         try:

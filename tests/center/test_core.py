@@ -554,6 +554,23 @@ def test_failure_that_is_kept_holds_no_arrays_of_its_round(mode):
         anna.collect(1)
 
 
+def test_answer_is_not_read_once_its_worker_has_joined_anew():
+    """Its arrays may be those of the next version by then."""
+    core = Core(DOWNPOUR, jnp.zeros(2))
+    anna, bert = core.join("anna"), core.join("bert")
+    anna.submit(1, jnp.ones(2), anchor_version=0)
+    answer = anna.answer(1)
+    anna.disconnect()
+    core.join("anna")  # another life, to which nothing is owed
+    bert.submit(1, jnp.ones(2), anchor_version=1)
+    assert bert.answer(1).version.number == 2
+    with (
+        pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"),
+        core.reading(answer.version),
+    ):
+        pass
+
+
 def look_and_wait(looks, may, updates, params):
     """An optimizer whose programs tell when they run, and wait until they may."""
 
