@@ -57,7 +57,7 @@ class Answer:
     refused: str = ""  # why it was
     recorded: int = 0  # what must be on disk before its worker has it
     pace: float | None = None  # as of `Snapshot`
-    read: Any = None  # ready once the core's observer has read the contribution
+    read: Any = None  # ready once nobody reads the contribution any more
 
 
 @dataclasses.dataclass
@@ -69,6 +69,16 @@ class _Message:
     size: Size | None  # where messages are measured
     # Of its worker alone: a crowd that waits for a round would wake up for each other.
     over: threading.Condition  # notified when it waits no longer
+
+    def read_until(self, version: Version) -> Any:
+        """Arrays that are ready once the programs that made a version have read this.
+
+        Programs read NumPy's arrays where they are, and their owner may write to them.
+        """
+        leaves = jax.tree.leaves(self.contribution)
+        if any(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return version.params, self.norm
+        return None
 
 
 @dataclasses.dataclass(eq=False)
@@ -231,13 +241,7 @@ class Core:
             has come back in another life; the version may have been written over.
         """
         with self._changed:
-            current = self.store.current
-            version = version or current
-            if version is not current and not (version.readers or version.escaped):
-                raise errors.WorkerStateError(
-                    f"the answer of version {version.number} is kept no longer: its "
-                    "worker has gone on, or has joined anew"
-                )
+            version = self._still_kept(version)
             version.readers += 1
             recorded = self._recorded()
         try:
@@ -263,10 +267,21 @@ class Core:
             read = store.public if public else store.tree
             if version is not None:
                 read = store.answer
-            version = version or store.current
+            version = self._still_kept(version)
             version.escaped = True
         # Its arrays stay what they are, and may be waited for here.
         return Snapshot(read(version), version.number, **answer)
+
+    def _still_kept(self, version: Version | None) -> Version:
+        """Return a version whose arrays are its own; the current one for None."""
+        current = self.store.current
+        version = version or current
+        if version is not current and not (version.readers or version.escaped):
+            raise errors.WorkerStateError(
+                f"the answer of version {version.number} is kept no longer: its worker "
+                "has gone on, or has joined anew"
+            )
+        return version
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
         """See `Store.differences`."""
@@ -646,7 +661,7 @@ class Core:
                 why,
                 recorded,
                 self.ledger.pace(entry.worker),
-                reads.get(i),
+                (reads.get(i), messages[i].read_until(current)),
             )
 
     def _prune(self, worker: str) -> None:
@@ -798,10 +813,13 @@ class LocalSession(Session):
     ) -> None:
         """As `Session.submit`; a contribution may be packed as the center is."""
         del reported, anchor  # its answers are whole
-        core, claim = self._core, Claim(steps, weight)
+        core = self._core
+        # Numbers of Python, as the journal writes them; what is none, the ledger says.
+        sequence, steps = _as_int(sequence), _as_int(steps)
+        claim = Claim(steps, check.weight(weight))
         message = core._examine(contribution)
-        is_int = isinstance(anchor_version, int | np.integer)
-        anchor = int(anchor_version) if is_int else -1
+        anchor = _as_int(anchor_version)
+        anchor = anchor if isinstance(anchor, int) else -1
         with core.atomically():
             core._check_open()
             now = time.monotonic()
@@ -820,8 +838,7 @@ class LocalSession(Session):
         if answer is None:
             return None
         self.wait_until_kept(answer)
-        jax.block_until_ready(answer.read)
-        return self._core.snapshot(
+        snapshot = self._core.snapshot(
             answer.version,
             staleness=answer.staleness,
             norm=answer.norm,
@@ -829,6 +846,8 @@ class LocalSession(Session):
             refused=answer.refused,
             pace=answer.pace,
         )
+        jax.block_until_ready(answer.read)
+        return snapshot
 
     def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
         """The answer to an exchange as the center keeps it; None if it still waits.
@@ -908,3 +927,8 @@ class LocalSession(Session):
     def leave(self) -> None:
         """As `Session.leave`."""
         self._core.leave(self.worker, self.incarnation)
+
+
+def _as_int(number: Any) -> Any:
+    """A whole number of NumPy as one of Python; anything else as it is."""
+    return int(number) if isinstance(number, np.integer) else number

@@ -253,7 +253,7 @@ class LocalCenter:
         try:
             if self.core.wait_for_barrier(timeout):
                 return session
-        except errors.CenterClosedError:
+        except BaseException:  # by Ctrl-C, too
             session.leave()
             raise
         session.leave()

@@ -270,6 +270,7 @@ class ShardedSession(Session):
         self.incarnation = sessions[0].incarnation
         self._center = center
         self._sessions = sessions
+        self._is_over = False  # a shard has refused what others may have applied
 
     @property
     def life(self) -> Any:
@@ -294,6 +295,12 @@ class ShardedSession(Session):
     ) -> None:
         """Gives every shard its part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
+        if self._is_over:
+            raise errors.WorkerStateError(
+                f"a shard has refused a message of worker {self.worker!r} that others "
+                "may have applied, who would take the next one for the same: start() "
+                "again"
+            )
         if not isinstance(anchor_version, tuple) or len(anchor_version) != shards:
             raise errors.InvalidArgumentError(
                 f"anchor_version must be a tuple of {shards} versions, one for each "
@@ -323,9 +330,13 @@ class ShardedSession(Session):
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
         """The answers of all shards as one: see `Session.collect`."""
-        answers = self._center.all(
-            lambda session: session.collect(sequence, timeout), self._sessions
-        )
+        try:
+            answers = self._center.all(
+                lambda session: session.collect(sequence, timeout), self._sessions
+            )
+        except errors.MessageRefusedError:
+            self._is_over = True
+            raise
         there = [answer for answer in answers if answer is not None]
         return self._center.unite(there) if len(there) == len(answers) else None
 

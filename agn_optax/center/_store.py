@@ -366,7 +366,8 @@ class Store:
             _on_device(float(count if is_mean else 1)),
             _about(before.number, 0, mean_steps, mean, workers),
         )
-        if self._rule.discount is not None:  # each by itself, whatever that makes
+        # A discount may lengthen each message, and what is not a sum all of them.
+        if self._rule.discount is not None or not self._rule.is_summed:
             norm = math.inf
         return Prepared(before, programs.move_round, one, about, norm)
 
@@ -582,8 +583,9 @@ def _measures(rule: Rule) -> dict[str, Any]:
         plain = root([jnp.sum(m**2) for m in messages(contribution, center)])
         # Where squares overflow, or vanish: of numbers closer to 1.
         digits = int(jnp.finfo(plain.dtype).maxexp)
-        scale = jnp.where(plain < 1, 2.0 ** (0.75 * digits), 2.0 ** (-0.625 * digits))
-        scale = scale.astype(plain.dtype)
+        # The squares of numbers below `_LEAST_NORM`, about 2^-40, stay finite.
+        up, down = 2.0 ** (0.5 * digits + 32), 2.0 ** (-0.625 * digits)
+        scale = jnp.where(plain < 1, up, down).astype(plain.dtype)
 
         def carefully() -> jax.Array:
             def square(*block: jax.Array) -> jax.Array:
@@ -600,12 +602,14 @@ def _measures(rule: Rule) -> dict[str, Any]:
             else:
                 made = messages(contribution, center)
                 found = root([jnp.sum((m * scale) ** 2) for m in made])
-            most = jnp.finfo(jnp.float32).max
-            finite = jnp.minimum(found / scale, jnp.asarray(most, found.dtype))
-            return jnp.where(jnp.isfinite(found), finite, found)
+            return jnp.where(jnp.isfinite(found), at_most(found / scale), found)
+
+        def at_most(norm: jax.Array) -> jax.Array:
+            return jnp.minimum(norm, jnp.asarray(_MOST_NORM, norm.dtype))
 
         is_plain = (plain > _LEAST_NORM) & (plain < jnp.inf)
         made = jax.lax.cond(is_plain, lambda: plain, carefully)
+        made = jnp.where(jnp.isfinite(made), at_most(made), made)
         return made.astype(jnp.float32)
 
     def measure(contribution: PyTree, center: PyTree) -> tuple[jax.Array, jax.Array]:

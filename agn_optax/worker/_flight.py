@@ -94,6 +94,18 @@ class Message:
                     raise
 
 
+def is_settled(error: Exception) -> bool:
+    """Return whether an error says that a message has not been applied.
+
+    After any other it is sent again: under its number, the center would answer the old
+    message in place of a new one.
+    """
+    unknown = isinstance(error, errors.CenterUnreachableError)
+    return isinstance(error, errors.AgnOptaxError) and not (
+        unknown or type(error) is errors.CenterError
+    )
+
+
 def _result_of(future: Future[Snapshot]) -> Snapshot:
     """Wait for an answer, or raise what its thread did.
 

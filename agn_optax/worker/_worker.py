@@ -22,7 +22,7 @@ from agn_optax import round as rounds
 from agn_optax._internal import check, trees
 from agn_optax.center import MOST_REPORTED, Center, Session, Snapshot
 from agn_optax.round import Fragments, LocalState
-from agn_optax.worker._flight import Message
+from agn_optax.worker._flight import Message, is_settled
 from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import AT_ONCE, Left, programs
 
@@ -700,8 +700,9 @@ class Worker:
                 left, state = self._programs.stay(params, state)
                 self._take_off(message, left)
                 return params, state
-            except errors.AgnOptaxError:
-                self._message = None  # it was refused, and is not to be sent again
+            except Exception as error:
+                if is_settled(error):
+                    self._message = None  # it was refused, and is not to be sent again
                 raise
         answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
@@ -835,12 +836,11 @@ class Worker:
         anchor, _ = self._require_start()
         try:
             answer = message.land()
-        except errors.CenterUnreachableError:
-            # It may have been applied, so no other message may take its place.
-            message.take_off(self._give_up)
-            raise
-        except Exception:
-            self._message = None  # it is lost, and local steps may go on
+        except Exception as error:
+            if is_settled(error):
+                self._message = None  # it is lost, and local steps may go on
+            else:
+                message.take_off(self._give_up)
             raise
         answer, left = self._taken(message, answer, params), message.left
         if answer.refused:

@@ -569,6 +569,8 @@ def test_answer_is_not_read_once_its_worker_has_joined_anew():
         core.reading(answer.version),
     ):
         pass
+    with pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"):
+        core.snapshot(answer.version)
 
 
 def look_and_wait(looks, may, updates, params):

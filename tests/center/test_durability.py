@@ -8,6 +8,7 @@ import collections
 import contextlib
 import errno
 import functools
+import gc
 import itertools
 import os
 import pathlib
@@ -533,6 +534,27 @@ def test_snapshots_by_time(tmp_path, killed):
     center.close()
 
 
+@pytest.mark.parametrize("every", [{"seconds": 0.1}, {"seconds": None, "exchanges": 1}])
+def test_snapshot_that_failed_is_tried_again_though_nothing_more_happens(
+    every, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_keeper, "_REMINDS", 0.1)
+    save, fails = _directory.Directory.save, [True]
+
+    def saved(self, *args):
+        if fails and fails.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(self, *args)
+
+    center = kept(Snapshots(tmp_path, **every), params=jnp.zeros(2))
+    monkeypatch.setattr(_directory.Directory, "save", saved)
+    send(center)
+    wait_for(center, lambda: center.core.saved_version == 1)
+    assert not fails
+    assert not center.core.degraded
+    center.close()
+
+
 def test_the_last_snapshots_stay(tmp_path):
     every = Snapshots(tmp_path / "a", seconds=None, exchanges=1, keep=3)
     center = kept(every, params=jnp.zeros(2))
@@ -849,6 +871,34 @@ def test_a_disk_that_fails_closes_the_center(tmp_path, killed, disk):
     assert (again.version, again.life) == (1, center.life)
     assert send(again, anchor_version=1).version == 2
     again.close()
+
+
+def test_messages_that_waited_for_a_disk_that_failed_are_let_go(tmp_path, disk):
+    size, count = 1237, 5  # the shape of no other array
+    center = kept(Journal(tmp_path, on_failure="go on"), params=jnp.zeros(size))
+    disk.ready.clear()
+    workers = [
+        threading.Thread(target=send, args=(center, 1.0, f"w{i}")) for i in range(count)
+    ]
+    for number, each in enumerate(workers, start=1):
+        each.start()
+        wait_for(center, lambda number=number: center.version == number)
+    disk.error = errno.ENOSPC
+    disk.ready.set()
+    for each in workers:
+        each.join(LIMIT)
+        assert not each.is_alive()
+    del each, workers
+    for i in range(count):
+        center.join(f"w{i}").leave()
+
+    def there():
+        gc.collect()
+        return sum(array.shape == (size,) for array in jax.live_arrays())
+
+    wait_for(center, lambda: there() <= 2)  # the center, and a message in its store
+    assert "only" in center.core.degraded
+    center.close()
 
 
 def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch):

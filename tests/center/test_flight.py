@@ -402,3 +402,35 @@ def test_dropped_messages_are_counted():
         assert counts == [(turn + 1, 0), (turn + 1, turn + 1)]
     assert center.version == 3
     assert_identical(loops[1][0], center.pull().params)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError, errors.CenterError])
+def test_message_whose_answer_failed_is_sent_again_under_its_number(error, overlap):
+    """It has been applied, and the center would answer it in place of the next one."""
+    center = agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2))
+    loop = Loop(center, period=1, overlap=overlap)
+    loop.step(1)
+    loop.flush()
+    snapshot, fails = center.core.snapshot, [True]
+
+    def answered(*args, **said):
+        if fails.pop():
+            raise error("out of memory")
+        fails.append(False)
+        return snapshot(*args, **said)
+
+    center.core.snapshot = answered
+
+    def exchange():
+        loop.step(1)
+        loop.flush()
+
+    with pytest.raises(error, match="out of memory"):
+        exchange()
+    fails.append(False)
+    loop.flush()
+    loop.step(3)
+    loop.flush()
+    assert loop.worker.exchanges == center.version == 5
+    np.testing.assert_array_equal(center.pull().params, -5.0)

@@ -312,3 +312,54 @@ def test_a_center_ends_with_its_block():
     with pytest.raises(errors.CenterClosedError):
         session.exchange(2, jnp.ones(2), anchor_version=1)
     np.testing.assert_array_equal(center.pull().params, -1.0)
+
+
+def aligned(count):
+    """Zeros where XLA reads NumPy's arrays in place."""
+    raw = np.zeros(4 * count + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + 4 * count].view(np.float32)
+
+
+@pytest.mark.parametrize("rule", ["downpour", "easgd"])
+def test_contribution_of_numpy_is_its_owner_s_again_once_it_is_collected(rule):
+    count = 1 << 21  # which a program reads for a while
+    center = agn_optax.LocalCenter(RULES[rule](), jnp.zeros(count))
+    session, message = center.join("anna"), aligned(count)
+    for sequence in range(1, 11):
+        message[:] = 1.0
+        session.exchange(sequence, message, anchor_version=center.version)
+        message[:] = np.nan
+        params = np.asarray(center.pull().params)
+        assert np.all(params == params[0])
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_numbers_of_numpy_are_numbers(durable, tmp_path):
+    """A journal writes JSON, which has none of NumPy's."""
+    kept = agn_optax.center.Journal(tmp_path) if durable else None
+    with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), durability=kept) as one:
+        answer = one.join("anna").exchange(
+            np.int64(1),
+            jnp.ones(2),
+            anchor_version=np.int32(0),
+            steps=np.int64(3),
+            weight=np.float32(0.5),
+        )
+        assert answer.applied
+        assert one.join("bert").exchange(1, jnp.ones(2), anchor_version=1).applied
+
+
+def test_interrupt_at_a_barrier_leaves_nobody_behind(monkeypatch):
+    """Others would wait for it for ever."""
+    center = agn_optax.LocalCenter(
+        shared.downpour(), jnp.zeros(2), mode=Synchronous(), barrier=2
+    )
+
+    def interrupt(timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(center.core, "wait_for_barrier", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        center.join("anna")
+    assert not center.workers

@@ -88,3 +88,14 @@ def test_the_careful_way_is_no_other_program():
     norm_of(made, message(1.0))
     with nothing_compiles():
         norm_of(made, message(1e30))
+
+
+@pytest.mark.parametrize("size", [1e-80, 1e-60, 1e-20, 1e-13, 1e45, 1e100, 1e200])
+def test_is_finite_for_all_finite_messages_of_float64(size):
+    """As close as float32 can come to it."""
+    with jax.enable_x64(True):
+        sent = message(size, jnp.dtype("float64"))
+        found = norm_of(store(packs=False, dtype=jnp.dtype("float64")), sent)
+    exact = np.sqrt(sum(((x / size) ** 2).sum() for x in sent.values())) * size
+    most = float(np.finfo(np.float32).max)
+    np.testing.assert_allclose(found, min(exact, most), rtol=1e-5, atol=1e-44)

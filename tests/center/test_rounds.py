@@ -139,3 +139,22 @@ def test_one_message_of_a_round_moves_as_a_message_alone():
         kept.apply([sent], [0], [1.0])
         other.apply([sent], [0])
         assert_identical(kept.current.params, other.current.params), name
+
+
+def test_a_combination_that_amplifies_is_looked_at():
+    """The norms of messages bound what is a sum of them, and nothing else."""
+    amplify = agn_optax.robust.Combine(
+        lambda messages, total: jax.tree.map(lambda m: 1e30 * m.sum(0), messages),
+        name="amplify",
+    )
+    rule = dataclasses.replace(shared.downpour(), combine=amplify)
+    center = agn_optax.LocalCenter(
+        rule, jnp.zeros(4), mode=agn_optax.center.Synchronous()
+    )
+    session = center.join("anna")
+    for sequence, (size, is_applied) in enumerate([(1.0, True), (1e9, False)], start=1):
+        answer = session.exchange(
+            sequence, jnp.full(4, size), anchor_version=center.version
+        )
+        assert answer.applied == is_applied
+        np.testing.assert_allclose(answer.params, -1e30, rtol=1e-6)

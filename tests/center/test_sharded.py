@@ -146,3 +146,18 @@ def test_a_connection_breaks_to_all_shards():
     center = shards(lease=0.0)
     center.join("anna").disconnect()
     assert not any(shard.workers for shard in center.centers)
+
+
+def test_after_an_error_of_one_shard_no_other_message_takes_the_place_of_its_message():
+    """Another shard would answer it as a repetition of the one it has applied."""
+    strict = agn_optax.center.Refuse(norm=3.0, in_a_row=1)
+    center = shards(params={"a": jnp.zeros(4), "b": jnp.zeros(4)}, refuse=strict)
+    small = {"a": jnp.ones(4), "b": jnp.ones(4)}
+    session = center.join("anna")
+    with pytest.raises(errors.MessageRefusedError):
+        session.exchange(1, {**small, "a": jnp.full(4, 9.0)}, anchor_version=(0, 0))
+    assert sorted(versions(center)) == [0, 1]
+    with pytest.raises(errors.WorkerStateError, match=r"start\(\) again"):
+        session.exchange(1, small, anchor_version=(0, 0))
+    again = center.join("anna")
+    assert again.exchange(1, small, anchor_version=tuple(versions(center))).applied

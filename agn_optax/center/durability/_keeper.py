@@ -367,6 +367,12 @@ class Keeper:
                 return
             self._closed = True
             self._changed.notify_all()
+        try:
+            self._write_last()
+        finally:
+            self._directory.close()
+
+    def _write_last(self) -> None:
         if self._saver is not None:
             self._saver.result()
             if self._writer is not None:
@@ -383,7 +389,6 @@ class Keeper:
                         _log.warning("it is whole in its last snapshot after all")
             except OSError as error:
                 self._fail(error)
-        self._directory.close()
 
     def _write_first(self, number: int) -> None:
         """Everything that has to be on disk before the first exchange.
@@ -457,6 +462,7 @@ class Keeper:
                         asker.set_exception(self._no_snapshot())
                     return
                 self._exchanges, self._saved_at = 0, time.monotonic()
+                seen = self._seen
             if self._lost_journal:
                 _log.error("%s", self._lost_journal)
             try:
@@ -467,6 +473,7 @@ class Keeper:
                     f"one will be tried in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
+                self._seen = seen  # or nothing would be new until the next exchange
                 for asker in askers:
                     asker.set_exception(errors.DurabilityError(self._lost_snapshot))
             else:
@@ -487,8 +494,11 @@ class Keeper:
             is_due = self._writer.size >= size or records >= _RECORDS
         else:
             is_due = kept.exchanges is not None and self._exchanges >= kept.exchanges
-            if kept.seconds is not None and records and not is_due:
-                return max(0.0, self._saved_at + kept.seconds - time.monotonic())
+            pause = kept.seconds
+            if pause is None and self._lost_snapshot:
+                pause = _REMINDS
+            if pause is not None and records and not is_due:
+                return max(0.0, self._saved_at + pause - time.monotonic())
         return 0.0 if is_due else None
 
     def _replace_journal(self) -> int:

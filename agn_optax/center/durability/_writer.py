@@ -101,6 +101,8 @@ class Writer:
                 pass
         except Exception as error:  # whatever it is, nobody must wait for ever
             self._failed(error)
+            while self._waiting.get() != "end":
+                pass  # records have the arrays of their messages
         finally:
             os.close(self._file)
 
