@@ -897,13 +897,15 @@ class LocalSession(Session):
         """The same answer with a copy of its version, which then need not be kept.
 
         Args:
-          answer: to the last exchange.
+          answer: to the last exchange; nobody reads its contribution any more.
           params: the copy, as the version keeps them.
         """
         core = self._core
         with core.atomically():
             copied = dataclasses.replace(
-                answer, version=Version(params, answer.version.number, readers=1)
+                answer,
+                version=Version(params, answer.version.number, readers=1),
+                read=None,
             )
             if core._answers.get(self.worker) is answer:
                 core._answers[self.worker] = copied
