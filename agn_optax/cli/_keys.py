@@ -83,16 +83,14 @@ def make(
     authority = _Authority(directory, days)
     if hosts:
         authority.issue("center", hosts=hosts)
-    lines = []
     for role, each in roles.items():
         for name in each:
-            authority.issue(name, role=role)
             token = tokens.generated()
-            lines.append(f"{role} {name} {token}\n")
+            line = f"{role} {name} {token}\n"
+            authority.write("tokens", line.encode(), adds=True)
             authority.write(f"{name}.token", f"{token}\n".encode())
-    if lines:
-        authority.write("tokens", "".join(lines).encode(), adds=True)
-    return authority.made
+            authority.issue(name, role=role)
+    return list(dict.fromkeys(authority.made))
 
 
 def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> None:
@@ -111,12 +109,15 @@ def _check(directory: pathlib.Path, hosts: Sequence[str], names: list[str]) -> N
             "nothing to make: give --host for the center, and --chief, --worker and "
             "--operator for whom it is to know"
         )
-    files = ["center.pem"] * bool(hosts) + [f"{name}.pem" for name in names]
-    for file in files:
-        if (directory / file).exists():
-            raise errors.InvalidArgumentError(
-                f"{directory / file} is there already; remove it to make another one"
-            )
+    files = ["center.pem", "center.key"] * bool(hosts) + [
+        f"{name}.{kind}" for name in names for kind in ("pem", "key", "token")
+    ]
+    there = [str(directory / file) for file in files if (directory / file).exists()]
+    if there:
+        raise errors.InvalidArgumentError(
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} there already; "
+            f"remove {'it' if len(there) == 1 else 'them'} to make another one"
+        )
     extras.require("keys", "cryptography")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -124,6 +125,9 @@ class _Output:
     def __init__(self, names: Sequence[str], stderr: bool, shown: str = "") -> None:
         self._shown = shown  # the token of the page
         self._console = _table.console(stderr=stderr)
+        if isinstance(self._console.file, io.TextIOWrapper):
+            # A program may write what this terminal's encoding does not have.
+            self._console.file.reconfigure(errors="backslashreplace")
         self._width = max(map(len, names))
         self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
 
@@ -134,6 +138,9 @@ class _Output:
             line += f", page at {page}" if page else ""
             line += f" with token {self._shown}" if page and self._shown else ""
         prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))
-        # A program's own colors are kept on a terminal, and only there.
-        text = rich.text.Text.assemble(prefix, rich.text.Text.from_ansi(line))
+        try:  # a program's own colors are kept on a terminal, and only there
+            own = rich.text.Text.from_ansi(line)
+        except ValueError:  # an escape with a number that Python does not parse
+            own = rich.text.Text(line)
+        text = rich.text.Text.assemble(prefix, own)
         self._console.print(text, soft_wrap=True)

@@ -154,8 +154,17 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> dict[str, Any]:
-    """The fields of a record that were given."""
-    return {name: value for name, value in vars(record).items() if value is not None}
+    """Return the fields of a record that were given; a switch that is off was not."""
+    switches = {
+        field.name
+        for field in dataclasses.fields(record)
+        if field.metadata.get("is_switch")
+    }
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if value is not None and not (name in switches and value is False)
+    }
 
 
 def option(name: str) -> str:

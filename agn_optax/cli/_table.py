@@ -119,7 +119,7 @@ def of_all(
     table = _filled(names, rows, "center, worker", width)
     count = sum(len(center["workers"]) for center in there)
     rules = ", ".join(dict.fromkeys(center["rule"] for center in there))
-    table.title = rich.text.Text(
+    table.title = _text(
         f"{rules}: {len(there)} of {len(centers)} centers, {count} workers"
     )
     said = [
@@ -142,7 +142,16 @@ def lost(why: str, said: dict[str, Any] | None) -> Any:
 
 
 def _warning(said: str) -> rich.text.Text:
-    return rich.text.Text(said, style="bold red")
+    return _text(said, style="bold red")
+
+
+def _text(said: str, style: str = "") -> rich.text.Text:
+    """Return what a center or its workers say, as text: no markup and no escapes.
+
+    Names and labels are the workers', and a terminal obeys the escapes in them.
+    """
+    shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in said)
+    return rich.text.Text("".join(shown), style=style)
 
 
 def _filled(
@@ -152,13 +161,13 @@ def _filled(
     width = console().width if width is None else width
     table = rich.table.Table(title_justify="left")
     own = max(map(rich.cells.cell_len, [title, *names]))
-    table.add_column(title, min_width=own, no_wrap=True)
+    table.add_column(_text(title), min_width=own, no_wrap=True)
     columns = _fitting(rows, width - own - 4)
     for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
+        table.add_column(_text(column.title), justify="right", no_wrap=True)
     for name, row in zip(names, rows, strict=True):
-        cells = [rich.text.Text(column.cell(row)) for column in columns]
-        table.add_row(rich.text.Text(name), *cells)
+        cells = [_text(column.cell(row)) for column in columns]
+        table.add_row(_text(name), *cells)
     return table
 
 
@@ -231,7 +240,7 @@ def _title(said: dict[str, Any]) -> rich.text.Text:
         f"({size(said['parameter_bytes'])})"
     )
     parent = f", parent {said['parent']}" if said["parent"] else ""
-    return rich.text.Text(
+    return _text(
         f"{said['rule']} at {said['address']}: {holds}, {said['mode']}{parent}"
     )
 
@@ -242,7 +251,7 @@ def _caption(said: dict[str, Any]) -> rich.text.Text:
     direct = said["direct_address"]
     direct = f", direct connections at {direct}" if direct else ""
     page = f", page at {said['page_address']}" if said["page_address"] else ""
-    return rich.text.Text(
+    return _text(
         f"{_number(exchanges)} exchanges/s, "
         f"{'-' if traffic is None else size(traffic)}/s, up {said['uptime']:.0f} s, "
         f"{count} worker{'' if count == 1 else 's'}{direct}{page}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agn_optax.engines._run import Resources, Run
@@ -215,7 +215,7 @@ class Manifests:
             mounts.append({"name": "keys", "mountPath": str(KEYS), "readOnly": True})
         container = {
             "name": "center",
-            "command": list(command),
+            "command": _verbatim(command),
             "env": [_variable("HOME", _SCRATCH), _variable("PYTHONUNBUFFERED", "1")],
             "ports": [
                 {"name": name, "containerPort": port, "protocol": "TCP"}
@@ -314,7 +314,7 @@ class Manifests:
         common = {"envFrom": [{"configMapRef": {"name": self.workers}}]}
         container = {
             "name": "worker",
-            "command": run.worker_command("python"),
+            "command": _verbatim(run.worker_command("python")),
             **common,
             "env": told + variables + self._from_secrets(),
         }
@@ -503,3 +503,8 @@ def _resources(
     if not asked:
         return None
     return {"requests": asked, **({"limits": firm} if firm else {})}
+
+
+def _verbatim(command: Iterable[str]) -> list[str]:
+    """Return a command in which Kubernetes expands no ``$(NAME)``, and halves no $$."""
+    return [word.replace("$", "$$") for word in command]

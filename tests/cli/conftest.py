@@ -1,5 +1,7 @@
 """A center to look at."""
 
+import contextlib
+
 import jax.numpy as jnp
 import optax
 import ports
@@ -14,6 +16,19 @@ RULE = rules.easgd(0.25)
 @pytest.fixture(scope="module")
 def server():
     """A center with one worker, which has made two exchanges, one of them stale."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def new_server():
+    """The same, whose worker has not stalled yet."""
+    with serving() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving():
     params = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.zeros(2)}
     with (
         service.serve(RULE, params, calls=None) as server,

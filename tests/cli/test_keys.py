@@ -11,6 +11,7 @@ import shared
 from commands import fails, succeeds
 
 from agn_optax import errors, service
+from agn_optax.cli import _keys
 from agn_optax.service import Access
 
 RULE = shared.downpour()
@@ -112,5 +113,35 @@ def test_names_that_are_none(tmp_path, arguments, message):
 def test_nothing_is_overwritten(made):
     before = (made / "bert.key").read_bytes()
     said = fails("keys", made, "--worker=bert", code=2)
-    assert "bert.pem is there already" in said
+    assert "bert.pem" in said
+    assert "there already" in said
     assert (made / "bert.key").read_bytes() == before
+
+
+def test_what_was_broken_off_is_made_once_its_files_are_removed(tmp_path):
+    """All that is there is named, and nobody has a token that the center lacks."""
+    folder = tmp_path / "keys"
+    succeeds("keys", folder, "--worker=anna", "--worker=bert")
+    (folder / "bert.pem").unlink()
+    said = fails("keys", folder, "--worker=carl", "--worker=bert", code=2)
+    for kind in ("key", "token"):
+        assert f"bert.{kind}" in said
+        (folder / f"bert.{kind}").unlink()
+    assert not (folder / "carl.pem").exists()
+    succeeds("keys", folder, "--worker=carl", "--worker=bert")
+    known = Access(folder / "tokens")
+    for name in ("anna", "bert", "carl"):
+        known.caller((folder / f"{name}.token").read_bytes().strip())
+
+
+def test_certificate_is_the_last_of_a_name_s_files(tmp_path, monkeypatch):
+    """So where it is, its name is known to the center."""
+
+    def full(self, *args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(_keys._Authority, "issue", full)
+    with pytest.raises(OSError, match="No space"):
+        _keys.make(tmp_path, [], {"worker": ["anna"]}, 1)
+    token = (tmp_path / "anna.token").read_text().strip()
+    assert f"worker anna {token}\n" in (tmp_path / "tokens").read_text()

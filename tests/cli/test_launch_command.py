@@ -342,3 +342,16 @@ def test_its_line_tells_the_page_and_who_may_look(capsys):
 )
 def test_only_its_own_line_tells_the_address(line):
     assert not serving(line)
+
+
+@pytest.mark.parametrize("line", ["done \u2713", f"\x1b[{'9' * 5000}m done"])
+def test_line_that_a_terminal_cannot_show_ends_nothing(line, monkeypatch):
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding="latin-1", write_through=True)
+    terminal = rich.console.Console(file=stream, width=80)
+    monkeypatch.setattr(_launch_command._table, "console", lambda stderr: terminal)
+    output = _launch_command._Output(["worker-0"], stderr=False)
+    output("worker-0", line)
+    output("worker-0", "next")
+    assert b"done" in written.getvalue()
+    assert written.getvalue().endswith(b"worker-0 | next\n")

@@ -157,3 +157,18 @@ def test_a_center_that_is_there(here):
 )
 def test_wrong_usage(arguments, said):
     assert said in " ".join(fails("launch", *arguments, code=2).split())
+
+
+@pytest.mark.parametrize("switch", ["open", "insecure", "page"])
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_every_switch_of_a_center_can_be_off_in_a_file(here, switch, value):
+    """The command line that it becomes is one that `agn-optax serve` takes."""
+    run = RUN.replace("barrier = 2", f"{switch} = {value}")
+    (here / "run.toml").write_text(run)
+    said = succeeds("launch", "run.toml", "--dry-run")
+    (line,) = [line for line in said.splitlines() if " serve " in line]
+    given = [word for word in line.split() if switch in word]
+    if value == "true":
+        assert given == [f"--{switch}"]
+    for option in given:
+        assert option in succeeds("serve", "--help").replace("│", " ").split()

@@ -6,17 +6,18 @@ import json
 import re
 
 import jax.numpy as jnp
+import optax
 import pytest
 import rich.console
 from commands import command, fails, succeeds
 
-from agn_optax import errors, rules, service
+from agn_optax import Worker, errors, rules, service
 from agn_optax.cli import _status, _table
 
 
-def test_status(server):
-    said = succeeds("status", server.address)
-    assert f"easgd at {server.address}: version 2, 8 parameters (32 B)" in said
+def test_status(new_server):
+    said = succeeds("status", new_server.address)
+    assert f"easgd at {new_server.address}: version 2, 8 parameters (32 B)" in said
     (row,) = re.findall("│ worker-0.*", said)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:3] == ["worker-0", "yes", "2"]
@@ -27,9 +28,9 @@ def test_status(server):
     assert "exchanges/s" in said
 
 
-def test_status_as_json(server):
-    said = json.loads(succeeds("status", server.address, "--json"))
-    assert said["address"] == server.address
+def test_status_as_json(new_server):
+    said = json.loads(succeeds("status", new_server.address, "--json"))
+    assert said["address"] == new_server.address
     assert (said["rule"], said["version"], said["parameters"]) == ("easgd", 2, 8)
     assert said["exchanges_per_second"] == pytest.approx(2 / said["uptime"])
     (worker,) = said["workers"]
@@ -273,3 +274,21 @@ def test_observer_says_who_does_not_answer(nowhere):
         pytest.raises(errors.CenterUnreachableError, match=nowhere),
     ):
         observer.describe()
+
+
+def test_what_workers_say_is_no_markup_and_no_escape():
+    """A terminal of an operator shows what names and labels are, and obeys none."""
+    name, label = "w\x1b]0;title\x07\x1b[2J\x1b[31m", "[/loss]"
+    rule = rules.downpour()
+    with (
+        service.serve(rule, jnp.zeros(3)) as server,
+        service.connect(server.address, rule) as center,
+        Worker(center, optax.sgd(0.1), period=1, name=name) as worker,
+    ):
+        params, state = worker.start()
+        worker.report(**{label: 0.5})
+        worker.flush(params, state, steps=1)
+        said = succeeds("status", server.address)
+    assert label in said
+    assert "\x1b" not in said
+    assert "[31m" in said

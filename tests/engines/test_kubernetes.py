@@ -393,6 +393,17 @@ def test_a_value_is_told_as_it_is():
     assert told(objects(text), {})["A"] == "$(B) $$"
 
 
+def test_commands_are_run_as_they_are_written():
+    """Kubernetes makes $ of $$, and of $(NAME) what a variable has."""
+    words = ["--pattern=$(HOME)/*.py", "--price=5$$"]
+    top = f"arguments = {words}\nrestarts"
+    made = objects(FORMS["plain"].replace("restarts", top))
+    *_, worker = (template["spec"] for _, template in templates(made))
+    command = worker["containers"][0]["command"]
+    assert [word.replace("$$", "$") for word in command[-2:]] == words
+    assert not re.search(r"(?<!\$)(\$\$)*\$\(", " ".join(command))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
