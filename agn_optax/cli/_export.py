@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import tempfile
 from typing import Annotated, Any
 
 import typer
@@ -58,22 +60,40 @@ def export(
         typer.echo(f"version {version} is in {to}")
 
 
-def check(to: pathlib.Path) -> None:
-    """A checkpoint can be written there.
+def check_is_free(to: pathlib.Path) -> None:
+    """Raise unless a checkpoint may be made at a path, on whichever machine it is.
 
     Raises:
       InvalidArgumentError: there is something.
       MissingExtraError: there is no Orbax here.
     """
-    if to.exists():
-        raise errors.InvalidArgumentError(
-            f"{to} is there already: a checkpoint takes a directory of its own"
-        )
+    with contextlib.suppress(OSError):  # `check` says why nobody may look there
+        if to.exists():
+            raise errors.InvalidArgumentError(
+                f"{to} is there already: a checkpoint takes a directory of its own"
+            )
     extras.require("flax", "orbax.checkpoint")
 
 
+def check(to: pathlib.Path) -> None:
+    """Raise unless a checkpoint can be written at a path of this machine.
+
+    Raises:
+      InvalidArgumentError: there is something, or no directory can be made there.
+      MissingExtraError: there is no Orbax here.
+    """
+    check_is_free(to)
+    try:
+        _make_directory_beside(to)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            "a checkpoint takes a directory that can be made, got "
+            f"{str(to)!r} ({error.strerror}): give one in a folder that can be written"
+        ) from None
+
+
 def write(params: PyTree, to: pathlib.Path) -> None:
-    """Writes a checkpoint.
+    """Write a checkpoint.
 
     Raises:
       DurabilityError: it cannot be written.
@@ -81,9 +101,24 @@ def write(params: PyTree, to: pathlib.Path) -> None:
     from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
 
     try:
+        # Orbax's threads would wait for ever for a directory that it cannot make.
+        _make_directory_beside(to)
         v1.save(to.resolve(), params)
     except (OSError, ValueError) as error:
         raise errors.DurabilityError(f"cannot write {to}: {error}") from error
+
+
+def _make_directory_beside(to: pathlib.Path) -> None:
+    """Make the folder that a checkpoint is to be in, and for a moment one in that.
+
+    Raises:
+      OSError: one of them cannot be made.
+    """
+    to = to.resolve()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    # Its name is as long as that of Orbax's own temporary directory.
+    prefix = f"{to.name}.agn-optax-tmp-"
+    pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
 
 
 def _pulled(

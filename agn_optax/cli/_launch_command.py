@@ -69,8 +69,9 @@ def launch_command(
     AGN_OPTAX_WORKER (their name) in their environment, and AGN_OPTAX_RULE (that of the
     center), all of which agn_optax.service.environment() reads; and AGN_OPTAX_TOKEN, by
     which the center knows that name; worker-0 may be the chief. On this machine all
-    are ended together, and the exit code is that of the worker that failed. With
-    --json, a summary is printed to stdout, and all lines go to stderr.
+    are ended together, and the exit code is that of the worker that failed, or else of
+    the center if it failed, at its end too. With --json, a summary is printed to
+    stdout, and all lines go to stderr.
 
     Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
 

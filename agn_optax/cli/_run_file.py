@@ -272,5 +272,5 @@ def _check(
         _rules.make(rule)
     _center_options.settings(center)
     if center.save is not None:
-        _export.check(center.save)
+        _export.check_is_free(center.save)  # `serve` tries it where the center is
     _center_options.access(center, tokens.generated())

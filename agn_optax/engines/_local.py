@@ -8,6 +8,7 @@ import io
 import json
 import pathlib
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,8 @@ class Local(Engine):
         stack = contextlib.ExitStack()
         if settings.logs is not None:
             output = _Logs(settings.logs, output, stack)
+        if self._tokens:
+            output = _Leaves(self._tokens[-1], output, stack)
 
         def when_it_serves(line: str) -> Sequence[Program]:
             said = serving(line)
@@ -105,9 +108,6 @@ class Local(Engine):
                 return ()
             address = reached_at(said)
             where = address if run.storage is None else f"file:{self._address_file}"
-            if self._tokens:
-                with contextlib.suppress(OSError):  # then nobody else has one
-                    stack.enter_context(tokens.left_here(address, self._tokens[-1]))
             return self._workers(AGN_OPTAX_CENTER=where)
 
         if run.has_center:
@@ -138,7 +138,7 @@ class Local(Engine):
         self, ended: Sequence[Ended], output: Output, seconds: float
     ) -> dict[str, Any]:
         """The run's exit code, and what became of each program."""
-        run, code = self.run, exit_code(ended)
+        run, code = self.run, exit_code(ended, self.run)
         if run.has_center and len(ended) == 1:
             code = code or 1
             output(CENTER, "agn-optax: the center ended before it served")
@@ -216,6 +216,25 @@ class _Logs:
             self._output(name, f"agn-optax: its lines are not written down: {error}")
 
 
+class _Leaves:
+    """Passes lines on, and leaves a token for the center wherever it says it serves.
+
+    A center that is started again may listen at another port.
+    """
+
+    def __init__(self, token: str, output: Output, stack: contextlib.ExitStack) -> None:
+        self._token, self._output = token, output
+        self._left = stack.enter_context(contextlib.ExitStack())
+
+    def __call__(self, name: str, line: str) -> None:
+        if name == CENTER and (said := serving(line)):
+            self._left.close()
+            with contextlib.suppress(OSError):  # then nobody else has one
+                left = tokens.left_here(reached_at(said), self._token)
+                self._left.enter_context(left)
+        self._output(name, line)
+
+
 def _make(folder: pathlib.Path, what: str) -> None:
     """Make a folder if it is not there.
 
@@ -256,9 +275,24 @@ def reached_at(said: Mapping[str, Any]) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
-def exit_code(ended: Sequence[Ended]) -> int:
-    """As a shell has it, of the first program at fault."""
-    for each in ended:
-        if each.returncode and not each.stopped:
-            return each.returncode if each.returncode > 0 else 128 - each.returncode
-    return 0
+def exit_code(ended: Sequence[Ended], run: Run) -> int:
+    """Return a shell's exit code of the first program at fault, 0 if none is.
+
+    A center that was stopped is at fault, after all others, if it did not end as one
+    that is drained: it has failed at what it does last, such as to save.
+    """
+    at_fault = [each for each in ended if not each.stopped]
+    at_fault += [
+        each
+        for each in ended
+        if each.stopped and each.name == CENTER and not is_drained(each, run)
+    ]
+    codes = (each.returncode for each in at_fault if each.returncode)
+    code = next(codes, 0)
+    return code if code >= 0 else 128 - code
+
+
+def is_drained(center: Ended, run: Run) -> bool:
+    """Return whether a center ended as one that SIGTERM drains, or ends before that."""
+    codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    return center.returncode in (*codes, run.serve.get("signal_exit_code"))

@@ -13,7 +13,6 @@ import hmac
 import itertools
 import os
 import pathlib
-import signal
 import socket
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from agn_optax import errors, launch, service
 from agn_optax._internal import in_background, write_whole
-from agn_optax.engines._local import CENTER, serving
+from agn_optax.engines._local import CENTER, is_drained, serving
 from agn_optax.engines._run import Run
 from agn_optax.launch import Ended, Program
 from agn_optax.service import tokens
@@ -31,8 +30,6 @@ _LINES = 10_000  # that are kept for whoever looks
 _PAUSE = 1.0  # seconds before a program that failed is started again
 # Seconds in which a center that was lost with its node lets go of the journal.
 _HANDOVER = 120.0
-# How a center ends that was told to, after and before it hears signals.
-_DRAINED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 class Place(NamedTuple):
@@ -263,7 +260,7 @@ class Center(Supervisor):
     def _goes_on(self, ended: Ended) -> bool:
         if ended.stopped:
             return False
-        if ended.returncode in _DRAINED:
+        if is_drained(ended, self._run_of):
             # Not by the driver: workers have no other center to go on with.
             self._serving = {}
             self._hear(CENTER, "agn-optax: somebody drained it; it serves again")

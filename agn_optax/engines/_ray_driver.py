@@ -136,7 +136,7 @@ class Driver:
             for each in self._workers
         ]
         ended += [] if self._center_ended is None else [self._center_ended]
-        code = exit_code(ended) or int(self._is_broken)
+        code = exit_code(ended, self._run) or int(self._is_broken)
         return {
             "returncode": 128 + self._signals[0] if self._signals else code,
             "seconds": seconds,

@@ -15,8 +15,9 @@ from orbax.checkpoint import v1 as ocp
 from support import assert_identical
 
 import agn_optax
-from agn_optax import rules, service
+from agn_optax import errors, rules, service
 from agn_optax.center import Journal, Snapshots, read
+from agn_optax.cli import _export
 
 RULE = rules.agn(optax.adam(0.1))
 AGN = ["--rule=agn", "--center-optimizer=adam", "--learning-rate=0.1"]
@@ -78,6 +79,70 @@ def test_what_cannot_be_exported(tmp_path):
     assert "an address must be" in fails("export", tmp_path / "nowhere", to, code=2)
     to.mkdir()
     assert "is there already" in fails("export", "127.0.0.1:1", to, code=2)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["file/to", "file/folder/to", pytest.param("folder/" + 240 * "n", id="long")],
+)
+def test_directory_that_cannot_be_made_is_found_before_anything_starts(tmp_path, where):
+    to = tmp_path / where
+    (tmp_path / "file").write_text("in the way")
+    for arguments in (["export", "127.0.0.1:1", to], ["serve", *AGN, f"--save={to}"]):
+        said = fails(*arguments, code=2)
+        assert "a checkpoint takes a directory that can be made" in said
+        assert str(to) in said
+
+
+def test_directory_that_can_be_made_is_not_left_behind(tmp_path):
+    _export.check(tmp_path / "new/folder/to")
+    assert list((tmp_path / "new/folder").iterdir()) == []
+
+
+def test_orbax_is_not_called_where_no_directory_can_be_made(
+    tmp_path, params, monkeypatch
+):
+    """Its threads would wait for that directory, and Python's end for the threads."""
+    monkeypatch.setattr(ocp, "save", lambda *_: pytest.fail("Orbax was called"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(errors.DurabilityError, match="cannot write"):
+        _export.write(params, tmp_path / "file/to")
+
+
+LOSES_ITS_FOLDER = """
+import shutil
+from orbax.checkpoint import v1
+from agn_optax import cli
+
+save = v1.save
+
+def lose_and_save(to, params):
+    shutil.rmtree(to.parent)
+    to.parent.write_text("in the way")
+    save(to, params)
+
+v1.save = lose_and_save
+cli.main()
+"""
+
+
+@pytest.mark.slow
+def test_command_whose_save_failed_ends(tmp_path, params):
+    """Orbax, which finds no directory then, leaves threads that wait for it."""
+    kept, to = tmp_path / "kept", tmp_path / "folder/to"
+    center = agn_optax.LocalCenter(RULE, params, durability=Journal(kept))
+    center.close()
+    arguments, environment = python("-c", LOSES_ITS_FOLDER, "export", kept, to, *AGN)
+    result = subprocess.run(  # noqa: S603 our own program
+        arguments,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    assert f"agn-optax: cannot write {to}: " in result.stderr
 
 
 def test_a_center_that_runs(tmp_path, params):

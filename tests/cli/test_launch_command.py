@@ -13,7 +13,7 @@ from commands import ROOT, command, fails
 
 from agn_optax.cli import _launch_command
 from agn_optax.engines import Local, Run, _local, reached_at, serving
-from agn_optax.service import Access
+from agn_optax.service import Access, tokens
 from agn_optax.service._access import ROLES
 
 WORKER = """
@@ -111,6 +111,96 @@ def test_a_center_that_is_drained_ends_its_workers(here):
     assert sum("draining" in line for line in said) == 1
     assert "agn-optax: has ended, and so the others are ended" in said[-2]
     assert said[-1].endswith("while worker-0 still worked with it")
+
+
+# Instead of Python: what its center and its workers do.
+PRETENDER = """#!/bin/sh
+case "$*" in
+*" serve "*) {center} ;;
+*) {worker} ;;
+esac
+"""
+# Each of its processes at another port.
+SERVES = """address=127.0.0.1:$AGN_OPTAX_RESTARTS
+echo '{"event": "serving", "address": "'$address'"}'
+"""
+WAITS = "while :; do sleep 0.02; done"
+
+
+@pytest.fixture
+def pretend(here, monkeypatch):
+    """Has the center and the workers be lines of a shell."""
+
+    def pretend(center, worker):
+        program = here / "pretender"
+        program.write_text(PRETENDER.format(center=center, worker=worker))
+        program.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("end", "worker", "code"),
+    [
+        ("exit 0", 0, 0),
+        ("exit 143", 0, 0),
+        ("trap - TERM; kill -TERM $$", 0, 0),
+        ("exit 9", 0, 0),  # --signal-exit-code
+        ("exit 1", 0, 1),
+        ("kill -KILL $$", 0, 137),
+        ("exit 1", 7, 7),
+    ],
+)
+def test_center_that_fails_at_its_end_fails_the_run(pretend, end, worker, code):
+    pretend(f"trap '{end}' TERM; {SERVES} {WAITS}", f"exit {worker}")
+    options = ["--workers=1", "--rule=downpour", "--signal-exit-code=9"]
+    result = command("launch", *options, "train.py")
+    assert result.exit_code == code, result.output
+
+
+def test_center_that_does_not_end_in_its_grace_fails_the_run(pretend):
+    pretend(f"trap : TERM; {SERVES} {WAITS}", "exit 0")
+    options = ["--workers=1", "--rule=downpour", "--stop-grace=0.1"]
+    result = command("launch", *options, "train.py")
+    assert result.exit_code == 137, result.output
+    assert "killed by SIGKILL" in result.stdout
+
+
+def test_center_that_is_started_again_at_another_port_can_be_watched(
+    here, pretend, monkeypatch
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(here / "runtime"))
+    again = "[ $AGN_OPTAX_RESTARTS = 1 ] || while [ ! -e again ]; do sleep 0.02; done"
+    end = "[ $AGN_OPTAX_RESTARTS = 1 ] || exit 1"
+    pretend(
+        f"trap 'exit 0' TERM; {SERVES} {again}; {end}; {WAITS}",
+        "until [ -e end ]; do echo waits; sleep 0.02; done",
+    )
+    run = Run(
+        name="run",
+        program=["t.py"],
+        workers=1,
+        rule={"rule": "downpour"},
+        storage=here / "storage",
+        center_restarts=1,
+        settings={"restart_delay": 0.0},
+    )
+    served, found = [], []
+
+    def look(name, line):
+        if said := serving(line):
+            served.append(said["address"])
+        elif name == "worker-0" and len(found) < len(served):
+            found.append([tokens.of(None, lambda at=at: at)() for at in served])
+            (here / ("again" if len(served) == 1 else "end")).touch()
+
+    engine = Local(run)
+    assert engine.launch(look)["returncode"] == 0
+    token = engine._tokens[-1]
+    assert served == ["127.0.0.1:0", "127.0.0.1:1"]
+    assert found == [[token], [None, token]]
+    assert list((here / "runtime/agn-optax").iterdir()) == []
 
 
 TRAINS = """
