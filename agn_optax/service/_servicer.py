@@ -301,6 +301,20 @@ class Servicer:
         """Bound the seconds in which somebody says who it is, or hears why not."""
         return self.transfers.under_way(cut, 0, _HURRY if hurry else _UNKNOWN)
 
+    @contextmanager
+    def hearing(self, cut: Callable[[], None], caller: Hashable) -> Iterator[None]:
+        """Bound the seconds in which the first message of a call comes.
+
+        A caller of too many silent calls has less time, but is not refused: the next
+        call may be a worker's.
+        """
+        silent = ("silent", caller)
+        in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
+        with self.introduced(cut, hurry=not in_time):
+            yield
+        if in_time:
+            self._limiter.give_back(silent)
+
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
         """What this center is."""
         caller.check("Describe")
@@ -440,7 +454,8 @@ class Servicer:
         """
         with self._receiving(reader, context.cancel):
             try:
-                first = self._first(reader, context, caller)
+                with self.hearing(context.cancel, caller.key):
+                    first = _control(reader)
                 if first.HasField("probe"):
                     yield from self._probed(first, reader, caller)
                     return
@@ -463,20 +478,6 @@ class Servicer:
             except errors.AgnOptaxError as error:
                 self.tell("refused", join.worker, error, caller.host)
                 raise
-
-    def _first(self, reader: Reader, context: Any, caller: Caller) -> pb.Frame:
-        """Return the first control part of a call, which comes at once or is not due.
-
-        A caller of too many silent calls has less time, but is not refused: the next
-        call may be a worker's.
-        """
-        silent = ("silent", caller.key)
-        in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
-        with self.introduced(context.cancel, hurry=not in_time):
-            first = _control(reader)
-        if in_time:
-            self._limiter.give_back(silent)
-        return first
 
     def _probed(
         self, control: pb.Frame | None, reader: Reader, caller: Caller

@@ -67,6 +67,24 @@ def test_nothing_else_is_answered(channel, call):
     assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.parametrize("call", ["Watch", "List"])
+def test_main_port_answers_checks_and_no_other_call_of_health(call):
+    """`Watch` of gRPC keeps each name that it is asked for."""
+    request = health_pb2.HealthCheckRequest(service="a name to keep")
+    with (
+        service.serve(RULE, jnp.zeros(3)) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        assert said(channel) == SERVING
+        ask = channel.unary_stream(
+            f"/grpc.health.v1.Health/{call}",
+            health_pb2.HealthCheckRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.RpcError) as raised:
+            next(ask(request, timeout=LIMIT))
+    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
 def test_it_ends_with_the_server(server, channel):
     assert said(channel) == SERVING
     server.stop()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sessions
 import shared
+from grpc_reflection.v1alpha import reflection_pb2
 from waiting import wait_until
 
 from agn_optax import errors, service
@@ -489,6 +490,100 @@ def test_health_checks_are_calls(little):
         assert eve.health() == "SERVING"
         with too_many():
             again_and_again(eve.health)
+
+
+CHECK = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+EVERY_CALL = (
+    *(f"/{SERVICE}/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Center"].methods),
+    *(CHECK, "/grpc.channelz.v1.Channelz/GetServers", REFLECTION),
+)
+ASKS = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+
+
+@contextlib.contextmanager
+def open_call(address, path, token="", messages=()):
+    """A call that says so much, and does not end by itself."""
+    said = queue.SimpleQueue()
+    for message in messages:
+        said.put(message)
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(path)
+        made = call(iter(said.get, None), metadata=metadata, timeout=10.0)
+        try:
+            yield made
+        finally:
+            made.cancel()
+            said.put(None)
+
+
+@pytest.mark.parametrize("path", EVERY_CALL)
+def test_silent_call_of_a_stranger_is_refused_at_once(path):
+    access = service.Access(TOKENS)
+    with (
+        service.serve(RULE, SMALL, access=access) as server,
+        open_call(server.address, path) as call,
+    ):
+        assert call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("path", [*EVERY_CALL, "probe"])
+def test_silent_call_is_ended_after_timeout(path, monkeypatch):
+    for module, timeout in (
+        *((_servicer, "_UNKNOWN"), (_servicer, "_STALLED_CHIEF")),
+        (_grpc, "_LONGEST_STREAM"),
+    ):
+        monkeypatch.setattr(module, timeout, 0.2)
+    settings = {"health_address": "127.0.0.1:0"} if path == "probe" else {}
+    with service.serve(RULE, **settings) as server:
+        address = server.health_address or server.address
+        with open_call(address, CHECK if path == "probe" else path) as call:
+            assert call.code() != grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_call_without_its_message_is_an_error(server):
+    with grpc.insecure_channel(server.address) as channel:
+        status = channel.stream_unary(f"/{SERVICE}/Status")
+        with pytest.raises(grpc.RpcError, match="must have a message, got none"):
+            status(iter(()), timeout=LIMIT)
+
+
+def test_reflection_streams_of_a_caller_are_few_at_a_time():
+    observers = "".join(f"observer * {token}\n" for token in (EVE, "f" * 20))
+    with (
+        contextlib.ExitStack() as stack,
+        service.serve(RULE, SMALL, access=service.Access(observers.encode())) as server,
+    ):
+
+        def asks(token=EVE):
+            """Whether one more stream is answered, which then stays."""
+            call = stack.enter_context(
+                open_call(server.address, REFLECTION, token, [ASKS])
+            )
+            with contextlib.suppress(grpc.RpcError):
+                return bool(next(call))
+            said.append(call.details())
+            return False
+
+        said = []
+        most = _grpc._MOST_OF_ONE
+        assert [asks() for _ in range(most + 2)] == [True] * most + [False] * 2
+        assert all("streams of one caller" in each for each in said)
+        assert asks("f" * 20)
+        stack.close()
+        wait_until(asks)
+
+
+def test_messages_of_a_reflection_stream_are_calls(little):
+    with (
+        little() as server,
+        open_call(server.address, REFLECTION, messages=[ASKS] * 100) as call,
+    ):
+        answers = []
+        with pytest.raises(grpc.RpcError, match="too many calls: a caller"):
+            answers.extend(call)
+        assert 0 < len(answers) < 50
 
 
 def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):

@@ -7,7 +7,6 @@ touches.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import os
 import queue
@@ -15,13 +14,13 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
@@ -29,6 +28,7 @@ from agn_optax.service import _address, _status
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import Caller
 from agn_optax.service._connection import Connection
+from agn_optax.service._limits import Places
 from agn_optax.service._servicer import Servicer
 from agn_optax.service.transports import _transport
 from agn_optax.service.wire._buffers import Buffers
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 _MOST_CALLS = 4096
 _MOST_PROBES = 256
+# Streams of gRPC's own services at a time, in all and of one caller, and their seconds.
+_MOST_STREAMS, _MOST_OF_ONE, _LONGEST_STREAM = 16, 4, 30.0
 # Calls whose caller the servicer has pay, once it knows for which worker.
 _PAID_APART = ("Alive", "Exchange")
 MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
@@ -119,6 +121,26 @@ class _OfServer(_transport.Listener):
     def drain(self) -> None:
         self._health.enter_graceful_shutdown()
 
+    def _checks(self) -> Any:
+        """Return the handler of gRPC's health checking: of `Check` alone.
+
+        Its `Watch` remembers each name that was ever asked for, and its calls count in
+        no limit of gRPC's.
+        """
+
+        def answer(said: bytes, context: Any) -> Any:
+            with _errors_to(context):
+                request = _parsed(health_pb2.HealthCheckRequest, said)
+            return self._health.Check(request, context)
+
+        check: Any = grpc.unary_unary_rpc_method_handler(
+            answer,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME, {"Check": check}
+        )
+
 
 class GrpcListener(_OfServer):
     """A gRPC server; its calls are those of a servicer.
@@ -130,8 +152,17 @@ class GrpcListener(_OfServer):
 
     def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
         super().__init__()
+
+        def let_in(context: Any) -> Hashable:
+            """Admit a call of gRPC's own services, which are for those who may look."""
+            caller = _caller(servicer, context)
+            servicer.admit(caller, "Health")
+            caller.check("Health")
+            return caller.key
+
         self._server = grpc.server(
             self._threads,
+            handlers=[self._checks(), _handlers(servicer)],
             options=[
                 *_address.OPTIONS,
                 ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
@@ -143,11 +174,10 @@ class GrpcListener(_OfServer):
                 # Workers say more often that they are there.
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
-            interceptors=[_Guard(servicer)],
+            interceptors=[_Guard(servicer, let_in)],
             # More than all limits of callers let be there, but for a very few.
             maximum_concurrent_rpcs=_MOST_CALLS + 16 * servicer.workers,
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if place.reflection:
             channelz.add_channelz_servicer(self._server)
             names = (
@@ -157,8 +187,6 @@ class GrpcListener(_OfServer):
                 reflection.SERVICE_NAME,
             )
             reflection.enable_server_reflection(names, self._server)
-        calls = _handlers(servicer)
-        self._server.add_generic_rpc_handlers((calls,))
         self.address = _listening(self._server, place)
         if self.address.startswith("unix:") and servicer.door.access is None:
             os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 for this user alone
@@ -173,7 +201,7 @@ class HealthListener(_OfServer):
     """Whether the center serves, in plain text, to whoever asks, and nothing else.
 
     For those who can neither speak TLS nor show a token, as the probes of Kubernetes.
-    A check is answered at once; nobody can stay, as in a call of `Watch`.
+    A check is answered at once, and one that says nothing is ended: nobody can stay.
 
     Args:
       servicer: of the center, whose limiter it has.
@@ -183,22 +211,15 @@ class HealthListener(_OfServer):
     def __init__(self, servicer: Servicer, address: str) -> None:
         super().__init__()
 
-        def answer(said: bytes, context: Any) -> Any:
-            with _errors_to(context):
-                servicer.admit_probe(_host(context))
-                request = _parsed(health_pb2.HealthCheckRequest, said)
-            return self._health.Check(request, context)
+        def let_in(context: Any) -> Hashable:
+            host = _host(context)
+            servicer.admit_probe(host)
+            return host
 
-        check: Any = grpc.unary_unary_rpc_method_handler(
-            answer,
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-        )
-        calls = grpc.method_handlers_generic_handler(
-            health.SERVICE_NAME, {"Check": check}
-        )
         self._server = grpc.server(
             self._threads,
-            handlers=[calls],
+            handlers=[self._checks()],
+            interceptors=[_Guard(servicer, let_in)],
             maximum_concurrent_rpcs=_MOST_PROBES,
             options=[
                 ("grpc.max_receive_message_length", 1024),  # the name of a service
@@ -284,14 +305,14 @@ def _handlers(servicer: Servicer) -> Any:
     def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
         """Whose caller says one message."""
 
-        def answer(said: bytes, context: Any, caller: Caller) -> T:
-            del context
-            return call(_parsed(request, said), caller)
+        def answer(said: Iterator[bytes], context: Any, caller: Caller) -> T:
+            message = _only(servicer, said, context, caller.key)
+            return call(_parsed(request, message), caller)
 
         return answer
 
     def unary(name: str, call: Callable[..., Any], request: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(
+        return grpc.stream_unary_rpc_method_handler(
             replied(name, parsed(call, request)), response_serializer=serialized
         )
 
@@ -313,7 +334,7 @@ def _handlers(servicer: Servicer) -> Any:
         ),
         response_serializer=serialized,
     )
-    handlers["Pull"] = grpc.unary_stream_rpc_method_handler(
+    handlers["Pull"] = grpc.stream_stream_rpc_method_handler(
         streamed("Pull", parsed(servicer.pull, pb.PullRequest))
     )
     handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(
@@ -323,6 +344,22 @@ def _handlers(servicer: Servicer) -> Any:
         )
     )
     return grpc.method_handlers_generic_handler(_address.SERVICE, handlers)
+
+
+def _only(servicer: Servicer, said: Iterator[T], context: Any, caller: Hashable) -> T:
+    """Return the one message of a call, for which its caller has some seconds.
+
+    Calls of one message are served as streams: gRPC would wait for it before it calls
+    anything here, for ever and whoever it is of.
+
+    Raises:
+      EOFError: the call ends without it.
+    """
+    with servicer.hearing(context.cancel, caller):
+        message = next(said, None)
+    if message is None:
+        raise EOFError("a call must have a message, got none")
+    return message
 
 
 def _parsed(request: Any, said: bytes) -> Any:
@@ -356,29 +393,62 @@ def _host(context: Any) -> str:
 
 
 class _Guard(grpc.ServerInterceptor):
-    """Before services of gRPC's own, which are for those who may look."""
+    """Admits calls of gRPC's own services, and bounds how many there are and how long.
 
-    def __init__(self, servicer: Servicer) -> None:
-        self._servicer = servicer
+    Args:
+      servicer: of the center.
+      let_in: takes a call's context and returns who calls, or raises the reason why
+        the call, or one more message of it, is refused.
+    """
+
+    def __init__(self, servicer: Servicer, let_in: Callable[[Any], Hashable]) -> None:
+        self._servicer, self._let_in = servicer, let_in
+        self._streams = Places(_MOST_STREAMS, _MOST_OF_ONE)
 
     def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = continuation(details)
-        own = details.method.startswith(f"/{_address.SERVICE}/")
-        if handler is None or own:
+        if handler is None or details.method.startswith(f"/{_address.SERVICE}/"):
             return handler
-        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        kind = next(name for name in kinds if getattr(handler, name) is not None)
-        answer = getattr(handler, kind)
+        coders = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            replied = self._replied(handler.unary_unary)
+            return grpc.stream_unary_rpc_method_handler(replied, *coders)
+        streamed = self._streamed(handler.stream_stream)
+        return grpc.stream_stream_rpc_method_handler(streamed, *coders)
 
-        @functools.wraps(answer)  # with its attributes, which gRPC looks at
-        def guarded(said: Any, context: Any, *more: Any) -> Any:
+    def _replied(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(said: Iterator[Any], context: Any) -> Any:
             with _errors_to(context):
-                caller = _caller(self._servicer, context)
-                self._servicer.admit(caller, "Health")
-                caller.check("Health")
-            return answer(said, context, *more)
+                caller = self._let_in(context)
+                request = _only(self._servicer, said, context, caller)
+            return answer(request, context)
 
-        return handler._replace(**{kind: guarded})
+        return guarded
+
+    def _streamed(self, answer: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        """Return a call for some seconds, each message of which counts as a call."""
+        busy = errors.CenterBusyError(
+            f"too many calls: {_MOST_OF_ONE} streams of one caller and {_MOST_STREAMS} "
+            "of all may look at a time; try again"
+        )
+
+        def admitted(said: Iterator[Any], context: Any) -> Iterator[Any]:
+            for message in said:
+                self._let_in(context)
+                yield message
+
+        def guarded(said: Iterator[Any], context: Any) -> Iterator[Any]:
+            with _errors_to(context):
+                caller = self._let_in(context)
+                with (
+                    self._streams.one(caller, busy),
+                    self._servicer.transfers.under_way(
+                        context.cancel, 0, _LONGEST_STREAM
+                    ),
+                ):
+                    yield from answer(admitted(said, context), context)
+
+        return guarded
 
 
 @contextlib.contextmanager
