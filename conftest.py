@@ -55,7 +55,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_sessionstart() -> None:
-    """What is imported and collected stays: there is no garbage to look for."""
+    """Turn the garbage collector off during collection, of which all stays."""
     gc.disable()
 
 
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Nothing looks again through what has been collected."""
+    """Turn it on again, for what is made from now on."""
     gc.enable()
     gc.collect()
     gc.freeze()

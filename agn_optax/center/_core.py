@@ -816,7 +816,7 @@ class LocalSession(Session):
         core = self._core
         # Numbers of Python, as the journal writes them; what is none, the ledger says.
         sequence, steps = _as_int(sequence), _as_int(steps)
-        claim = Claim(steps, check.weight(weight))
+        claim = Claim(steps, weight)
         message = core._examine(contribution)
         anchor = _as_int(anchor_version)
         anchor = anchor if isinstance(anchor, int) else -1

@@ -497,7 +497,7 @@ class Ledger:
                 f"this center has had, got {anchor!r}"
             )
         check.whole_number(claim.steps, "steps", least=0, most=MOST_STEPS)
-        check.weight(claim.weight)
+        claim = claim._replace(weight=check.weight(claim.weight))
         if sequence not in (member.sequence, member.sequence + 1) or sequence < 1:
             raise errors.WorkerStateError(
                 f"worker {worker!r} sent exchange {sequence}, but its last one was "

@@ -155,15 +155,14 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 def given(record: Any) -> dict[str, Any]:
     """Return the fields of a record that were given; a switch that is off was not."""
-    switches = {
-        field.name
+    absent = {
+        field.name: (None, False) if field.metadata.get("is_switch") else (None,)
         for field in dataclasses.fields(record)
-        if field.metadata.get("is_switch")
     }
     return {
         name: value
         for name, value in vars(record).items()
-        if value is not None and not (name in switches and value is False)
+        if not any(value is each for each in absent[name])
     }
 
 

@@ -901,6 +901,62 @@ def test_messages_that_waited_for_a_disk_that_failed_are_let_go(tmp_path, disk):
     center.close()
 
 
+def test_disk_that_fails_while_its_center_closes_holds_nobody_up(tmp_path, disk):
+    center = kept(Journal(tmp_path), params=jnp.zeros(2))
+    sync = disk._sync
+
+    def second_fails(file):
+        if disk.syncs > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(file)
+
+    disk._sync = second_fails
+    disk.ready.clear()
+
+    def exchange(worker):
+        with contextlib.suppress(errors.AgnOptaxError):
+            send(center, worker=worker)
+
+    workers = [threading.Thread(target=exchange, args=(name,)) for name in ("a", "b")]
+    workers[0].start()
+    wait_for(center, lambda: disk.syncs == 1)
+    workers[1].start()
+    wait_for(center, lambda: center.version == 2)
+    closed = in_background(center.close, "a test")
+    waiting = center.core._keeper._writer._waiting
+    waiting_until = time.monotonic() + LIMIT
+    while waiting.qsize() < 2:  # the second message, and the end
+        assert time.monotonic() < waiting_until
+        time.sleep(0.01)
+    disk.ready.set()
+    closed.result(LIMIT)
+    for each in workers:
+        each.join(LIMIT)
+        assert not each.is_alive()
+    assert "No space left" in center.core.failure
+
+
+def test_snapshots_of_a_journal_that_fail_come_as_rarely_as_others(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_keeper, "_RECORDS", 5)
+    tried = threading.Semaphore(0)
+
+    def full(*args):
+        tried.release()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with (
+        kept(Journal(tmp_path), params=jnp.zeros(2)) as center,
+        monkeypatch.context() as context,
+    ):
+        context.setattr(center.core._keeper._directory, "save", full)
+        for _ in range(6):
+            send(center)
+        assert tried.acquire(timeout=LIMIT)
+        assert not tried.acquire(timeout=0.3)
+
+
 def test_first_parameters_that_cannot_be_written_are_none(tmp_path, monkeypatch):
     center = kept(Journal(tmp_path / "a"))
     write = _records.write

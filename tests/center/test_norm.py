@@ -92,7 +92,7 @@ def test_the_careful_way_is_no_other_program():
 
 @pytest.mark.parametrize("size", [1e-80, 1e-60, 1e-20, 1e-13, 1e45, 1e100, 1e200])
 def test_is_finite_for_all_finite_messages_of_float64(size):
-    """As close as float32 can come to it."""
+    """The norm is the closest one that float32 has."""
     with jax.enable_x64(True):
         sent = message(size, jnp.dtype("float64"))
         found = norm_of(store(packs=False, dtype=jnp.dtype("float64")), sent)

@@ -557,7 +557,7 @@ def test_reflection_streams_of_a_caller_are_few_at_a_time():
     ):
 
         def asks(token=EVE):
-            """Whether one more stream is answered, which then stays."""
+            """Return whether one more stream is answered, which then stays."""
             call = stack.enter_context(
                 open_call(server.address, REFLECTION, token, [ASKS])
             )

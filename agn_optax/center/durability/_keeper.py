@@ -473,7 +473,8 @@ class Keeper:
                     f"one will be tried in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
-                self._seen = seen  # or nothing would be new until the next exchange
+                if not isinstance(self._durability, Journal):  # which lacks nothing
+                    self._seen = seen  # or nothing would be new until an exchange
                 for asker in askers:
                     asker.set_exception(errors.DurabilityError(self._lost_snapshot))
             else:

@@ -72,7 +72,7 @@ class Writer:
         self._waiting: queue.SimpleQueue[
             tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
         ] = queue.SimpleQueue()
-        self.is_turning = False
+        self.is_turning = self._closing = False
         self._begin_file()
         self._ended = in_background(self._run, "agn-optax journal", lasting=True)
 
@@ -92,6 +92,7 @@ class Writer:
 
     def close(self) -> None:
         """Returns when everything is on disk, or failed to be."""
+        self._closing = True
         self._waiting.put("end")
         self._ended.result()
 
@@ -101,8 +102,8 @@ class Writer:
                 pass
         except Exception as error:  # whatever it is, nobody must wait for ever
             self._failed(error)
-            while self._waiting.get() != "end":
-                pass  # records have the arrays of their messages
+            while not self._closing:  # records have the arrays of their messages
+                self._waiting.get()
         finally:
             os.close(self._file)
 
