@@ -1,6 +1,9 @@
 """A worker of two processes, of which the second dies in its first life."""
 
 import os
+import pathlib
+import sys
+import time
 
 import jax
 
@@ -12,9 +15,16 @@ def main():
     me = service.environment()
     agn_optax.initialize_distributed(**me.distributed)
     process, processes = jax.process_index(), jax.process_count()
-    print(f"life {me.restarts} process {process} of {processes}")  # noqa: T201
-    if process == 1 and not me.restarts:
-        os.kill(os.getpid(), 9)
+    print(f"life {me.restarts} process {process} of {processes}", flush=True)  # noqa: T201
+    if not me.restarts:
+        # The second dies once the first has spoken, which would be ended unheard.
+        has_spoken = pathlib.Path(sys.argv[1], "has-spoken")
+        if process == 0:
+            has_spoken.touch()
+        else:
+            while not has_spoken.exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), 9)
     with service.connect(me.address, me.rule) as center:
         print("it finds", center)  # noqa: T201
 
