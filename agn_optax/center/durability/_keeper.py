@@ -478,7 +478,6 @@ class Keeper:
                 for asker in askers:
                     asker.set_exception(errors.DurabilityError(self._lost_snapshot))
             else:
-                self._lost_snapshot = ""
                 for asker in askers:
                     asker.set_result(version)
 
@@ -544,6 +543,7 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
+        self._lost_snapshot = ""  # before anybody sees that there is a snapshot
         self.saved_version = int(state.version)
         return self.saved_version
 
