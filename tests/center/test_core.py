@@ -683,8 +683,6 @@ def test_nobody_asks_again_and_again_during_a_look():
     """The round is over, but nothing can be decided before the look is."""
     core = core_of(Synchronous(quorum=2, grace=0.01))
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
-    submit(anna)
-    submit(bert)
     settled = 0
     settle = core._settle
 
@@ -693,8 +691,13 @@ def test_nobody_asks_again_and_again_during_a_look():
         settled += 1
         settle(**how)
 
+    def end_a_round():  # the look is held before it may begin, however slow this is
+        submit(anna)
+        submit(bert)
+        anna.collect(1, LIMIT)
+
     core._settle = counted
-    with a_held_look(core, functools.partial(anna.collect, 1, LIMIT)):
+    with a_held_look(core, end_a_round):
         settled = 0
         assert bert.collect(1, 0.2) is None
         assert settled < 10
