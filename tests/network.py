@@ -226,13 +226,15 @@ class Way:
                 sink.sendall(data[:left])
                 raise ConnectionAbortedError
         view = memoryview(data)
+        due = time.monotonic()
         while view:
             rate = self.rate
             size = len(view) if rate is None else max(1, int(rate * _TICK))
             sink.sendall(view[:size])
             view = view[size:]
             if rate is not None:
-                time.sleep(_TICK)
+                due += _TICK  # a sleep that ends late shortens the next one
+                time.sleep(max(0.0, due - time.monotonic()))
 
 
 def _shut(*ends):

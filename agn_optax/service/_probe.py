@@ -18,7 +18,7 @@ from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 _FIRST = 16 << 10  # bytes: several packets, and half a second of the slowest way
 _FIRST_SHARED = 64 << 10  # ... or what goes through shared memory
 _LONG = 0.1  # seconds that tell how fast a way is
-_TIMES = 2  # of the most bytes
+_TIMES = 2  # probes of the last size: an end may have been busy during one of them
 
 
 class Way(NamedTuple):
@@ -103,23 +103,21 @@ def measure(
 
     def rate(up: int, down: int) -> float | None:
         """Of whichever is 1."""
-        best, times = 0.0, 0
-        size = _FIRST_SHARED if is_shared else _FIRST
+        rates: list[float] = []
+        size, times = _FIRST_SHARED if is_shared else _FIRST, 0
         while times < _TIMES:
             trips.append(nothing())  # also waits until what came before is paid for
             try:
                 seconds = took(up * size, down * size)
             except TimeoutError:
-                return best or None
-            best = size / max(seconds - min(trips), 1e-9)
-            rates.append(best)
-            if seconds >= _LONG:
-                break
-            times += size == MOST_PROBED
-            size = min(4 * size, MOST_PROBED)
-        return max(rates[-times:]) if times else best
+                return rates[-1] if rates else None
+            rates.append(size / max(seconds - min(trips), 1e-9))
+            if seconds >= _LONG or size == MOST_PROBED:
+                times += 1
+            else:
+                size, times = min(4 * size, MOST_PROBED), 0
+        return max(rates[-_TIMES:])
 
-    rates: list[float] = []
     try:
         trips = [nothing() for _ in range(3)]
         path = dialled().path()

@@ -1,5 +1,7 @@
 """Bytes that are sent to be measured: how fast, how many, and by whom."""
 
+import time
+
 import jax.numpy as jnp
 import pytest
 import sessions
@@ -9,6 +11,7 @@ from agn_optax import errors, service
 from agn_optax.service import _path
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import TRANSPORTS, Target
+from agn_optax.service.transports._socket import SocketLink
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 
@@ -31,6 +34,22 @@ def test_every_way_is_measured_each_direction(server, transport):
     assert way.down > 1e6
     assert way.seconds(10**6, 10**6) < 5
     assert (way.path is not None) == (transport == "socket")
+
+
+def test_a_pause_is_not_taken_for_a_slow_way(server, monkeypatch):
+    """As of a process that is off its processor for a moment."""
+    send, pauses = SocketLink.send, [0.3]
+
+    def late(link, parcel):
+        if parcel.nbytes and pauses:
+            time.sleep(pauses.pop())
+        send(link, parcel)
+
+    monkeypatch.setattr(SocketLink, "send", late)
+    with service.Observer(server.address) as observer:
+        way = observer.measure("socket")
+    assert not pauses
+    assert way.up > 1e6
 
 
 def test_workers_do_not_notice(server):
@@ -89,11 +108,12 @@ def test_after_a_probe_there_is_nothing_but_probes(server):
 
 
 def test_only_so_many_measure_at_a_time(server, monkeypatch):
-    monkeypatch.setattr(service._servicer, "_STALLED", 0.2)
     many = [linked(server, "socket") for _ in range(12)]
     try:
         for observer, link in many:
             say(observer, link, pb.Frame(probe=pb.Probe()))
+        # Half of it is how long somebody waits for a place.
+        monkeypatch.setattr(service._servicer, "_STALLED", 2.0)
         with (
             service.Observer(server.address, timeout=5.0) as observer,
             pytest.raises(errors.CenterUnreachableError, match="others measure"),
