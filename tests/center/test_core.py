@@ -707,7 +707,7 @@ def test_nobody_asks_again_and_again_during_a_look():
 def test_a_round_ends_in_time_after_a_look(monkeypatch):
     """Though whoever waits for it did not have to wake up before."""
     monkeypatch.setattr(_core, "_LOOKS", math.inf)
-    core = core_of(Synchronous(quorum=1, grace=0.3))
+    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert, _ = (core.join(name) for name in ("anna", "bert", "carl"))
     submit(anna)
     with a_held_look(core, functools.partial(anna.collect, 1, LIMIT)):
@@ -721,7 +721,7 @@ def test_a_round_ends_in_time_after_a_look(monkeypatch):
 def test_a_look_that_could_not_begin_is_begun_by_the_next(fails, monkeypatch):
     """There may be no more threads, or Ctrl-C comes before it."""
     monkeypatch.setattr(_core, "_LOOKS", 0.05)  # seconds until somebody tries again
-    core = core_of(Synchronous(quorum=1, grace=0.01))
+    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, bert = core.join("anna"), core.join("bert")
 
     def broken(*args, **kwargs):
@@ -741,7 +741,7 @@ def test_a_look_that_could_not_begin_is_begun_by_the_next(fails, monkeypatch):
 
 
 def test_what_a_look_s_thread_raises_is_logged(caplog):
-    core = core_of(Synchronous(quorum=1, grace=0.01))
+    core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, _ = core.join("anna"), core.join("bert")
 
     def broken(contribution, claim):

@@ -144,8 +144,10 @@ def test_a_site_goes_on_while_its_message_is_on_its_way(record):
     rule = shared.agn(shared.sgd(1.0)) if record else shared.downpour()
     parent = Parent(shared.agn(shared.sgd(1.0)) if record else rule, jnp.zeros(3))
     with site(rule, parent, period=2) as made:
-        parent.meanwhile.append(lambda: made.exchange(5.0))
+        sent = threading.Event()  # a session is used by one thread at a time
+        parent.meanwhile.append(lambda: sent.wait(LIMIT) and made.exchange(5.0))
         made.exchange(1.0, times=2)
+        sent.set()
         made.core.wait_for(lambda: made.made == 3, LIMIT)
         made.meets(1)
         first = -1.0 if record else -2.0  # of which the parent has heard

@@ -3,6 +3,13 @@
 import pytest
 
 from agn_optax.service import _servicer
+from agn_optax.service._session import RemoteSession
+
+
+@pytest.fixture(autouse=True)
+def patient_farewells(monkeypatch):
+    """A busy center that misses a farewell keeps the worker until its lease ends."""
+    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
 
 
 @pytest.fixture
