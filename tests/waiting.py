@@ -3,7 +3,7 @@
 import time
 
 LIMIT = 60  # seconds that nothing takes
-BUSY = 2.0  # seconds that a busy machine may add to what is promised
+BUSY = 5.0  # seconds that a busy machine may add to what is promised
 
 
 def wait_until(condition, limit=LIMIT, pause=0.002):

@@ -381,7 +381,7 @@ def test_second_signal_reaches_programs_that_wait_for_a_server_that_ended(witnes
         living(witness, "server", "s.recv(1)", waited_for=False),
         living(witness, "a", told),
         on={"up": lambda: witness.release("server")},
-        grace=1.0,
+        grace=6.0,  # the second signal comes after half of it
     )
     assert lines.of("a") == ["up", "leaves"]
     assert [(e.returncode, e.stopped) for e in ended] == [(0, False), (0, True)]

@@ -142,10 +142,10 @@ def test_the_time_to_come_back_begins_with_the_last_sign_of_life(transport):
     ):
         sessions.join(other, "other")
         worker, loop = start(center, period=1, patience=0)
-        center._connection.timeout = 1.0
+        center._connection.timeout = 3.0
 
         def hiccup():
-            time.sleep(1.5)  # longer than it has without a sign of life
+            time.sleep(4.0)  # longer than it has without a sign of life
             net.cut()
             net.mend()
             sessions.exchange(other, ONES, anchor_version=0, worker="other")
@@ -281,6 +281,7 @@ def test_a_site_joins_a_parent_anew_that_goes_on_from_a_snapshot(tree):
     tree.saves()
     tree.exchange(2)
     wait_until(lambda: tree.has(-4))
+    wait_until(lambda: not tree.site.uplink._rounds)  # the site has the answer
     tree.loses()
     tree.exchange(2)
     wait_until(lambda: tree.center.status()["degraded"])  # by a round of just these two
