@@ -15,6 +15,7 @@ import time
 import certificates
 import grpc
 import jax.numpy as jnp
+import ports
 import pytest
 import sessions
 import shared
@@ -322,7 +323,7 @@ def test_broken_tokens_file_admits_nobody_after_a_while(
     broken, tmp_path, caplog, monkeypatch
 ):
     """Others do, and so does that file once it can be read again."""
-    monkeypatch.setattr(_files, "PATIENCE", 0.1)
+    monkeypatch.setattr(_files, "PATIENCE", LIMIT)
     file, other = tmp_path / "tokens", tmp_path / "others"
     lines = f"reader * {token('reader')}\n"
     file.write_text(lines)
@@ -333,8 +334,9 @@ def test_broken_tokens_file_admits_nobody_after_a_while(
         return access.caller(token("observer").encode())
 
     file.unlink() if broken is None else file.write_text(broken)
-    seen(caplog, "stays for 0.1 s at most", look)
+    seen(caplog, f"stays for {LIMIT} s at most", look)
     assert access.caller(token("reader").encode())
+    monkeypatch.setattr(_files, "PATIENCE", 0.0)  # the patience is over
     seen(caplog, "nothing in it counts any more", look)
     with pytest.raises(errors.NotAllowedError, match="does not know that token"):
         access.caller(token("reader").encode())
@@ -656,7 +658,8 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         tls = authority.issue(f"/CN={end}")
         files[end] = Tls(*(tmp_path / f"{end}.{part}" for part in Tls._fields))
         replace(files[end], tls)
-    server = service.serve(RULE, params(), tls=files["center"])
+    address = ports.free_address()
+    server = service.serve(RULE, params(), tls=files["center"], address=address)
     client = {"timeout": LIMIT, "tls": files["anna"]}
     with (
         server,
@@ -676,7 +679,7 @@ def test_certificates_are_read_again_when_they_change(tmp_path, authority):
         assert allowed(server.address, client) == ALLOWED["worker"]
         server.stop()
         with service.serve(
-            RULE, params(), tls=files["center"], address=server.address
+            RULE, params(), tls=files["center"], address=address
         ):  # to which a connection made with the old one comes back
             assert center.pull().version == 0
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import inspect
 import queue
 import resource
@@ -143,7 +144,7 @@ def others_go_on(center, versions=3):
 def test_who_stops_in_the_middle_of_a_message_is_cut_off(
     server, center, transport, monkeypatch
 ):
-    monkeypatch.setattr(_servicer, "_STALLED", 0.3)
+    monkeypatch.setattr(_servicer, "_STALLED", 1.0)
     with Peer(center, transport) as peer:
         peer.join()
         peer.say(message(server) + bytes(100))
@@ -168,7 +169,7 @@ def test_a_byte_now_and_then_is_too_slow(server, center, transport, monkeypatch)
 
 @transports
 def test_who_never_says_who_it_is_is_cut_off(server, center, transport, monkeypatch):
-    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
+    monkeypatch.setattr(_servicer, "_UNKNOWN", 1.0)
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(center, transport)) for _ in range(50)]
@@ -357,11 +358,20 @@ def test_one_initializes_at_a_time(monkeypatch):
         service.connect(server.address, RULE, timeout=LIMIT) as center,
         Peer(center, "grpc", "Initialize") as peer,
     ):
+        places, taken = server._servicer._initializations, threading.Event()
+        take = places.take
+
+        def seen(*args):
+            got = take(*args)
+            taken.set()
+            return got
+
+        monkeypatch.setattr(places, "take", seen)
         schema = _trees.to_bytes(_trees.schema_of(START))
         peer.say(start(schema) + schema)
         peer.say(packet(pb.Frame(parameters=pb.Parameters()), START.nbytes))
         peer.say(bytes(1000))
-        wait_until(lambda: server._servicer._initializations._taken)
+        assert taken.wait(LIMIT)
         other = service.connect(server.address, RULE, timeout=LIMIT)
         with other:
             other._remote.initialize(START, "b")
@@ -589,6 +599,7 @@ def test_messages_of_a_reflection_stream_are_calls(little):
 def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
     """And those that are there go on."""
     monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
+    monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
     with (
         service.serve(RULE, SMALL, max_workers=1) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
@@ -601,7 +612,8 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
                 observer.status()
             assert anna.exchange(1, SMALL, anchor_version=0).version == 1
         wait_until(lambda: not server._servicer.transfers._all)
-        assert observer.status()["version"] == 1
+        # gRPC counts a call until some milliseconds after its end.
+        assert observer._connection.retry(observer.status)["version"] == 1
 
 
 MODEL = 1 << 32  # bytes
@@ -822,8 +834,8 @@ def test_a_worker_comes_back_whatever_its_host_does(little):
 
 
 def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkeypatch):
-    monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
     with Peer(center, "socket") as peer:
+        monkeypatch.setattr(_servicer, "_UNKNOWN", 0.3)
         peer.say(packet(pb.Frame(join=pb.Join(protocol=_address.PROTOCOL))))
         begin, accepted = time.monotonic(), server._listeners["socket"]._accepted
         with dripping(peer.say):
@@ -1026,13 +1038,18 @@ def test_head_of_a_page_takes_time_in_proportion_to_its_size(repeated, behind):
     places = [HEAD_OF_A_PAGE[:i] for i in range(0, len(HEAD_OF_A_PAGE), 3)]
     places += [b"GET / HTTP/1.1\r\n%s: a" % name for name in FIELDS]
     places += [b"GET / HTTP/1.1\r\nHost: localhost\r\n%s:" % name for name in FIELDS]
-    for count in (1 << 8, 1 << 10, (1 << 14) - 200):  # the worst of before fail early
-        for before in places:
-            head = before + repeated * (count // len(repeated)) + behind + b"\r\n\r\n"
-            began = time.thread_time()
-            with contextlib.suppress(_http.RefusedRequestError):
-                _http.parse(head, is_local=True)
-            assert time.thread_time() - began < 0.1, (before, count)
+    gc.disable()  # a collection may take longer than any request
+    try:
+        # The worst implementations fail at the smaller sizes already.
+        for count in (1 << 8, 1 << 10, (1 << 14) - 200):
+            for before in places:
+                head = before + repeated * (count // len(repeated)) + behind
+                began = time.thread_time()
+                with contextlib.suppress(_http.RefusedRequestError):
+                    _http.parse(head + b"\r\n\r\n", is_local=True)
+                assert time.thread_time() - began < 0.1, (before, count)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(

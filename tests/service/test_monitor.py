@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import shared
-from waiting import wait_until
+from waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
@@ -142,7 +142,7 @@ def test_everything_is_counted_once():
 
 
 def test_those_who_come_and_go_are_told():
-    with watched(lease=0.3) as (_, monitor, center):
+    with watched(lease=LIMIT) as (server, monitor, center):
         monitor.look()
         session = center.join("anna")
         center.join("carl").leave()
@@ -152,7 +152,13 @@ def test_those_who_come_and_go_are_told():
         exchanged(session, 1)
         monitor.look()
         session._link.cancel()
-        wait_until(lambda: monitor.look() or ("given up", "anna") in events(monitor))
+        wait_until(
+            lambda: monitor.look() or events(monitor).count(("lost", "anna")) == 2
+        )
+        ledger = server.center.core.ledger
+        with server.center.core.atomically():  # as if its lease were over
+            ledger._expect(ledger.present()["anna"], 0.0)
+        monitor.look()
         center.join("anna")
         monitor.look()
         assert [e for e in events(monitor) if e[1] == "anna"] == [

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import shared
 from support import assert_identical, feeds, run_worker
+from waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
@@ -31,6 +32,9 @@ class Held:
         take = buffers.take
 
         def watched(size):
+            # JAX's threads may be late to let go of the message before. What may be
+            # held is a chief's schema, while its parameters come.
+            wait_until(lambda: self.now < MODEL / 100, limit=20)
             buffer = take(size)
             with self._lock:
                 self.now += size
