@@ -43,6 +43,7 @@ RULE = shared.downpour()  # whose center goes where its messages point away from
 LIMIT = 20  # seconds that nothing here takes
 SIZE = 50_000  # elements: large enough to be worth shared memory
 TRANSPORTS = ["memory", "socket", "grpc"]
+pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
 @pytest.fixture(params=[pytest.param("memory", marks=shares), "socket", "grpc"])
@@ -52,12 +53,6 @@ def transport(request):
 
 def center_params():
     return {"w": jnp.ones(SIZE), "b": jnp.zeros(3)}
-
-
-@pytest.fixture(autouse=True)
-def patient_dials(monkeypatch):
-    """A way that is slow for a moment must not be given up for another one."""
-    monkeypatch.setattr(_socket, "_DIALLING", LIMIT)
 
 
 @contextlib.contextmanager

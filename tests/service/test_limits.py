@@ -43,6 +43,7 @@ RULE = shared.downpour()
 LIMIT = 60  # seconds that nothing here takes
 SIZE = 1 << 20  # elements
 START = np.zeros(SIZE, np.float32)
+pytestmark = pytest.mark.usefixtures("patient_dials")
 transports = pytest.mark.parametrize("transport", ["grpc", "socket"])
 
 

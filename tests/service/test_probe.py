@@ -16,6 +16,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 
 RULE = shared.downpour()
+pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
 @pytest.fixture(scope="module")

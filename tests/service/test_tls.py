@@ -26,6 +26,7 @@ RULE = shared.downpour()
 SIZE = 300_000  # elements: more than a socket takes at once
 LIMIT = 20  # seconds that nothing here takes
 MEMORY, SOCKET, GRPC = TRANSPORTS
+pytestmark = pytest.mark.usefixtures("patient_dials")
 
 
 @pytest.fixture(scope="module")
