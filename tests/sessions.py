@@ -5,6 +5,7 @@ import weakref
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import EVERYBODY
+from agn_optax.service._session import RemoteSession
 
 _sessions = weakref.WeakKeyDictionary()  # by center: session and exchanges of a worker
 
@@ -30,6 +31,11 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
 
 def leave(center, worker):
     _sessions[center].pop(worker)[0].leave()
+
+
+def wait_for_farewells(monkeypatch):
+    """Give a farewell 20 seconds: a worker whose farewell is missed keeps its lease."""
+    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
 
 
 def offer(server, transport, caller=EVERYBODY):

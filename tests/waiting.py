@@ -1,5 +1,6 @@
 """Waiting for what is to come, however busy the machine is."""
 
+import threading
 import time
 
 LIMIT = 60  # seconds that nothing takes
@@ -12,3 +13,16 @@ def wait_until(condition, limit=LIMIT, pause=0.002):
     while not condition():
         assert time.monotonic() < end, "it does not come"
         time.sleep(pause)
+
+
+def returned(monkeypatch, owner, name):
+    """Return an event that is set once a method of an object has returned."""
+    event, method = threading.Event(), getattr(owner, name)
+
+    def noted(*args):
+        result = method(*args)
+        event.set()
+        return result
+
+    monkeypatch.setattr(owner, name, noted)
+    return event

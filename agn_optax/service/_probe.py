@@ -102,7 +102,7 @@ def measure(
             ) from None
 
     def rate(up: int, down: int) -> float | None:
-        """Of whichever is 1."""
+        """Return bytes a second of the direction that is 1; None if none arrived."""
         rates: list[float] = []
         size, times = _FIRST_SHARED if is_shared else _FIRST, 0
         while times < _TIMES:

@@ -26,7 +26,6 @@ from support import (
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.service._session import RemoteSession
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -228,8 +227,7 @@ def test_threads_exchange_at_once(kind):
 
 
 def test_a_barrier_lets_workers_start_together(kind, monkeypatch):
-    # A busy center that misses a farewell keeps the name until the lease ends.
-    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
+    sessions.wait_for_farewells(monkeypatch)  # or a busy center keeps their names
     with center_kinds.made(kind, shared.downpour(), barrier=2) as center:
         names, started = ("anna", "bert"), []
         workers = {

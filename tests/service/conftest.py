@@ -1,16 +1,16 @@
 """What several tests of the service need."""
 
 import pytest
+import sessions
 
 from agn_optax.service import _servicer
-from agn_optax.service._session import RemoteSession
 from agn_optax.service.transports import _socket
 
 
 @pytest.fixture(autouse=True)
 def patient_farewells(monkeypatch):
-    """A busy center that misses a farewell keeps the worker until its lease ends."""
-    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
+    """A worker that leaves has left, however busy the center is."""
+    sessions.wait_for_farewells(monkeypatch)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ import pytest
 import sessions
 import shared
 from support import RULES, assert_identical, shares, tree
-from waiting import wait_until
+from waiting import BUSY, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, service
@@ -338,7 +338,7 @@ def test_the_memory_of_a_closed_center_is_free_at_once():
         try:
             center.close()
             # A heartbeat that is on its way holds it, for some milliseconds.
-            wait_until(lambda: [link() for link in gone] == [None])
+            wait_until(lambda: [link() for link in gone] == [None], limit=BUSY)
         finally:
             gc.enable()
 

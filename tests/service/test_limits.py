@@ -16,7 +16,7 @@ import pytest
 import sessions
 import shared
 from grpc_reflection.v1alpha import reflection_pb2
-from waiting import wait_until
+from waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
@@ -359,15 +359,7 @@ def test_one_initializes_at_a_time(monkeypatch):
         service.connect(server.address, RULE, timeout=LIMIT) as center,
         Peer(center, "grpc", "Initialize") as peer,
     ):
-        places, taken = server._servicer._initializations, threading.Event()
-        take = places.take
-
-        def seen(*args):
-            got = take(*args)
-            taken.set()
-            return got
-
-        monkeypatch.setattr(places, "take", seen)
+        taken = returned(monkeypatch, server._servicer._initializations, "take")
         schema = _trees.to_bytes(_trees.schema_of(START))
         peer.say(start(schema) + schema)
         peer.say(packet(pb.Frame(parameters=pb.Parameters()), START.nbytes))

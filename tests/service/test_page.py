@@ -20,7 +20,7 @@ import ports
 import pytest
 import shared
 from prometheus_client import parser
-from waiting import wait_until
+from waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax.service import Access, Tls, _page, _servicer
@@ -362,8 +362,7 @@ def test_whoever_takes_no_answer_is_cut_off(open_server, monkeypatch):
     monkeypatch.setattr(_page, "_PATIENCE", 0.3)
     monkeypatch.setattr(page, "_html", _page._Body(bytes(64 << 20)))
     wait_until(lambda: not page._open)
-    cut, forget = threading.Event(), page._forget
-    monkeypatch.setattr(page, "_forget", lambda *end: (forget(*end), cut.set()))
+    cut = returned(monkeypatch, page, "_forget")
     with socket.create_connection(place(open_server), timeout=LIMIT) as end:
         end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert cut.wait(LIMIT)  # and nothing was read

@@ -38,7 +38,7 @@ def test_every_way_is_measured_each_direction(server, transport):
 
 
 def test_a_pause_is_not_taken_for_a_slow_way(server, monkeypatch):
-    """As of a process that is off its processor for a moment."""
+    """A busy end delays one probe, and the next one of its size is quick."""
     send, pauses = SocketLink.send, [0.3]
 
     def late(link, parcel):
