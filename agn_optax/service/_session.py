@@ -244,7 +244,8 @@ class RemoteSession(Session):
         assert self._exchange is not None
         message, schema, arrays = self._exchange
         link = self._link
-        if link is None or link.done():
+        # One that has ended since may have the answer, or the reason why there is none.
+        if link is None or (link.done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
             with self._watching(link):
@@ -257,14 +258,20 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """The answer to the exchange under way; None if there is none by ``until``."""
         link = self._send()
-        with self._watching(link):
-            while (said := link.control()).HasField("waiting"):
-                if time.monotonic() >= until:
-                    return None
-            answer = self._remote.answer_in(said, link)
-            self._check_sequence(answer[0].sequence)
-            if answer[0].HasField("differences") and self._anchor is None:
-                raise errors.ProtocolError("differences came, and none were asked for")
+        try:
+            with self._watching(link):
+                while (said := link.control()).HasField("waiting"):
+                    if time.monotonic() >= until:
+                        return None
+                answer = self._remote.answer_in(said, link)
+                self._check_sequence(answer[0].sequence)
+                if answer[0].HasField("differences") and self._anchor is None:
+                    raise errors.ProtocolError(
+                        "differences came, and none were asked for"
+                    )
+        except BaseException:  # on Ctrl-C, too
+            self._sent_over = None  # another attempt sends it again, over another link
+            raise
         self._sent_over = None  # asked for again, it is to be sent again
         return answer
 

@@ -143,6 +143,23 @@ def test_status(serve, connect):
 
 
 @pytest.mark.parametrize("direct", [True, False])
+def test_a_connection_that_ends_before_it_is_read_has_the_reason(
+    serve, connect, direct
+):
+    """The message is not sent again, which would be refused a second time."""
+    server = serve(refuse=Refuse(norm=1.0, in_a_row=1), direct=direct)
+    center = connect(server.address)
+    session = center.join("anna", ONES)
+    session.submit(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0)
+    wait_until(lambda: center.status()["refused"])
+    if not direct:  # gRPC notices the end by itself
+        wait_until(lambda: session._link.done())
+    with pytest.raises(errors.MessageRefusedError, match="its norm is"):
+        session.collect(1)
+    assert center.status()["refused"] == {"norm": 1}
+
+
+@pytest.mark.parametrize("direct", [True, False])
 def test_a_worker_hears_why_its_message_was_refused(serve, connect, direct, caplog):
     refuse = Refuse(norm=10.0, in_a_row=2)
     server = serve(refuse=refuse, direct=direct)
