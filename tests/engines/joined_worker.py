@@ -21,6 +21,7 @@ def main():
         has_spoken = pathlib.Path(sys.argv[1], "has-spoken")
         if process == 0:
             has_spoken.touch()
+            time.sleep(600)  # until it is ended with the other
         else:
             while not has_spoken.exists():
                 time.sleep(0.05)
