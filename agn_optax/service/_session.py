@@ -258,21 +258,16 @@ class RemoteSession(Session):
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
         """The answer to the exchange under way; None if there is none by ``until``."""
         link = self._send()
-        try:
-            with self._watching(link):
-                while (said := link.control()).HasField("waiting"):
-                    if time.monotonic() >= until:
-                        return None
-                answer = self._remote.answer_in(said, link)
-                self._check_sequence(answer[0].sequence)
-                if answer[0].HasField("differences") and self._anchor is None:
-                    raise errors.ProtocolError(
-                        "differences came, and none were asked for"
-                    )
-        except BaseException:  # on Ctrl-C, too
-            self._sent_over = None  # another attempt sends it again, over another link
-            raise
         self._sent_over = None  # asked for again, it is to be sent again
+        with self._watching(link):
+            while (said := link.control()).HasField("waiting"):
+                if time.monotonic() >= until:
+                    self._sent_over = link  # its answer is still to come
+                    return None
+            answer = self._remote.answer_in(said, link)
+            self._check_sequence(answer[0].sequence)
+            if answer[0].HasField("differences") and self._anchor is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
         return answer
 
     def _check_sequence(self, sequence: int) -> None:
