@@ -1,10 +1,14 @@
 """The center as a service: a small gRPC shell around `agn_optax.center`.
 
-`_server` and `_servicer` are the service, `_client` the center that workers see,
-`_observer` what those see who only watch, `_environment` what launched workers are
-told, `wire` trees as bytes, `transports` how these get there. What may travel is
-written down in `center.proto`. Needs the extra ``agn_optax[service]``, and is not
-imported by `agn_optax` itself. What is imported `as` itself is for the layers above.
+- `_server` and `_servicer`: the service.
+- `_client`: the center as workers see it.
+- `_observer`: the center as a program sees it that only watches.
+- `_environment`: settings of launched workers, read from environment variables.
+- `wire`: trees as bytes; `transports`: how the bytes travel.
+- `center.proto`: the protocol.
+
+This package needs the extra ``agn_optax[service]``; `agn_optax` itself does not import
+it. Names that are imported `as` themselves are for the layers above, not for users.
 """
 
 from agn_optax.launch import told_to_end

@@ -1,7 +1,9 @@
-"""Imports gRPC with its own log off: a line for each peer that it cannot talk to.
+"""Import of gRPC with gRPC's own log off.
 
-What matters of it is in the exceptions. ``GRPC_VERBOSITY`` in the environment has it
-back; gRPC looks at that when it is imported, so this is before all else that does.
+That log has a line for each peer that gRPC cannot talk to; the exceptions already say
+this. ``GRPC_VERBOSITY`` in the environment turns the log back on. gRPC reads the
+variable when it is imported, so this module must be imported before any other module
+that imports gRPC.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Who may do what: roles, and how a caller is known by a token or a certificate.
+"""Authentication and authorization: roles, tokens and certificates.
 
-A server has a `Door`, which every way in goes through: it makes a `Caller` of what came
-with a call, and the servicer asks that before it does anything.
+A server has one authenticator, `Door`, for all transports. `Door` turns the credentials
+of a call into a `Caller`, and the servicer checks the `Caller` before it does anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agn_optax.service._files import Path, Reread, warn_if_public
 _WATCHES = frozenset({"Describe", "Status", "Health"})
 _READS = _WATCHES | {"Pull", "Probe"}
 _WORKS = _READS | {"Exchange", "Alive", "Leave"}
-# Which calls each role may make.
+# Calls that each role may make.
 ROLES = {
     "observer": _WATCHES,
     "reader": _READS,
@@ -43,14 +43,14 @@ _log = logging.getLogger("agn_optax")
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who calls, and what it may do.
+    """A caller's identity and permissions.
 
     Attributes:
-      said: how it is called in errors; says nothing secret.
-      calls: that it may make.
-      name: of the only worker that it may speak for; None for any.
-      token, certificate: by which it is known; b"" without.
-      host: where it is.
+      said: description of the caller for error messages; contains no secret.
+      calls: names of the calls that the caller may make.
+      name: name of the only worker that the caller may act for; None for any.
+      token, certificate: credentials of the caller; b"" for none.
+      host: network address of the caller.
     """
 
     said: str
@@ -59,20 +59,20 @@ class Caller:
     token: bytes = dataclasses.field(default=b"", repr=False)
     certificate: bytes = dataclasses.field(default=b"", repr=False)
     host: str = ""
-    # Of whom it was found among, to see whether these have changed.
+    # The grants that the caller was looked up in, to notice when they have changed.
     among: object = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def key(self) -> Hashable:
-        """Who it is, among all: for somebody unknown, whoever is at that host."""
+        """The caller's credentials; its host if it has none."""
         known = self.token or self.certificate
         return (self.token, self.certificate) if known else self.host
 
     def check(self, call: str, worker: str | None = None) -> None:
-        """Whether it may make a call, for a worker.
+        """Check that the caller may make a call on behalf of a worker.
 
         Raises:
-          NotAllowedError: it may not; says what is missing.
+          NotAllowedError: the caller may not; the message says what is missing.
         """
         if call not in self.calls:
             able = [role for role, calls in ROLES.items() if call in calls]
@@ -92,7 +92,7 @@ EVERYBODY = Caller("anybody", frozenset().union(*ROLES.values()))
 
 
 class _Grant(NamedTuple):
-    """What a token or a certificate stands for."""
+    """The roles and the worker's name that a token or a certificate grants."""
 
     roles: frozenset[str]
     name: str | None
@@ -107,11 +107,12 @@ class _Grant(NamedTuple):
 
 
 class Access:
-    """Who may call a center: `agn_optax.service.serve(access=...)`.
+    """Access control of a center: `agn_optax.service.serve(access=...)`.
 
-    A caller is known by a token, by the certificate of mutual TLS, or by both, and then
-    it may do what both allow. A certificate's subject has the worker's name (CN; * is
-    any) and its roles (OU; worker without one). A token stands in a line of a file,
+    A caller is authenticated by a token, by its certificate of mutual TLS, or by both;
+    with both, it may do only what both allow. A certificate's subject holds the
+    worker's name (CN; * for any) and its roles (OU; worker if there is none). A token
+    stands in a line of a file,
 
         # roles         name      token
         chief           worker-0  8c1f...
@@ -122,19 +123,19 @@ class Access:
     | role | may |
     | --- | --- |
     | observer | see status and health |
-    | reader | also pull the parameters, and measure the way |
+    | reader | also pull the parameters, and measure the network path |
     | worker | also join, exchange and leave, in its own name |
     | chief | also give the center its first parameters |
     | operator | do what a reader may, have a snapshot written, and drain the center |
 
     Args:
-      *tokens: files of such lines, each of which is read again when it changes, or
-        bytes of them. Without any, certificates alone count. A file that cannot be read
-        any more counts as it was for 300 s at most, and then admits nobody; the others
-        go on counting, and changing.
+      *tokens: files with such lines, or such lines as bytes. A file is read again when
+        it changes. Without any tokens, only certificates are accepted. If a changed
+        file cannot be read, its old tokens remain valid for at most 300 s; then none
+        of that file is. Other files are not affected.
 
     Raises:
-      InvalidArgumentError: a file cannot be read, or a line makes no sense.
+      InvalidArgumentError: a file cannot be read, or a line is not valid.
 
     Example:
       >>> import agn_optax, agn_optax.service
@@ -160,7 +161,8 @@ class Access:
                     f"tokens must be files, or bytes, got {type(each).__name__}"
                 )
         self._tokens = tokens
-        # Apart: what one file lost counts no more while another one is broken.
+        # One part for each source: a token removed from one file is invalid at once,
+        # even while another file cannot be read.
         self._parts: list[Reread[_Part]] = [
             Reread(
                 () if isinstance(each, bytes) else (each,),
@@ -176,10 +178,11 @@ class Access:
         self._made = parts, grants
 
     def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
-        """Who calls with a token and a certificate (DER); b"" for none.
+        """Return the caller with a token and a certificate (DER); b"" for none.
 
         Raises:
-          NotAllowedError: nobody knows them, or they are of different workers.
+          NotAllowedError: one of the two is unknown, or they belong to different
+            workers.
         """
         grants = self._grants()
         if not token and not certificate:
@@ -206,21 +209,21 @@ class Access:
         return Caller(said, calls, name, token, certificate, among=grants)
 
     def again(self, caller: Caller) -> Caller:
-        """Who that is by now; the same object if nothing has changed.
+        """Return the caller by the current tokens; the same object if none changed.
 
         Raises:
-          NotAllowedError: its token is one no more.
+          NotAllowedError: the caller's token is no longer valid.
         """
         if caller.among is self._grants():
             return caller
         return self.caller(caller.token, caller.certificate)
 
-    def __repr__(self) -> str:  # a token is nothing for a log
+    def __repr__(self) -> str:  # without the tokens themselves: it may be logged
         said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
         return f"Access({', '.join(said)})"
 
     def _grants(self) -> dict[bytes, _Grant]:
-        """Return what the files say now; the same object while none has changed."""
+        """Return the current grants by token; the same object if none changed."""
         parts, (before, grants) = [part() for part in self._parts], self._made
         if any(map(operator.is_not, parts, before)):
             grants, twice = _together(parts)
@@ -231,13 +234,13 @@ class Access:
 
 
 class Door:
-    """What every way into a server goes through.
+    """The authenticator of a server, for all transports.
 
-    Connections beside gRPC begin with a key. A key is a ticket: whoever called before,
-    over gRPC, was given it, and is known by it.
+    A connection without gRPC begins with a key. A caller is given its key in an earlier
+    call over gRPC, and the key stands for the credentials of that call.
 
     Args:
-      access: who may call; None for everybody.
+      access: the access control; None admits everybody.
     """
 
     def __init__(self, access: Access | None = None) -> None:
@@ -249,18 +252,21 @@ class Door:
     def caller(
         self, token: bytes = b"", certificate: bytes = b"", host: str = ""
     ) -> Caller:
-        """As `Access.caller`, of somebody at a host."""
+        """Return the caller at a host: see `Access.caller`."""
         known = EVERYBODY
         if self.access is not None:
             known = self.access.caller(token, certificate)
         return dataclasses.replace(known, host=host)
 
     def again(self, caller: Caller) -> Caller:
-        """As `Access.again`."""
+        """Return the caller by the current tokens: see `Access.again`."""
         return caller if self.access is None else self.access.again(caller)
 
     def ticket(self, caller: Caller) -> bytes:
-        """The key by which a caller is known; the same one as long as it is used."""
+        """Return the caller's key, and make one if the caller has none.
+
+        If there are too many keys, the least recently requested one is dropped.
+        """
         holder = caller.token, caller.certificate
         with self._lock:
             key = self._tickets.get(holder)
@@ -274,24 +280,25 @@ class Door:
         return key
 
     def knows(self, key: bytes | None) -> bool:
-        """Return whether a key was given to somebody; `holder` says whose it is now."""
+        """Return whether a key was given out; `holder` checks if it is still valid."""
         return key is not None and _hash(key) in self._holders
 
     def holder(
         self, key: bytes, certificate: bytes | None = None, host: str = ""
     ) -> Caller:
-        """Who has a key.
+        """Return the caller that a key was given to.
 
         Args:
-          key: as it came.
-          certificate: of the connection, where that is encrypted: it must be one of the
-            same caller. None where it is not.
-          host: whence it came.
+          key: the key, as it was received.
+          certificate: certificate of an encrypted connection (DER; b"" for none), which
+            must belong to the same caller; None if the connection is not encrypted.
+          host: network address that the key came from.
 
         Raises:
-          NotAllowedError: nobody has that key, or not any more, or it is another's.
+          NotAllowedError: the key is unknown, the credentials that it stands for are no
+            longer valid, or the certificate belongs to another caller.
         """
-        # How long a look for a hash takes says nothing of the key.
+        # The time that it takes to look up a hash reveals nothing about the key.
         holder = self._holders.get(_hash(key))
         if holder is None:
             raise _unknown("this center has given that key to nobody")
@@ -305,15 +312,15 @@ class Door:
         return caller
 
 
-# What one source of tokens says: what each stands for, and where that is written.
+# The tokens of one source, each with its grant and the line that it stands in.
 _Part = dict[bytes, tuple[_Grant, str]]
 
 
 def _read(source: bytes | Path) -> _Part:
-    """Return what a source says.
+    """Return the tokens of a source.
 
     Raises:
-      InvalidArgumentError: it cannot be read, or makes no sense.
+      InvalidArgumentError: the source cannot be read, or is not valid.
     """
     if not isinstance(source, bytes):
         warn_if_public(source, "the tokens in")
@@ -326,10 +333,10 @@ def _read(source: bytes | Path) -> _Part:
 
 
 def _together(parts: Sequence[_Part]) -> tuple[dict[bytes, _Grant], list[str]]:
-    """Return what all sources say, and where a token is that another one has, too.
+    """Return the grants of all sources, and the lines whose token is a duplicate.
 
-    A token of two different lines stands for nothing; one that moves from a file to
-    another may be in both for a while.
+    A token with two different grants is invalid. A token with the same grant twice is
+    valid: while it is moved from one file to another, it may be in both.
     """
     grants: dict[bytes, _Grant] = {}
     twice: list[str] = []
@@ -351,7 +358,7 @@ def _same_token(where: str) -> str:
 
 
 def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
-    """Tokens, what they stand for, and where that is written."""
+    """Return the tokens of a source, each with its grant and its line's name."""
     name = "the tokens" if isinstance(source, bytes) else str(source)
     try:
         text = (
@@ -377,7 +384,7 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
             raise errors.InvalidArgumentError(f"the token in {where} {problem}")
         grant = _grant(roles.split(","), worker, where)
         found.append((token.encode(), grant, where))
-    if not found:  # perhaps it is being written
+    if not found:  # the file may be half written
         raise errors.InvalidArgumentError(
             f"{name} must have a token at least, got none"
         )
@@ -385,7 +392,7 @@ def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
 
 
 def why_no_token(token: str) -> str:
-    """What is wrong with a token; "" if nothing is."""
+    """Return why a token is not valid; "" if it is valid."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         return "must be of printable characters of ASCII without spaces"
     if len(token) < _LEAST_TOKEN:
@@ -406,7 +413,7 @@ def _grant(roles: list[str], name: str, where: str) -> _Grant:
 
 
 def _of_token(token: bytes, grants: dict[bytes, _Grant]) -> _Grant:
-    """Compared with all of them, in a time that says nothing of either."""
+    """Return the grant of a token, compared with all known ones in constant time."""
     found = [
         grant for known, grant in grants.items() if secrets.compare_digest(known, token)
     ]

@@ -1,4 +1,4 @@
-"""Where a center listens and how it is reached."""
+"""Addresses of centers, and the settings of gRPC channels to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from agn_optax import errors
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 hosts of one on all networks
 PROTOCOL = 2  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
-# Seconds between two Waiting packets, by which a worker knows that the center is there.
+# Seconds between two Waiting frames, which show a worker that the center is alive.
 WAITING_INTERVAL = 2.0
 _HERE = "this machine"
 _MAX_MESSAGE = 64 << 20  # bytes; of gRPC, for descriptions of very many leaves
 
-# Both sides ping a silent connection, so that a host that vanished is noticed.
+# Both sides ping a silent connection, to notice when the other host has vanished.
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", _MAX_MESSAGE),
     ("grpc.keepalive_time_ms", 10_000),
@@ -26,27 +26,28 @@ OPTIONS: list[tuple[str, Any]] = [
 
 
 def client_options(address: str) -> list[tuple[str, Any]]:
-    """Of a channel."""
+    """Return the gRPC options of a client's channel to an address."""
     return [
         *OPTIONS,
         ("grpc.max_receive_message_length", _MAX_MESSAGE),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # What an attempt may take, greetings of TCP, TLS and HTTP included; gRPC calls
-        # it a backoff, but one that is refused is over at once.
+        # The timeout of one attempt, including the handshakes of TCP, TLS and HTTP.
+        # gRPC calls it a backoff, but an attempt that is refused ends at once.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1_000),
-        # One that takes the place of one that went silent must not share its socket.
+        # A channel that replaces a silent one must not share that one's socket.
         ("grpc.use_local_subchannel_pool", 1),
-        # No proxy of the environment is on the way to this machine.
+        # Connections within this machine ignore a proxy set in the environment.
         ("grpc.enable_http_proxy", int(not is_local(address))),
     ]
 
 
 def check(address: Any) -> str:
-    """``address`` if it is "host:port", "[ipv6]:port" or "unix:path".
+    """Return ``address`` if it is "host:port", "[ipv6]:port" or "unix:path".
 
     Raises:
-      InvalidArgumentError: it is not.
+      InvalidTypeError: it is not a string.
+      InvalidArgumentError: it is another string.
     """
     wanted = (
         'an address must be "host:port", "[ipv6 address]:port" or "unix:path", '
@@ -65,19 +66,19 @@ def check(address: Any) -> str:
 
 
 def is_fixed(address: str) -> bool:
-    """Whether it is the same in the next process: it asks for no free port."""
+    """Return whether an address names its port, instead of asking for a free one."""
     return not address.endswith(":0")
 
 
 def is_local(address: str) -> bool:
-    """Whether nothing leaves this machine."""
+    """Return whether traffic to an address stays on this machine."""
     if address.startswith("unix:"):
         return True
     return is_loopback(host(address))
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name or an IP address is one of this machine for itself."""
+    """Return whether a host's name or IP address is a loopback address."""
     try:
         return _ip(name).is_loopback
     except ValueError:
@@ -85,7 +86,7 @@ def is_loopback(name: str) -> bool:
 
 
 def is_everywhere(address: str) -> bool:
-    """Whether who listens there does so at all addresses of its host."""
+    """Return whether a server at an address listens on all networks of its host."""
     if address.startswith("unix:"):
         return False
     try:
@@ -95,7 +96,7 @@ def is_everywhere(address: str) -> bool:
 
 
 def host_of(network: str) -> str:
-    """The address of one host, of what `network` makes of it; "" if it says less."""
+    """Return the IP address of a host from its `network`; "" if that is not unique."""
     if network == _HERE:
         return "127.0.0.1"
     try:
@@ -105,20 +106,24 @@ def host_of(network: str) -> str:
 
 
 def path(address: str) -> str:
-    """Of the file of a Unix socket."""
+    """Return the path of the file of a Unix socket's address."""
     return address.removeprefix("unix:").removeprefix("//")
 
 
 def host(address: str) -> str:
-    """Of an address with a port, without the brackets of IPv6."""
+    """Return the host of an address with a port, without the brackets of IPv6."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def network(name: str) -> str:
-    """What is one host, of the IP address of a peer; "" is a Unix socket.
+    """Return the name under which a peer's host is counted, such as by rate limits.
 
-    All of this machine is one. An IPv6 host has as many addresses as it likes, so its
-    /64 counts, which it may share with others.
+    All addresses of this machine, and "" for a Unix socket, are one host. An IPv6 host
+    can have any number of addresses, so its /64 network is counted instead, which it
+    may share with other hosts.
+
+    Args:
+      name: IP address of the peer; "" for a Unix socket.
     """
     try:
         address = _ip(name or "127.0.0.1")
@@ -132,10 +137,10 @@ def network(name: str) -> str:
 
 
 def _ip(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IP address, of IPv4 where IPv6 only writes it otherwise.
+    """Return an IP address; an IPv4-mapped IPv6 address becomes the IPv4 address.
 
     Raises:
-      ValueError: it is none.
+      ValueError: ``name`` is not an IP address.
     """
     address = ipaddress.ip_address(name)
     mapped = getattr(address, "ipv4_mapped", None)
