@@ -7,13 +7,13 @@ from typing import Any
 
 from agn_optax import errors
 
-EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 hosts of one on all networks
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 hosts of addresses on all networks
 PROTOCOL = 2  # version of center.proto
 SERVICE = "agn_optax.center.v1.Center"
 # Seconds between two Waiting frames, which show a worker that the center is alive.
 WAITING_INTERVAL = 2.0
 _HERE = "this machine"
-_MAX_MESSAGE = 64 << 20  # bytes; of gRPC, for descriptions of very many leaves
+_MAX_MESSAGE = 64 << 20  # bytes of a gRPC message; descriptions can have many leaves
 
 # Both sides ping a silent connection, to notice when the other host has vanished.
 OPTIONS: list[tuple[str, Any]] = [

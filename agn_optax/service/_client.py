@@ -1,4 +1,4 @@
-"""The worker's end of the wire: a `Center` that is somewhere else."""
+"""The remote center as workers use it: a `Center` reached over gRPC."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from agn_optax.service.transports import named
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 _TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
-_COMES = 2.0  # seconds that a chief may take until whoever waits for it says so
-_WAITS = 10.0  # and until it says so again
+_COMES = 2.0  # s of waiting for a chief before the first warning
+_WAITS = 10.0  # s between further warnings
 
 
 def connect(
@@ -50,51 +50,59 @@ def connect(
     transports: Sequence[str] | None = None,
     fragments: Fragments | None = None,
 ) -> RemoteCenter | ShardedCenter:
-    """The center at an address, to be used as a `LocalCenter` is.
+    """Connect to the center at an address, and return it for use as a `LocalCenter`.
 
     Args:
-      address: ``"host:port"`` or ``"unix:path"``, as ``Server.address`` has it. Several
-        of them, in a list or separated by commas, are a center in shards: leaves are
-        assigned to the servers by their sizes, and large ones are cut. ``"file:PATH"``
-        names a file with the address of a center that may come back elsewhere, as
-        ``serve --address-file`` writes it; it is read again at every call.
+      address: ``"host:port"`` or ``"unix:path"``, such as ``Server.address``. Several
+        addresses, in a list or separated by commas, are one center in shards: leaves
+        are assigned to the servers by size, and large leaves are split.
+        ``"file:PATH"`` names a file that holds the address of a center that may restart
+        elsewhere, as ``serve --address-file`` writes it; it is read again at every
+        call.
       rule: the rule that the center runs.
-      timeout: seconds without a sign of life after which a call gives up, more than the
-        three that a center at which it waits may be silent. An exchange that finds
-        nobody says so after two seconds; its worker then goes on without.
+      timeout: seconds without any response from the center after which a call gives up.
+        It must exceed the three seconds for which a center may be silent while a worker
+        waits there. An exchange gives up after two seconds if the center does not
+        answer; its worker then goes on training without it.
       like: a tree with the containers in which `pull` is to return the parameters, for
-        models whose containers are not dicts, lists and tuples. A worker that gives its
-        parameters to `start` need not say so.
-      tls: who vouches for the center, and this worker's certificate and key if it wants
-        them. None takes the files that ``AGN_OPTAX_TLS_CA``,
-        ``AGN_OPTAX_TLS_CERTIFICATE`` and ``AGN_OPTAX_TLS_KEY`` name, or, without them,
-        plain text, which must stay on this machine.
-      credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
-        gRPC.
+        models whose containers are not dicts, lists and tuples. It is not needed by a
+        worker that passes its parameters to `start`.
+      tls: the certificate authorities that the center's certificate is checked against,
+        and this worker's certificate and key if the center asks for them. None uses the
+        files that ``AGN_OPTAX_TLS_CA``, ``AGN_OPTAX_TLS_CERTIFICATE`` and
+        ``AGN_OPTAX_TLS_KEY`` name, or, without these, plain text, which is only allowed
+        within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have; they encrypt only gRPC.
       insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
-      token: by which the center knows this end, or the path of a file with it, which is
-        read again when it changes. None takes what ``AGN_OPTAX_TOKEN`` says, or the
-        file that ``AGN_OPTAX_TOKEN_FILE`` names, or, of a center on this machine that
-        `agn-optax serve` has started for the same user, the one that it has made.
-      transports: how exchanges may travel, the preferred way first; the first one that
-        works is taken; None takes those that ``AGN_OPTAX_TRANSPORTS`` says, with
-        commas between them, or all. ``"memory"`` is shared with a center of the same
-        user on this machine, ``"socket"`` a connection of their own beside gRPC's,
-        ``"grpc"`` works wherever anything does, and a list without it insists.
-      fragments: what each of several servers keeps, for a center whose workers, or some
-        of them, exchange by these fragments; all say the same. None divides by size.
+      token: the token that authenticates this worker at the center, or the path of a
+        file with the token, which is read again when it changes. None uses
+        ``AGN_OPTAX_TOKEN``, or the file that ``AGN_OPTAX_TOKEN_FILE`` names, or, if the
+        same user started the center on this machine with `agn-optax serve`, the token
+        that the center generated.
+      transports: names of the transports that exchanges may use, in order of
+        preference; the first one that works is used. ``"memory"`` is memory shared with
+        a center of the same user on this machine, ``"socket"`` is a connection of its
+        own beside the one of gRPC, and ``"grpc"`` works wherever a center can be
+        reached; without it, a call fails if the others do not work. None uses
+        ``AGN_OPTAX_TRANSPORTS``, a list separated by commas, or else all transports.
+      fragments: the fragments of the model, one for each of several servers, for a
+        center whose workers (or some of them) exchange by these fragments. All workers
+        must pass the same fragments. None divides the leaves by size.
 
     Returns:
       The center.
 
     Raises:
-      CenterUnreachableError: nobody answers in time.
-      EncryptionError: it answers, but TLS of the two ends does not go together.
-      NotAllowedError: the center wants a token or a certificate, or another one.
-      RuleMismatchError: the center runs another rule; names what differs.
-      ProtocolError: what answers is no center, or one of another release.
-      InvalidArgumentError: the address is none, or a setting is out of range, or there
-        are not as many fragments as servers.
+      CenterUnreachableError: the center does not answer in time.
+      EncryptionError: the center answers, but the TLS settings of the two ends are not
+        compatible.
+      NotAllowedError: the center requires a token or a certificate, or another one.
+      RuleMismatchError: the center runs another rule; the message names what differs.
+      ProtocolError: the server at the address is not a center, or is one of an
+        incompatible release.
+      InvalidArgumentError: an address is not valid, a setting is out of range, or the
+        number of fragments is not the number of servers.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax, agn_optax.service
@@ -148,14 +156,14 @@ def connect(
 
 
 class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
-    """A center on the other side of a gRPC connection; made by `connect`.
+    """A center that is reached over a gRPC connection; made by `connect`.
 
-    Its methods may be called from any thread. A call that finds nobody is tried again,
-    at growing intervals, until ``timeout`` seconds have passed without a sign of life;
-    what had been applied is not applied again.
+    Its methods may be called from any thread. A call that does not reach the center is
+    retried at growing intervals until ``timeout`` seconds have passed without any
+    response. An exchange that was already applied is not applied again.
 
     Attributes:
-      rule: the rule.
+      rule: the rule that the center runs.
     """
 
     def __init__(self, remote: Remote, like: PyTree = None) -> None:
@@ -163,8 +171,10 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._like = like
         self._connection = remote.connection
         self._remote = remote
-        self._sessions: dict[str, RemoteSession] = {}  # that have not left
-        self._lock = threading.RLock()  # of them; a handler of a signal may close
+        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by worker
+        # It guards the sessions. It is reentrant because a signal handler may call
+        # `close` while it is held.
+        self._lock = threading.RLock()
         remote.describe()
         beats = functools.partial(_beat, weakref.ref(self), self._connection)
         keep_running(beats, "agn-optax heartbeat")
@@ -172,12 +182,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
 
     @property
     def address(self) -> str:
-        """Where the center is."""
+        """The center's address."""
         return self._connection.address
 
     @property
     def unreachable_since(self) -> float | None:
-        """Seconds since the epoch; None while the center answers."""
+        """When the center stopped answering (s since the epoch); None if it answers."""
         return self._connection.unreachable_since
 
     # The protocol `Center`.
@@ -190,12 +200,12 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         timeout: float | None = None,
         life: Any = None,
     ) -> RemoteSession:
-        """A worker is there: see `Center.join`."""
+        """Register a worker: see `Center.join`."""
         if params is not None:
             self._remote.check_model(params, worker)
             self._like = jax.tree.map(lambda _: 0, params)
         if (old := self._sessions.get(worker)) is not None:
-            old.leave()  # which this process has given up
+            old.leave()  # this process no longer uses it
         forget = functools.partial(_forget, weakref.ref(self))
         session = RemoteSession(self._remote, worker, self._like, life, left=forget)
         with self._lock:
@@ -208,7 +218,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         return session
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
-        """Gives the center its first parameters: see `Center.initialize`."""
+        """Give the center its first parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
         if self._remote.travelling is not None:
             self._remote.check_model(params, worker)
@@ -217,7 +227,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The center as it is, once it is initialized: see `Center.wait`."""
+        """Wait until the center is initialized, and return it: see `Center.wait`."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         patience = _COMES
         while True:
@@ -238,25 +248,25 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
                 )
 
     def pull(self, *, public: bool = False) -> Snapshot:
-        """The center as it is, at any time: see `Center.pull`."""
+        """Return the current version of the center: see `Center.pull`."""
         return self._pull(0.0, public=public)
 
-    # Beyond it.
+    # Methods that `Center` does not have.
 
     def status(self) -> dict[str, Any]:
-        """Who is there: what ``agn-optax status --json`` prints."""
+        """Return the center's status, as ``agn-optax status --json`` prints it."""
         return self._connection.retry(self._connection.status)
 
     def describe(self) -> pb.Description:
-        """What the center says of itself, fresh."""
+        """Ask the center for its current description."""
         return self._remote.describe()
 
     def announce(self, address: str) -> None:
-        """Workers that join from now on are themselves a center, at an address."""
+        """Set the address at which workers that join later serve as a center."""
         self._remote.serves_at = address
 
     def close(self) -> None:
-        """Leaves with all workers of this connection, and closes it."""
+        """Let all workers of this connection leave, and close the connection."""
         if self._connection.closed:
             return
         _open_centers.discard(self)
@@ -266,7 +276,7 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
                 session.leave(max(0.1, min(1.0, end - time.monotonic())))
         finally:
             self._connection.close()
-            for session in list(self._sessions.values()):  # who have joined meanwhile
+            for session in list(self._sessions.values()):  # that joined meanwhile
                 session.disconnect()
 
     def __exit__(self, *exception: object) -> None:
@@ -281,24 +291,24 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         said, arrays = self._connection.retry(
             lambda: self._remote.pull(wait, public=public)
         )
-        # No program is compiled for what happens once.
+        # A pull is too rare to compile a program for it, as `to_device` would.
         leaves = jax.device_put(arrays)
         return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
 
     def _give_signs_of_life(self) -> float:
-        """Of the workers that are there; returns seconds between two of them."""
+        """Send a heartbeat of all joined workers; return seconds until the next one."""
         interval = self._remote.description.heartbeat
         there = [each for each in list(self._sessions.values()) if not each.left]
         if there:
             lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
             request = pb.AliveRequest(lives=lives)
-            with contextlib.suppress(errors.AgnOptaxError):  # the next one may arrive
+            with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
                 self._connection.unary("Alive", request, pb.AliveReply, interval)
         return interval
 
 
 def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
-    """Let go of a session that has left, and of the contribution that it holds."""
+    """Drop a session that has left, together with the contribution that it holds."""
     if (known := center()) is not None:
         with known._lock:
             if known._sessions.get(session.worker) is session:
@@ -306,7 +316,7 @@ def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
 
 
 def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:
-    """Gives signs of life of a center's workers, until that is closed or forgotten."""
+    """Send heartbeats of a center's workers until it is closed or garbage-collected."""
 
     def once() -> float:
         alive = center()
@@ -321,7 +331,7 @@ _open_centers: weakref.WeakSet[RemoteCenter] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """At the end of the process, its workers leave."""
+    """Close all open centers at the end of the process, so that their workers leave."""
     for center in list(_open_centers):
-        with contextlib.suppress(Exception):  # the others leave nevertheless
+        with contextlib.suppress(Exception):  # the others must be closed anyway
             center.close()

@@ -1,7 +1,7 @@
-"""A connection to a center: calls that are tried again, as long as there is hope.
+"""A connection to a center, with retries and timeouts.
 
-Calls are made on the thread of whoever makes them. The watchdog ends those that nothing
-is heard of for too long.
+A call runs on the thread that makes it. The watchdog cancels a call that has received
+nothing for too long.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ T = TypeVar("T")
 
 _log = logging.getLogger("agn_optax")
 
-# Seconds that a call tries to reach a center that is known not to answer, or that it
-# can do without for a while.
+# Seconds for which a call is retried if the center is known to be unreachable, or if
+# the caller can go on without the center for a while.
 SOON = 2.0
-# Seconds in which a center says something to whoever describes it or joins: while it
-# has workers wait, it does every two. With the pause between two attempts, a worker is
-# back within five seconds of an outage, whatever became of its connections meanwhile.
+# Timeout in seconds for the first response to Describe or Join; a center that lets a
+# worker wait responds every two seconds. With the pause between two attempts, a worker
+# reconnects within five seconds after an outage, even if its old connections hang.
 FIRST_WORD = 3.5
 
-_MOST_DESCRIPTION = 1 << 20  # bytes beside the schema; most have ten thousand
-# What gRPC says of connections that it cannot make, and of those to nobody.
+_MOST_DESCRIPTION = 1 << 20  # bytes without the schema; 10,000 are typical
+# gRPC's text for a connection that cannot be made, and its reasons if no host answers.
 _CONNECTING = "failed to connect to all addresses"
 _NOBODY = ("connect to remote host", "timed out", "DNS")
 
 
 class Connection:
-    """To one center.
+    """A connection to one center.
 
     Args:
-      address: of the center, or ``file:PATH`` with a file that says where it is.
-      timeout: seconds without a sign of life after which a call gives up.
-      tls: who vouches for the center; None for plain text, or
-      credentials: of gRPC, which say it instead.
+      address: the center's address, or ``file:PATH`` with a file that holds it.
+      timeout: seconds without any response after which a call gives up.
+      tls: the TLS settings; None for plain text or ``credentials``.
+      credentials: gRPC credentials instead of ``tls``.
       insecure: allows plain text beyond this machine.
-      token: by which this end is known, see `_token.of`.
+      token: the token of this end, see `_token.of`.
 
     Attributes:
-      address: where the center was last.
-      unreachable_since: seconds since the epoch; None while the center answers.
+      address: the last known address of the center.
+      unreachable_since: when the center stopped answering, in seconds since the epoch;
+        None while it answers.
     """
 
     def __init__(
@@ -85,40 +86,42 @@ class Connection:
         self.tls = tls
         self.unreachable_since: float | None = None
         self._token = _token.of(token, lambda: self.address)
-        self._lock = threading.RLock()  # a handler of a signal may close it within
+        self._lock = threading.RLock()  # reentrant for `close` in a signal handler
         self._channel: Any = None
-        self._shown: Any = None  # credentials, by that channel
-        self._answers = False  # whether it ever has
+        self._shown: Any = None  # the credentials of that channel
+        self._answers = False  # whether the center has ever answered
         self._closed = threading.Event()
-        self._heard = -math.inf  # when something came; monotonic seconds
-        self._served = -math.inf  # when that was no refusal
+        self._heard = -math.inf  # when a frame came last; monotonic seconds
+        self._served = -math.inf  # when a frame came last that was not an error
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of gRPC, made of ``tls`` or given; None for plain text."""
+        """The gRPC credentials, made of ``tls`` or given; None for plain text."""
         return self._credentials()
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more calls."""
+        """Whether the connection has been closed or stopped."""
         return self._closed.is_set()
 
     def is_closed_within(self, seconds: float) -> bool:
-        """Whether it takes no more calls, now or within so many seconds."""
+        """Wait up to ``seconds`` for the end; return whether the connection ended."""
         return self._closed.wait(seconds)
 
     def retry(self, attempt: Callable[[], T], within: float = math.inf) -> T:
-        """What ``attempt`` returns, in as many attempts as the time allows.
+        """Return the result of ``attempt``, retried until the time is over.
 
         Args:
           attempt: makes a call.
-          within: seconds, if the center must be found sooner than the timeout has it.
-            While it is known to be unreachable, a call says so soon anyway.
+          within: seconds after which to give up, if this is less than the timeout.
+            While the center is known to be unreachable, a call gives up after `SOON`.
 
         Raises:
-          CenterUnreachableError: nobody answers; says since when.
-          CenterBusyError: it answers, and has not taken the call in all that time.
-          EncryptionError: nobody ever has, for a reason that time does not mend.
+          CenterUnreachableError: the center does not answer; the message says since
+            when.
+          CenterBusyError: the center answers, but has not accepted the call in time.
+          EncryptionError: the TLS settings do not match, and the center has never
+            answered.
         """
         begin = time.monotonic()
         if self.unreachable_since is not None:
@@ -139,8 +142,8 @@ class Connection:
                 self._answered()
                 return result
             now = time.monotonic()
-            # It was there meanwhile, and waited perhaps. A center that answers only to
-            # say that it is closed gets no more time than one that does not answer.
+            # The center responded during this attempt, so the timeout begins again. A
+            # center that only responds that it is closed does not restart the timeout.
             if self._served > began:
                 begin, attempts = self._heard, 1
                 end = max(begin + self.timeout, now + SOON)
@@ -176,18 +179,18 @@ class Connection:
             self._closed.wait(pause)
 
     def _answered(self) -> None:
-        """Note that the center is there."""
+        """Record that the center has answered."""
         self._answers = True
         if self.unreachable_since is not None:
             _log.warning("the center at %s answers again", self.address)
             self.unreachable_since = None
 
     def begin(self, call: Callable[[Any], T]) -> T:
-        """What ``call`` returns, which begins a call on the gRPC channel.
+        """Return the result of ``call``, which begins a call on the gRPC channel.
 
         Raises:
           CenterClosedError: the connection is closed.
-          CenterUnreachableError: nobody has said where the center is.
+          CenterUnreachableError: the address file has no address yet.
         """
         while True:
             self._find()
@@ -196,12 +199,12 @@ class Connection:
                 channel = self._channel = self._channel or self._new_channel()
             try:
                 return call(channel)
-            except ValueError:  # of a channel that has been closed meanwhile
+            except ValueError:  # raised by a channel that was closed meanwhile
                 if channel is self._channel and not self.closed:
                     raise
 
     def stream(self, name: str, messages: Iterator[bytes]) -> Any:
-        """A call of two streams, of bytes each way."""
+        """Begin a call with a stream of bytes in each direction."""
         path = f"/{_address.SERVICE}/{name}"
         said = self._metadata()
         return self.begin(
@@ -216,16 +219,16 @@ class Connection:
         timeout: float | None = None,
         patience: float = math.inf,
     ) -> Any:
-        """The reply, of a type, to a call without streams; of others by its path.
+        """Make a call without streams, and return its reply.
 
         Args:
-          name: of a method of the center, or a path.
-          request: what it is asked.
-          reply: the type of its reply.
-          timeout: seconds for a call without which one can do; nothing is made of it if
-            they are over.
-          patience: seconds for any other, if the timeout of all is longer; after them
-            the next call begins on a new channel.
+          name: name of a method of the center, or the full path of any gRPC method.
+          request: the request.
+          reply: type of the reply.
+          timeout: timeout in seconds of a call that may fail; the channel is kept then.
+            None for any other call.
+          patience: timeout in seconds of any other call, if this is less than the
+            connection's timeout. The next call then begins on a new channel.
         """
         patience = min(self.timeout, patience)
         path = name if name.startswith("/") else f"/{_address.SERVICE}/{name}"
@@ -243,25 +246,25 @@ class Connection:
             raise self._failure(_status.exception_of(error, self.address)) from None
 
     def describe(self) -> pb.Description:
-        """What the center says of itself, in one attempt."""
+        """Return the center's description, in one attempt."""
         request = pb.DescribeRequest(protocol=_address.PROTOCOL)
         said = self.unary("Describe", request, pb.Described, patience=FIRST_WORD)
         return description_in(said)
 
     def status(self) -> dict[str, Any]:
-        """Who is there, in one attempt and in terms of JSON."""
+        """Return the center's status as JSON values, in one attempt."""
         return _as_dict(self.unary("Status", pb.StatusRequest(), pb.StatusReply))
 
     def save(self) -> int:
-        """Has the center write a snapshot, in one attempt; returns its version."""
+        """Have the center write a snapshot, in one attempt; return its version."""
         return int(self.unary("Save", pb.SaveRequest(), pb.SaveReply).version)
 
     def drain(self) -> None:
-        """Ends the center's service, in one attempt."""
+        """End the center's service, in one attempt."""
         self.unary("Drain", pb.DrainRequest(), pb.DrainReply)
 
     def check_open(self) -> None:
-        """Raises `CenterClosedError` once it takes no more calls."""
+        """Raise `CenterClosedError` if the connection is closed."""
         if self.closed:
             raise errors.CenterClosedError(
                 f"the connection to the center at {self.address} is closed"
@@ -272,7 +275,7 @@ class Connection:
         return [] if token is None else [("authorization", f"Bearer {token}")]
 
     def _find(self) -> None:
-        """Where the center is now, if a file says it."""
+        """Read the address file, if there is one, and follow a center that moved."""
         if self._file is None:
             return
         try:
@@ -280,7 +283,7 @@ class Connection:
         except errors.CenterUnreachableError:
             if self._channel is None:
                 raise
-            return  # it may still be where it was
+            return  # the center may still be at its last address
         if found != self.address:
             self._check(found)
             self._let_go()
@@ -295,16 +298,17 @@ class Connection:
         return grpc.secure_channel(self.address, self._shown, options)
 
     def _renew(self, silence: float) -> None:
-        """Calls begin on a new channel, if nothing came over any link for too long.
+        """Drop the channel if no link has received anything for ``silence`` seconds.
 
-        GRPC itself would keep to a connection whose other end has vanished for up to a
-        minute. What else is on the old channel is as lost, and tried again.
+        The next call then begins on a new channel. gRPC itself would keep a connection
+        whose other end has vanished for up to a minute. Other calls on the old channel
+        are as lost, and are retried.
         """
         if time.monotonic() - self._heard >= silence:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of the channel; the next call has another."""
+        """Close the channel; the next call opens another one."""
         with self._lock:
             channel, self._channel = self._channel, None
         if channel is not None:
@@ -314,20 +318,21 @@ class Connection:
     def watching(
         self, link: Link, until: float = math.inf, patience: float = math.inf
     ) -> Iterator[None]:
-        """Around a use of a link, which is cancelled if anything goes wrong.
+        """Use a link within the block, with timeouts; cancel the link on any error.
 
         Args:
-          link: that is used.
+          link: the link.
           until: when to give up in any case; monotonic seconds.
-          patience: seconds in which something comes, if the timeout is longer.
+          patience: seconds without any traffic after which to give up, if this is less
+            than the timeout.
 
         Raises:
-          TimeoutError: it was not over then.
-          CenterUnreachableError: nothing came, or could be sent, for too long.
-          AgnOptaxError: the center ended the call, with this.
+          TimeoutError: the block was not left by ``until``.
+          CenterUnreachableError: nothing was received, or could be sent, in time.
+          AgnOptaxError: the error with which the center ended the call.
         """
         patience = min(self.timeout, patience)
-        over_by = math.inf  # of the packet that moves
+        over_by = math.inf  # deadline of the frame that is being transferred
 
         def sent() -> None:
             link.deadline = min(until, over_by, time.monotonic() + patience)
@@ -353,7 +358,7 @@ class Connection:
         try:
             with watchdog.watching(link):
                 yield
-        except BaseException as error:  # Ctrl-C, too: nothing goes on by itself
+        except BaseException as error:  # also of Ctrl-C: no link is left running
             link.cancel()
             is_ours = isinstance(error, errors.AgnOptaxError)
             if not is_ours and not isinstance(error, link.ended):
@@ -367,37 +372,42 @@ class Connection:
             # Whatever went wrong, the call knows why.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:
-            # They know the link: in a circle, its memory would outlive it for long.
+            # These closures refer to the link. Without the reference cycle, its memory
+            # is freed at once instead of by the garbage collector.
             link.sent = link.heard = link.served = nothing
             link.pace = contextlib.nullcontext
 
     def stop(self) -> None:
-        """Takes no more calls, and does not try any again."""
+        """Accept no further calls, and end retries."""
         self._closed.set()
 
     def close(self) -> None:
-        """Ends all calls."""
+        """Stop, and end all calls that are under way."""
         self.stop()
         with self._lock:
             if self._channel is not None:
                 self._channel.close()
 
     def _failure(self, error: BaseException) -> BaseException:
-        """An error as the caller is to see it: a closed connection is the cause."""
+        """Return the error to raise instead of ``error``, with the real cause.
+
+        Raises:
+          CenterClosedError: the connection is closed, which explains the error.
+        """
         if isinstance(error, errors.CenterUnreachableError):
             self.check_open()
             return self._greeting_failure(str(error)) or error
         return error
 
     def _greeting_failure(self, said: str) -> errors.EncryptionError | None:
-        """Of a connection that could not be made although somebody is there."""
+        """Return a TLS error if the server is there, but the handshake failed."""
         if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
             return None
         if self.credentials is not self._shown:  # certificates have changed meanwhile
             self._let_go()
             return None
         if self.tls is None and self.credentials is not None:
-            return None  # gRPC's own, which nobody else can read
+            return None  # gRPC's credentials are opaque
         reason = _handshake.why_not(self.address, self.tls)
         if not reason:
             return None
@@ -405,10 +415,10 @@ class Connection:
 
 
 def description_in(said: pb.Described) -> pb.Description:
-    """Return what a center says of itself, its schema still in bytes.
+    """Return the description of a center from a reply, its schema still as bytes.
 
     Raises:
-      ProtocolError: it makes no sense, or is too much.
+      ProtocolError: the description is not valid, or too large.
     """
     size = len(said.description)
     if size > _MOST_DESCRIPTION:
@@ -426,7 +436,7 @@ def description_in(said: pb.Described) -> pb.Description:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """A protobuf message in terms of JSON; what is absent is None."""
+    """Return a protobuf message as JSON values; an absent field is None."""
     said = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
