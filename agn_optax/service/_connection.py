@@ -369,7 +369,7 @@ class Connection:
                 self._renew(patience)
                 silence = f"nothing came for {patience:.3g} s, or far too slowly"
                 raise errors.CenterUnreachableError(silence) from None
-            # Whatever went wrong, the call knows why.
+            # The ended call knows the reason best.
             raise self._failure(error if is_ours else link.why_it_ended()) from None
         finally:
             # These closures refer to the link. Without the reference cycle, its memory

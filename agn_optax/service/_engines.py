@@ -1,9 +1,9 @@
-"""What the engines that start workers tell them, by variables of their own.
+"""Environment variables that cluster engines such as SLURM set for their tasks.
 
 Each engine is a function of the environment. A task may be one of several that are
-started and restarted alone (`Task.index`), which is what a worker is, and one of
-several processes that start and end together (`Task.process`), as the hosts of a slice
-of TPUs do.
+started and restarted alone (`Task.index`), as workers are. It may also be one of
+several processes that start and end together (`Task.process`), such as the hosts of a
+slice of TPUs.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from agn_optax import errors
 
 Variables = Mapping[str, str]
 
-# Where the center of a set of Kubernetes listens, unless AGN_OPTAX_PORT says otherwise.
+# Default of AGN_OPTAX_PORT, the port of a center whose host the engine's variables name.
 PORT = 5000
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one engine says of this process; None is what it does not say.
+    """The position of this process according to one engine; None where it is unknown.
 
     Attributes:
-      engine: its name.
-      said: the variables that say it, with their values.
-      index, count: of what is restarted alone: a task of an array, a pod, a slice.
-      process, processes: of what starts and ends together.
-      host: of process 0 of these.
-      center: its address.
-      restarts: how often this one was started again.
-      is_gang: whether those processes can only be one worker.
+      engine: name of the engine.
+      said: the variables that were read, with their values, for messages.
+      index, count: index and number of the units that are restarted alone, such as
+        tasks of an array, pods or slices.
+      process, processes: index and number of the processes that start and end together.
+      host: host of process 0 of these.
+      center: address of the center.
+      restarts: number of times that this task was restarted.
+      is_gang: whether these processes must be one worker.
     """
 
     engine: str
@@ -48,23 +49,23 @@ class Task:
 
 
 def tasks(variables: Variables) -> list[Task]:
-    """What each engine says that says something, the nearest to this process first.
+    """Return the task of each engine that is found, the innermost engine first.
 
     Raises:
-      InvalidArgumentError: a variable makes no sense.
+      InvalidArgumentError: a variable's value is not valid.
     """
     if "RAY_JOB_ID" in variables or "RAY_RAYLET_PID" in variables:
-        # Whatever started Ray's node is of the node, and of no actor on it.
+        # The variables describe Ray's node and not the actor that runs on it.
         return []
     found = (_skypilot, _kubernetes, _leader_worker_set, _slurm, _tpu)
     return [task for engine in found if (task := engine(variables)) is not None]
 
 
 def number(variables: Variables, name: str, *, least: int = 0) -> int | None:
-    """What a variable says; None if it is not there.
+    """Return the value of a variable as an int; None if it is unset or empty.
 
     Raises:
-      InvalidArgumentError: it is not a whole number, or below the ``least``.
+      InvalidArgumentError: the value is not a whole number, or is below ``least``.
     """
     text = variables.get(name)
     if not text:
@@ -77,7 +78,7 @@ def number(variables: Variables, name: str, *, least: int = 0) -> int | None:
 
 
 def _skypilot(variables: Variables) -> Task | None:
-    """Nodes of one task, which SkyPilot recovers together."""
+    """Return the position among a task's nodes, which SkyPilot restarts together."""
     rank = number(variables, "SKYPILOT_NODE_RANK")
     nodes = number(variables, "SKYPILOT_NUM_NODES", least=1)
     if rank is None or nodes is None:
@@ -92,10 +93,11 @@ def _skypilot(variables: Variables) -> Task | None:
 
 
 def _kubernetes(variables: Variables) -> Task | None:
-    """Pods of an Indexed Job, or Jobs of a JobSet whose pods start together.
+    """Return the position among the pods of an Indexed Job or the Jobs of a JobSet.
 
-    Of a set, ``JOBSET_NAME``, ``REPLICATED_JOB_NAME`` and ``JOB_INDEX`` are what a
-    manifest takes from the annotations of its pods.
+    The pods of one Job of a JobSet start together. A JobSet's manifest must set
+    ``JOBSET_NAME``, ``REPLICATED_JOB_NAME`` and ``JOB_INDEX`` from the annotations of
+    its pods.
     """
     pod = number(variables, "JOB_COMPLETION_INDEX")
     if pod is None:
@@ -114,13 +116,13 @@ def _kubernetes(variables: Variables) -> Task | None:
             is_gang=True,
         )
     said = _said(variables, "JOB_COMPLETION_INDEX")
-    if len(_hosts_of_slice(variables)) > 1:  # then its pods are those of one slice
+    if len(_hosts_of_slice(variables)) > 1:  # the pods are hosts of one TPU slice
         return None
     return Task("Kubernetes", said, index=pod)
 
 
 def _leader_worker_set(variables: Variables) -> Task | None:
-    """A group whose leader is the center, or of one worker's processes."""
+    """Return the position in a group, which is one worker or is led by the center."""
     leader = variables.get("LWS_LEADER_ADDRESS")
     size = number(variables, "LWS_GROUP_SIZE", least=1)
     pod = number(variables, "LWS_WORKER_INDEX")
@@ -148,10 +150,10 @@ def _leader_worker_set(variables: Variables) -> Task | None:
 
 
 def _slurm(variables: Variables) -> Task | None:
-    """Tasks of an array, each of which is a job of its own, and those of a step.
+    """Return the position in an array, whose tasks are jobs, and in a step.
 
-    Of a heterogeneous job, the first component is the center, and the others are
-    workers: their tasks are counted from 0, in a step of all components.
+    In a heterogeneous job, the first component is the center and the others are
+    workers. In a step of all components, the workers' tasks are counted from 0.
     """
     if "SLURM_JOB_ID" not in variables:
         return None
@@ -193,7 +195,7 @@ def _slurm(variables: Variables) -> Task | None:
 
 
 def _whole_array(variables: Variables, names: list[str]) -> int | None:
-    """The tasks of an array that is 0, 1, ...; None if its ranks are not plain."""
+    """Return the size of an array with the indices 0, 1, ...; None for other arrays."""
     _, least, most = (number(variables, name) for name in names)
     count = number(variables, "SLURM_ARRAY_TASK_COUNT")
     if least is None or most is None or count is None:
@@ -202,7 +204,7 @@ def _whole_array(variables: Variables, names: list[str]) -> int | None:
 
 
 def _tpu(variables: Variables) -> Task | None:
-    """Hosts of a slice, and slices of several."""
+    """Return the position among the hosts of a TPU slice, and among several slices."""
     hosts = _hosts_of_slice(variables)
     host = number(variables, "TPU_WORKER_ID")
     slices = number(variables, "MEGASCALE_NUM_SLICES", least=1)
@@ -228,7 +230,10 @@ def _hosts_of_slice(variables: Variables) -> list[str]:
 
 
 def _first_host(nodes: str) -> str | None:
-    """Of SLURM's short form: ``node[001-015,020],other`` begins with ``node001``."""
+    """Return the first host of SLURM's short form of a list of nodes.
+
+    The first host of ``node[001-015,020],other`` is ``node001``.
+    """
     found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
     return None if found is None else found[1] + (found[2] or "")
 

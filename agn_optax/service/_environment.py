@@ -1,4 +1,7 @@
-"""Who a worker is, as ``agn-optax launch`` or the engine that started it says."""
+"""Settings of a launched worker, read from its environment variables.
+
+``agn-optax launch`` or the cluster engine that started the worker sets the variables.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ RULE = "AGN_OPTAX_RULE"
 
 _log = logging.getLogger("agn_optax")
 
-# Process 0 of a worker of several processes listens at one of so many ports, by the
-# worker's rank: workers may share a host.
+# Process 0 of a worker with several processes listens at a port in this range. The port
+# depends on the worker's rank, because workers may share a host.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 class Environment(NamedTuple):
-    """Who a worker is.
+    """The settings of a launched worker.
 
     Attributes:
-      address: of the center, for `connect`.
-      rank: 0, 1, ...; the chief may be rank 0.
-      workers: how many there are.
+      address: the center's address, for `connect`.
+      rank: 0, 1, ...; rank 0 can be the chief.
+      workers: the number of workers.
       worker: this worker's name.
-      restarts: how often this worker failed and was started again.
-      distributed: the arguments of `initialize_distributed` for this worker alone:
-        of one process, it stays alone; of several, they join each other, and no other
-        worker's.
+      restarts: how often this worker has failed and been restarted.
+      distributed: the arguments of `initialize_distributed`. They join the processes of
+        this worker, and no process of another worker; a worker with one process stays
+        alone.
     """
 
     address: str
@@ -47,8 +50,9 @@ class Environment(NamedTuple):
         """The rule of the center that `launch` has started (``AGN_OPTAX_RULE``).
 
         Raises:
-          MissingArgumentError: it was told none, as with ``--center HOST:PORT``.
-          InvalidArgumentError: the variable makes no sense.
+          MissingArgumentError: the variable is not set, because `launch` did not start
+            the center itself, as with ``--center HOST:PORT``.
+          InvalidArgumentError: the variable's value is not valid.
         """
         text = os.environ.get(RULE)
         if text is None:
@@ -71,17 +75,17 @@ class Environment(NamedTuple):
 
 
 def environment() -> Environment:
-    """Who this program is: found in its environment, and told in the log.
+    """Return this worker's settings from its environment variables, and log them.
 
-    Each answer comes from the first of these that has one:
+    Each setting comes from the first of these sources that has it:
 
     1. ``AGN_OPTAX_CENTER``, ``AGN_OPTAX_RANK``, ``AGN_OPTAX_WORKERS``,
-       ``AGN_OPTAX_WORKER`` (``worker-RANK`` if it is not there),
-       ``AGN_OPTAX_RESTARTS``; and of a worker of several processes
-       ``AGN_OPTAX_PROCESSES``, ``AGN_OPTAX_PROCESS`` and ``AGN_OPTAX_COORDINATOR``
-       (``host:port`` of its first process). `agn-optax launch` sets them on every
-       engine. An actor of Ray takes nothing else, for what its node was started by is
-       not about the actor.
+       ``AGN_OPTAX_WORKER`` (default ``worker-RANK``) and ``AGN_OPTAX_RESTARTS``. A
+       worker with several processes also has ``AGN_OPTAX_PROCESSES``,
+       ``AGN_OPTAX_PROCESS`` and ``AGN_OPTAX_COORDINATOR`` (``host:port`` of its first
+       process). `agn-optax launch` sets them on every engine. In an actor of Ray they
+       are the only source, because the variables of an engine describe the node and
+       not the actor.
     2. SkyPilot's nodes (``SKYPILOT_NODE_RANK``, ...).
     3. Kubernetes' Indexed Jobs (``JOB_COMPLETION_INDEX``), JobSets (``JOBSET_NAME`` and
        ``JOB_INDEX`` as well) and LeaderWorkerSets (``LWS_WORKER_INDEX``, ...), whose
@@ -89,17 +93,18 @@ def environment() -> Environment:
     4. SLURM's arrays (``SLURM_ARRAY_TASK_ID``, ...) and steps (``SLURM_PROCID``, ...).
     5. Slices of TPUs (``MEGASCALE_SLICE_ID``, ``TPU_WORKER_ID``, ...).
 
-    What is restarted alone is a worker: a task of an array, a pod of a Job, a slice.
-    Processes that start together, such as the tasks of a step, may be one worker or
-    several: ``AGN_OPTAX_PROCESSES`` says how many of them a worker has.
+    A unit that is restarted alone is a worker: a task of an array, a pod of a Job, a
+    slice. Processes that start together, such as the tasks of a step, may be one worker
+    or several: ``AGN_OPTAX_PROCESSES`` is the number of processes of a worker.
 
     Returns:
-      The center's address, this worker's rank and name, and how many workers there are.
+      The center's address, this worker's rank and name, the number of workers, and the
+      other fields of `Environment`.
 
     Raises:
-      InvalidArgumentError: a variable is missing or makes no sense, or engines do not
-        agree; names the variables. Or this process is in a job of `jax.distributed`
-        with others than those of its worker, all of which would end with it.
+      InvalidArgumentError: a variable is missing or not valid, or engines disagree; the
+        message names the variables. Or this process is in a job of `jax.distributed`
+        with processes of other workers, all of which would end if this one does.
 
     Example:
       >>> import os
@@ -138,7 +143,7 @@ def environment() -> Environment:
 
 
 def _place(own: Variables, found: list[Task]) -> tuple[int, int, str]:
-    """This worker's rank, of how many, and who says so."""
+    """Return this worker's rank, the number of workers, and the source of the rank."""
     rank = number(own, "AGN_OPTAX_RANK")
     workers = number(own, "AGN_OPTAX_WORKERS", least=1)
     by = "AGN_OPTAX_RANK"
@@ -161,7 +166,7 @@ def _place(own: Variables, found: list[Task]) -> tuple[int, int, str]:
 
 
 def _counted(task: Task) -> int | None:
-    """How many workers an engine says that there are."""
+    """Return the number of workers according to an engine; None if it is unknown."""
     if task.engine == "SLURM" and task.count is None:
         raise errors.InvalidArgumentError(
             "an array that does not begin at 0, or has gaps, may have grown or may be "
@@ -174,7 +179,7 @@ def _counted(task: Task) -> int | None:
 def _of_processes(
     own: Variables, found: list[Task], workers: int | None
 ) -> tuple[int | None, int | None, str]:
-    """Rank and number of workers whose processes are started together."""
+    """Return rank, number of workers and source, if the workers start together."""
     task = _agreed([task for task in found if task.processes > 1], "process")
     if task is None or task.is_gang:
         return None, workers, ""
@@ -189,7 +194,7 @@ def _of_processes(
 
 
 def _processes(own: Variables, found: list[Task], rank: int) -> dict[str, Any]:
-    """The arguments of `initialize_distributed` for this worker."""
+    """Return the arguments of `initialize_distributed` for this worker."""
     processes = number(own, "AGN_OPTAX_PROCESSES", least=1)
     process = number(own, "AGN_OPTAX_PROCESS")
     host = None
@@ -222,7 +227,15 @@ def _processes(own: Variables, found: list[Task], rank: int) -> dict[str, Any]:
 
 
 def _agreed(found: list[Task], what: str) -> Task | None:
-    """The first of them, where none of the others says something else."""
+    """Return the first task; None if there are none.
+
+    Args:
+      found: tasks according to several engines.
+      what: name of the attribute of `Task` that all must agree on.
+
+    Raises:
+      InvalidArgumentError: the attribute is not the same in all of them.
+    """
     for task in found[1:]:
         if getattr(task, what) != getattr(found[0], what):
             raise errors.InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Files that change while a process runs: what is made of them is made again."""
+"""Objects made from files that are read again when a file changes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from agn_optax import errors
 T = TypeVar("T")
 Path = str | os.PathLike[str]
 
-_LOOK = 0.5  # seconds between two looks
-PATIENCE = 300.0  # seconds in which what broken files were before may still count
+_LOOK = 0.5  # seconds between two checks for changes
+PATIENCE = 300.0  # seconds for which the old content of unreadable files may be used
 _log = logging.getLogger("agn_optax")
 
 
 class Reread(Generic[T]):
-    """What ``read`` makes of some files, again whenever one of them has changed.
+    """The result of ``read``, which is called again when one of the files has changed.
 
-    New files that cannot be read are logged, and what there was before stays: for good,
-    or until ``patience`` is over.
+    If changed files cannot be read, an error is logged and the old result stays: for
+    good, or for `PATIENCE` seconds if there is a fallback.
 
     Args:
-      files: whose changes count.
-      read: raises `InvalidArgumentError` if they make no sense.
-      fallback: makes what counts once files could not be read for too long; None where
-        what there was before stays.
+      files: the files whose changes are noticed.
+      read: reads the files; raises `InvalidArgumentError` if they are not valid.
+      fallback: makes the result once the files could not be read for `PATIENCE`
+        seconds; None keeps the old result.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Reread(Generic[T]):
         self._files = tuple(files)
         self._read = read
         self._fallback = fallback
-        self._broken = math.inf  # since when; monotonic seconds
+        self._broken = math.inf  # when reading failed first; monotonic seconds
         self._fell_back = False
         self._lock = threading.Lock()
         self._stamps = self._look()
@@ -52,7 +52,7 @@ class Reread(Generic[T]):
         self._next = time.monotonic() + _LOOK
 
     def __call__(self) -> T:
-        """The same object as long as no file has changed."""
+        """Return the current result; the same object as long as no file has changed."""
         if self._files and time.monotonic() >= self._next:
             with self._lock:
                 self._read_if_changed()
@@ -87,11 +87,16 @@ class Reread(Generic[T]):
 
 
 def warn_if_public(file: Path, what: str) -> None:
-    """Log a warning where every user of this machine may read a file with secrets."""
+    """Log a warning if every user of this machine can read a file with secrets.
+
+    Args:
+      file: the file.
+      what: description of the secrets for the message, such as "the tokens in".
+    """
     try:
-        mode = os.stat(file).st_mode  # noqa: PTH116 also of what is no Path
+        mode = os.stat(file).st_mode  # noqa: PTH116 file may be a str
         is_public = mode & stat.S_IROTH and _can_be_reached(file)
-    except OSError:  # whoever reads it says why it cannot
+    except OSError:  # reported when the file is read
         return
     if is_public:
         _log.warning(
@@ -103,15 +108,15 @@ def warn_if_public(file: Path, what: str) -> None:
 
 
 def _can_be_reached(file: Path) -> bool:
-    """Return whether every user may enter the folders that a file is in."""
+    """Return whether every user may enter the folders above a file."""
     folders = pathlib.Path(os.path.realpath(file)).parents
     return all(folder.stat().st_mode & stat.S_IXOTH for folder in folders)
 
 
 def _stamp(file: Path) -> Any:
-    """Another one once the file is another one, or may be read by others."""
+    """Return a value that changes with the file's content, identity or permissions."""
     try:
-        found = os.stat(file)  # noqa: PTH116 also of what is no Path
+        found = os.stat(file)  # noqa: PTH116 file may be a str
     except OSError as error:
         return error.errno
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size

@@ -1,4 +1,4 @@
-"""A rule's fingerprint as it travels."""
+"""A rule's fingerprint in the form that is sent to workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agn_optax.service import center_pb2 as pb
 
 
 def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
-    """What tells ``rule`` from others."""
+    """Return the fingerprint of ``rule`` as protobuf messages."""
     return tuple(
         pb.Print(part=part, setting=print_)
         if part in rules.SETTINGS
@@ -20,10 +20,15 @@ def fingerprint(rule: Rule) -> tuple[pb.Print, ...]:
 
 
 def compare(theirs: Any, rule: Rule, address: str) -> None:
-    """The rule of a center is this one.
+    """Check that the rule of a center is ``rule``.
+
+    Args:
+      theirs: the fingerprint of the center's rule.
+      rule: the rule of this process.
+      address: the center's address, for the error message.
 
     Raises:
-      RuleMismatchError: it is not; names the parts that differ.
+      RuleMismatchError: the rules differ; the message names the parts that differ.
     """
     others = {
         each.part: each.setting if each.part in rules.SETTINGS else tuple(each.numbers)

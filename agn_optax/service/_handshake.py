@@ -1,7 +1,8 @@
-"""Why TLS of two ends does not go together, for which gRPC has few words.
+"""Diagnosis of failed TLS handshakes, which gRPC reports without details.
 
-A connection of its own finds out: Python's ssl says what it misses at the other end. Of
-what the other end misses, gRPC says nothing; it closes.
+A separate connection finds the reason. Python's ssl reports problems with the other
+end's certificate. A gRPC server does not report problems with this end's certificate:
+it closes the connection.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from agn_optax import errors
 from agn_optax.service import _address
 from agn_optax.service._tls import Tls
 
-_TIMEOUT = 2.0  # seconds of each step
-# What begins every connection of HTTP/2, and an empty frame of settings.
+_TIMEOUT = 2.0  # seconds for each step
+# The preface of an HTTP/2 connection, and an empty SETTINGS frame.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# OpenSSL's numbers of what it finds wrong with a certificate.
+# OpenSSL's codes of certificate errors.
 _NOT_YET, _EXPIRED = 9, 10
 _OTHER_NAMES = (62, 63, 64)
-# What it makes of bytes that are not TLS.
+# OpenSSL's reasons if the received bytes are not TLS.
 _PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
 
 def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
-    """What is wrong with TLS on the way to a center.
+    """Return why a TLS handshake with a center fails.
 
     Args:
-      address: of the center.
-      tls: of this end; None for plain text.
+      address: the center's address.
+      tls: TLS settings of this end; None for plain text.
       timeout: seconds that each step may take.
 
     Returns:
-      It in words; "" if nothing is wrong, or nobody is there to tell.
+      The reason as text; "" if the handshake succeeds, or the center does not answer.
     """
     try:
         if tls is None:
@@ -59,10 +60,10 @@ def why_not(address: str, tls: Tls | None, timeout: float = _TIMEOUT) -> str:
 
 
 def connected(address: str, timeout: float) -> socket.socket:
-    """A socket at an address.
+    """Return a socket that is connected to an address.
 
     Raises:
-      OSError: nobody is there.
+      OSError: no connection can be made.
     """
     if not address.startswith("unix:"):
         port = int(address.rpartition(":")[2])
@@ -86,7 +87,7 @@ def _why_not_plain(address: str, timeout: float) -> str:
 
 
 def _why_closed(tls: Tls) -> str:
-    """By the other end, once it had all that this one has to say of itself."""
+    """Return why the other end closed the connection after the handshake."""
     if tls.certificate is None:
         return (
             "the center wants a certificate of this end: give --tls-certificate and "
@@ -121,7 +122,7 @@ def _in_words(error: Exception, address: str) -> str:
 
 
 def _host(address: str) -> str:
-    """The name that a center's certificate must have."""
+    """Return the name that a center's certificate must have."""
     if address.startswith("unix:"):
-        return "localhost"  # as gRPC has it
+        return "localhost"  # as gRPC does
     return _address.host(address)
