@@ -1,9 +1,9 @@
-"""Requests of HTTP/1.1 that have no body, strictly read: bytes in, a request out.
+"""A strict parser of HTTP/1.1 requests without a body: bytes in, a request out.
 
-A page is read and never written to, so a request is a line and fields, and nothing
-follows its blank line. Whatever else comes is refused, and its connection ends: then no
-byte of one request can be taken for the next one, and no browser can be made to send a
-request with another `Host` than the one it believes to talk to.
+The page is read-only, so a request consists of a request line and header fields, and
+ends with a blank line. Any other input is rejected and its connection is closed. This
+prevents request smuggling (bytes of one request taken for the next one) and requests
+with another `Host` than the one that the browser believes it talks to.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BLANK = b"\r\n\r\n"
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
-# Each in one pass: blanks around a value are stripped afterwards, as an expression that
-# matches them in several ways takes the square or cube of their number.
+# Blanks around a value are stripped after the match: an expression that can match them
+# in several ways takes quadratic or cubic time.
 _FIELD = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % _TOKEN)
 _BLANKS = " \t"
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::\d{1,5})?")
@@ -32,11 +32,11 @@ _METHODS = ("GET", "HEAD")
 
 
 class RefusedRequestError(Exception):
-    """A request that is not answered with what it asks for.
+    """A rejected request.
 
     Args:
-      status: of the answer.
-      why: its text.
+      status: status of the response.
+      why: text of the response.
     """
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -50,9 +50,9 @@ class Request:
 
     Attributes:
       method: "GET" or "HEAD".
-      path: without the query.
-      fields: by their names in lower case.
-      is_last: whether its connection ends with the answer.
+      path: the path, without the query.
+      fields: the header fields, by their names in lower case.
+      is_last: whether the connection is closed after the response.
     """
 
     method: str
@@ -62,13 +62,13 @@ class Request:
 
 
 def receive(recv: Callable[[int], bytes]) -> bytes:
-    """Receive bytes until a request is whole, or cannot become one.
+    """Receive bytes until a request is complete or known to be malformed.
 
     Args:
-      recv: of a socket.
+      recv: the method of a socket.
 
     Returns:
-      What came; b"" if the connection ended before that.
+      The received bytes; b"" if the connection ended before that.
     """
     heard = bytearray()
     while len(heard) <= MOST_HEAD:
@@ -83,16 +83,16 @@ def receive(recv: Callable[[int], bytes]) -> bytes:
 
 
 def parse(heard: bytes, *, is_local: bool) -> Request:
-    """Return the request that some bytes are.
+    """Parse a request.
 
     Args:
-      heard: what `receive` returned.
-      is_local: whether the page is for this machine only. Then a browser must have
-        reached it by a name of this machine: a name of somebody else's that leads here
-        is a way around the browser's rules.
+      heard: the bytes that `receive` returned.
+      is_local: whether the page is for this machine only. If so, the Host field must
+        be a loopback name or address. A foreign name that resolves to this machine (DNS
+        rebinding) would circumvent the browser's same-origin policy.
 
     Raises:
-      RefusedRequestError: they are no request, or one that is not answered.
+      RefusedRequestError: the bytes are not a request, or the request is rejected.
     """
     head, blank, rest = heard.partition(_BLANK)
     if len(heard) > MOST_HEAD:
@@ -126,7 +126,7 @@ def parse(heard: bytes, *, is_local: bool) -> Request:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a Host field names this machine as itself."""
+    """Return whether a Host field is a loopback name or address."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     return _address.is_loopback(name.strip("[]").rstrip(".").lower())
 

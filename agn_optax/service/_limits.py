@@ -1,4 +1,4 @@
-"""Limits of the calls and connections of callers and hosts, and of their places."""
+"""Rate limits and concurrency limits for the calls of callers and hosts."""
 
 from __future__ import annotations
 
@@ -14,50 +14,49 @@ from collections.abc import Hashable, Iterator
 
 from agn_optax import errors
 
-# In tokens of a `Limiter`: what costs others as much as five plain calls or so.
-JOIN = 2.0  # also makes a place for a worker
-# Bytes that cost as much as a call.
+# Costs of calls in tokens of a `Limiter`; a plain call costs 1.
+JOIN = 2.0  # a join also creates the state of a worker
+# Bytes that cost 1 token:
 MOVED = 2 << 20  # of the center, pulled or measured
-SAVED = 512 << 10  # of the center, in a snapshot
+SAVED = 512 << 10  # of the center, written to a snapshot
 PARSED = 32 << 10  # of a schema
-SPARE = 400.0  # tokens of a bucket, beside those of a start
-ACCEPTED = 200.0  # connections a second of a port: each costs a tenth of a millisecond
-NEWCOMERS = 128.0  # of a host's connections that do not say whose they are
-LONGEST = 1.0  # seconds that a call waits for its tokens
-_MOST_HELD = 64  # calls of one caller that wait and are refused then
-_MOST_BUCKETS = 4096  # that are remembered
-_MOST_COMPARED = 64  # of them, where one is forgotten
-_QUIET = 60.0  # seconds between two warnings of one caller
+SPARE = 400.0  # tokens of a bucket, in addition to those for the start of all workers
+ACCEPTED = 200.0  # connections per second and port; each takes about 0.1 ms
+NEWCOMERS = 128.0  # unauthenticated connections of a host at once
+LONGEST = 1.0  # s that a call waits for its tokens
+_MOST_HELD = 64  # calls of one caller that are delayed before they are rejected
+_MOST_BUCKETS = 4096  # buckets that are kept
+_MOST_COMPARED = 64  # buckets that are compared to choose one to drop
+_QUIET = 60.0  # s between two warnings about one caller
 
 _log = logging.getLogger("agn_optax")
 
 
 @dataclasses.dataclass
 class _Bucket:
-    """The tokens that one caller has spent, less those that have come back since.
+    """The tokens that one caller has spent, less those that have been refilled since.
 
-    How much it may spend is no part of it: that depends on the call, and grows with the
-    model once a chief has given one.
+    The capacity is not stored here: it depends on the call, and on the size of the
+    model once a chief has initialized the center.
     """
 
     spent: float  # tokens
-    at: float  # when it was so much; monotonic seconds
-    held: int = 0  # calls that wait to be refused
-    said: float = -math.inf  # when its calls were last said to be too many
+    at: float  # time of the last refill; monotonic seconds
+    held: int = 0  # delayed calls that will be rejected
+    said: float = -math.inf  # time of the last warning about too many calls
 
     def pay_back(self, tokens: float) -> None:
         self.spent = max(0.0, self.spent - tokens)
 
 
 class Limiter:
-    """Token buckets, one for each caller, host or port.
+    """A rate limiter with one token bucket for each caller, host or port.
 
-    Of what was spent, ``rate`` tokens come back every second. A call that finds more
-    spent than its bucket holds waits until that is paid back, or is refused if it takes
-    too long.
+    A bucket is refilled with ``rate`` tokens per second. A call that finds its bucket
+    overdrawn waits until it has been refilled, or is rejected if this takes too long.
 
     Args:
-      rate: tokens a second; None for no bound.
+      rate: tokens per second; None for no limit.
     """
 
     def __init__(self, rate: float | None) -> None:
@@ -72,14 +71,14 @@ class Limiter:
         tokens: float = 1.0,
         patience: float = LONGEST,
     ) -> bool:
-        """Take tokens and return True, when it is the caller's turn; False if never.
+        """Take tokens, after a wait if necessary; return False if rejected.
 
         Args:
-          key: names the bucket.
-          size: tokens that it holds for such a call.
-          tokens: to take.
-          patience: seconds to wait at most. Whoever is refused waits as long, so that
-            it asks less often.
+          key: key of the bucket.
+          size: capacity of the bucket for this kind of call, in tokens.
+          tokens: number of tokens to take.
+          patience: seconds to wait at most. A rejected call is delayed by as much, so
+            that its caller retries less often.
         """
         if self.rate is None:
             return True
@@ -107,13 +106,13 @@ class Limiter:
         return is_soon
 
     def give_back(self, key: Hashable) -> None:
-        """Return a token to a bucket that somebody need not have taken."""
+        """Put a token back that turned out not to be needed."""
         if self.rate is not None:
             with self._lock:
                 self._bucket(key).pay_back(1.0)
 
     def _bucket(self, key: Hashable) -> _Bucket:
-        """Return a caller's bucket as it is now."""
+        """Return a caller's bucket, refilled up to now."""
         now = time.monotonic()
         if key not in self._buckets and len(self._buckets) >= _MOST_BUCKETS:
             self._forget_one(now)
@@ -128,9 +127,9 @@ class Limiter:
         bucket.at = now
 
     def _forget_one(self, now: float) -> None:
-        """Forget a bucket: of those not used for longest, the one with least spent.
+        """Drop the least spent bucket among those that have not been used for longest.
 
-        Mostly that is nothing: then it comes back as it was.
+        Usually nothing of it is spent, so that dropping it changes nothing.
         """
         oldest = list(itertools.islice(self._buckets.items(), _MOST_COMPARED))
         for _, bucket in oldest:
@@ -140,11 +139,11 @@ class Limiter:
 
 
 class Places:
-    """Few of them, and fewer for one caller.
+    """A semaphore with a limit for all callers, and one for each caller.
 
     Args:
-      most: in all.
-      each: of one caller.
+      most: places for all callers.
+      each: places for one caller.
     """
 
     def __init__(self, most: int, each: int) -> None:
@@ -153,7 +152,7 @@ class Places:
         self._taken: Counter[Hashable] = Counter()
 
     def take(self, caller: Hashable, timeout: float) -> bool:
-        """Whether a caller got one within ``timeout`` seconds."""
+        """Take a place; return False if none is free within ``timeout`` seconds."""
 
         def is_free() -> bool:
             there = self._taken
@@ -168,7 +167,13 @@ class Places:
     def one(
         self, caller: Hashable, otherwise: errors.AgnOptaxError, timeout: float = 0.0
     ) -> Iterator[None]:
-        """In one of them, or raises ``otherwise`` if none is free in time."""
+        """Hold a place within the block.
+
+        Args:
+          caller: the caller.
+          otherwise: the error to raise if no place is free in time.
+          timeout: seconds to wait at most.
+        """
         if not self.take(caller, timeout):
             raise otherwise
         try:
@@ -177,8 +182,8 @@ class Places:
             self.give_back(caller)
 
     def give_back(self, caller: Hashable) -> None:
-        """What it took."""
+        """Give back a place that the caller has taken."""
         with self._changed:
             self._taken[caller] -= 1
-            self._taken = +self._taken  # without those that have none
+            self._taken = +self._taken  # drops callers without a place
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a monitor knows, as Prometheus reads it; needs the extra agn_optax[metrics]."""
+"""Metrics of a monitored center for Prometheus; needs agn_optax[metrics]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Of the center: name, key of the view, what it is. Those with `_total` only grow.
+# Metrics of the center: name, key of the view, help text. Names with `_total` are
+# counters, all others gauges.
 _CENTER = [
     ("version", "version", "Exchanges that have moved the center"),
     ("uptime_seconds", "uptime", "Seconds since the service was started"),
@@ -34,12 +35,12 @@ _WORKER = [
 
 
 def exposition(view: dict[str, Any]) -> bytes:
-    """In Prometheus' text format.
+    """Return the metrics in Prometheus' text format.
 
     Args:
-      view: what `Monitor.view` returned.
+      view: the result of `Monitor.view`.
     """
-    from prometheus_client import (  # noqa: PLC0415 an extra of its own
+    from prometheus_client import (  # noqa: PLC0415 only with an extra
         CollectorRegistry,
         generate_latest,
     )
@@ -113,7 +114,7 @@ def _family(
 
 
 def _buckets(staleness: dict[str, Any]) -> list[tuple[str, float]]:
-    """Up to powers of two, which are bounds of the view's bins, too."""
+    """Return cumulative counts; their bounds are also bounds of the view's bins."""
     bins = staleness["bins"]
     bounds = [(1 << n) - 1 for n in range(11)]
     return [

@@ -1,7 +1,7 @@
-"""What a served center remembers for whoever watches it: never more than so much.
+"""The bounded history of a served center, for its page and its metrics.
 
-Calls tell a `Monitor` what happens by appending to its inbox, under no lock. A thread
-of its own looks once a second: at the inbox, and at what the service says of itself.
+Calls report events to a `Monitor` by appending to its inbox, without a lock. Once a
+second, the monitor's thread reads the inbox and the status of the service.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from agn_optax.service import center_pb2 as pb
 from agn_optax.service._access import EVERYBODY
 from agn_optax.service._servicer import Servicer
 
-MOST_POINTS = 600  # of a series
-MOST_CURVES = 256  # series of reported numbers, of all workers together
+MOST_POINTS = 600  # points of a series
+MOST_CURVES = 256  # series of reported numbers, for all workers together
 MOST_EVENTS = 200
-MOST_GONE = 32  # workers that are gone and still shown, the last ones
-_MOST_TOLD = 1 << 16  # between two looks
-_LOOK = 1.0  # seconds between two looks
-_SAME = 60.0  # seconds within which the same event is counted, and not said again
-_LONGEST = 500  # characters of an event
-_BITS = 5  # of a staleness by which its bin is known: 16 bins from 32 to 63, and so on
+MOST_GONE = 32  # workers that have gone most recently, which are still shown
+_MOST_TOLD = 1 << 16  # entries of the inbox
+_LOOK = 1.0  # seconds between two updates
+_SAME = 60.0  # seconds within which a repeated event only increases a count
+_LONGEST = 500  # characters of an event's text
+_BITS = 5  # leading bits of a staleness that select its bin: 16 bins from 32 to 63, ...
 
 
 class Series:
-    """Numbers over time, of which there are never too many.
+    """A time series with a bounded number of points.
 
-    When it is full every second point goes, and from then on half as many come. So it
-    covers the whole run, evenly.
+    When the series is full, every second point is dropped, and points are added half as
+    often from then on. The points always cover the whole run evenly.
 
     Args:
-      width: numbers of a point.
-      most: points.
+      width: number of values of a point.
+      most: maximum number of points.
     """
 
     def __init__(self, width: int = 1, most: int = MOST_POINTS) -> None:
         self._most = most
         self._columns = [array("d") for _ in range(1 + width)]
-        self._interval = 0.0  # seconds between two points, at least
-        self._newest: tuple[float, ...] | None = None  # if it is no point
+        self._interval = 0.0  # minimum number of seconds between two points
+        self._newest: tuple[float, ...] | None = None  # if it came too soon for a point
 
     def add(self, now: float, *values: float) -> None:
-        """What is so at a time, in seconds."""
+        """Add the values at a time, in seconds."""
         times = self._columns[0]
         if times and now - times[-1] < self._interval - _LOOK / 2:
             self._newest = now, *values
@@ -66,7 +66,7 @@ class Series:
         self._newest = None
 
     def columns(self) -> list[list[float]]:
-        """The times, and each of the numbers at them; the newest in any case."""
+        """Return the times and each of the values, always including the newest ones."""
         if self._newest is None:
             return [list(column) for column in self._columns]
         ends = zip(self._columns, self._newest, strict=True)
@@ -75,46 +75,46 @@ class Series:
 
 @dataclasses.dataclass
 class _Known:
-    """A worker that is there, or was."""
+    """A worker that is joined or was."""
 
-    status: pb.WorkerStatus  # the last one in which it was there
+    status: pb.WorkerStatus  # its last status while it was joined
     joined: float  # seconds since the epoch
-    incarnation: str = ""
-    is_new: bool = True  # it joined since the last look
-    gone: str = ""  # how it went
-    sequence: int = 0  # of its last exchange
-    exchanges: int = 0  # of all its lives, at this service
-    steps: int = 0  # local ones, that were in them
-    has_exchanged: bool = False  # since the last look
-    why: str = ""  # its last message was refused
+    incarnation: str = ""  # session id; "" if unknown
+    is_new: bool = True  # whether it joined since the last update
+    gone: str = ""  # "left" or "given up"; "" while it is joined
+    sequence: int = 0  # sequence number of its last exchange
+    exchanges: int = 0  # applied exchanges of all its sessions at this service
+    steps: int = 0  # local steps of these
+    has_exchanged: bool = False  # since the last update
+    why: str = ""  # why its last rejected message was rejected
     curves: dict[str, Series] = dataclasses.field(default_factory=dict)
 
 
 class Monitor:
-    """What a service remembers for whoever watches.
+    """The recent history of a service, as its page and its metrics show it.
+
+    Everything is bounded: the points of a series, and the numbers of curves, events and
+    workers that have gone.
 
     Args:
-      servicer: of the center.
-
-    Everything is bounded: series by their points, curves, events and workers that are
-    gone by their number.
+      servicer: the servicer of the center.
     """
 
     def __init__(self, servicer: Servicer) -> None:
         self._servicer = servicer
-        self._looking = threading.Lock()  # one after the other, or times go backwards
+        self._looking = threading.Lock()  # serializes updates: times must not decrease
         self._lock = threading.Lock()
         self._told: deque[tuple[Any, ...]] = deque(maxlen=_MOST_TOLD)
         self._started, self._began = time.time(), time.monotonic()
         self._workers: dict[str, _Known] = {}
         self._events: list[dict[str, Any]] = []
-        self._kinds: Counter[str] = Counter()  # of all events that ever were
-        self._bins: Counter[int] = Counter()  # of staleness, by their beginnings
-        self._staleness = 0  # the sum of all
+        self._kinds: Counter[str] = Counter()  # events by kind since the start
+        self._bins: Counter[int] = Counter()  # exchanges by first staleness of the bin
+        self._staleness = 0  # sum of the staleness of all exchanges
         self._exchanges = 0
         self._totals, self._recent = Series(2), Recent(self._began, 2)
         self._totals.add(0.0, 0, 0)
-        self._left_out = 0  # curves for which there is no room
+        self._left_out = 0  # reported numbers dropped because MOST_CURVES was reached
         self._draining = False
         self._said = servicer.status(pb.StatusRequest(), EVERYBODY)
         self._saved = servicer.core.saved_version
@@ -129,33 +129,33 @@ class Monitor:
         servicer.tell = self.tell
 
     def start(self) -> None:
-        """Looks now, and once a second until `close`."""
+        """Update now, and once a second until `close`."""
         self.look()
         self._thread = keep_running(self._run, "agn-optax monitor")
 
     def close(self, timeout: float) -> None:
-        """Looks no more."""
+        """Stop updating."""
         self._end.set()
         if self._thread is not None:
             wait([self._thread], timeout)
 
     def tell(self, *said: Any) -> None:
-        """Something has happened: its kind, and what there is to say of it."""
+        """Record an event in the inbox: its kind and its details."""
         self._told.append((time.time(), *said))
 
     def drain(self) -> None:
-        """The service is about to end."""
+        """Record that the service is about to end."""
         with self._lock:
             self._draining = True
             self._happened(time.time(), "draining", text="the center is going down")
 
     def look(self) -> None:
-        """Takes in what has happened."""
+        """Process the inbox and the current status of the service."""
         with self._looking:
             self._look()
 
     def _look(self) -> None:
-        # Others may hold the center for a while, and views must not wait for them.
+        # The status may wait for the center's lock, and views must not wait for that.
         said = self._servicer.status(pb.StatusRequest(), EVERYBODY)
         core = self._servicer.core
         saved = core.saved_version
@@ -176,14 +176,14 @@ class Monitor:
                 self._happened(time.time(), "snapshot", text=text)
 
     def view(self) -> dict[str, Any]:
-        """All of it, in terms of JSON: numbers that are not finite are None.
+        """Return the whole history as JSON values; nonfinite numbers become None.
 
-        Times are seconds: ``time``, ``started`` and those of events and of
-        ``joined`` since the epoch, those of series since ``started``.
+        Times are in seconds: ``time``, ``started``, ``joined`` and the times of events
+        since the epoch, the times of series since ``started``.
 
         Returns:
-          What `docs/page.md` describes. Names of workers and of what they report are
-          theirs, and may be any text.
+          The object that `docs/page.md` describes. Workers choose their own names and
+          the names of the numbers that they report, so these may be any text.
         """
         with self._lock:
             return self._view()
@@ -192,7 +192,7 @@ class Monitor:
         while not self._end.wait(_LOOK):
             self.look()
 
-    # What calls tell.
+    # Events that calls report.
 
     def _joined(
         self, at: float, name: str, incarnation: str, is_back: bool, transport: str
@@ -201,7 +201,8 @@ class Monitor:
         if known is None:
             known = self._workers[name] = _Known(pb.WorkerStatus(name=name), at)
         elif not (known.gone or known.incarnation):
-            # It was seen before this was heard; if it was connected, that was said.
+            # A status showed the worker before this event was processed. If it was
+            # connected then, that it joined has already been recorded.
             known.incarnation = incarnation
             if known.status.connected:
                 return
@@ -240,7 +241,7 @@ class Monitor:
         if known is not None:
             if incarnation == known.incarnation:
                 if sequence <= known.sequence:
-                    return  # it is answered again
+                    return  # a repeated exchange, answered again
                 known.sequence = sequence
             known.has_exchanged = True
             known.steps += steps
@@ -253,18 +254,18 @@ class Monitor:
 
     def _refused(self, at: float, name: str, error: Exception, host: str) -> None:
         if isinstance(error, errors.CenterClosedError):
-            return  # that is no news
+            return  # every call ends so once the center is closed
         who = "" if name else f"somebody at {host} "
         self._happened(at, "refused", name, f"{who}was refused: {error}"[:_LONGEST])
 
-    # What is seen.
+    # Changes between two statuses.
 
     def _compare(self, said: pb.StatusReply, at: float) -> None:
         now = time.monotonic()
         there = {worker.name: worker for worker in said.workers}
         for name, status in there.items():
             known = self._workers.get(name)
-            if known is None:  # within this process, or its life before
+            if known is None:  # joined in this process, or before a restart
                 joined = at - status.joined
                 known = self._workers[name] = _Known(status, joined, is_new=False)
                 if status.connected:
@@ -301,9 +302,9 @@ class Monitor:
             self._recent.add(now, *grown)
 
     def _see(self, known: _Known, status: pb.WorkerStatus, at: float) -> None:
-        """A worker that is there."""
+        """Update a joined worker from its status."""
         name, now = status.name, time.monotonic()
-        if known.is_new:  # it may have joined since that was said
+        if known.is_new:  # it may have joined after the status was made
             status.connected = True
         if known.status.connected and not status.connected:
             text = f"lost its connection; it has {self._lease:g} s to be back"
@@ -324,18 +325,18 @@ class Monitor:
         return self._servicer.core.ledger.lease
 
     def _went(self, known: _Known, how: str) -> None:
-        """Is the last one of those that are gone."""
+        """Mark a worker as gone, and make it the most recent of the gone ones."""
         known.gone = how
         known.status.connected = known.status.waits = False
         for each in ("exchanges_per_second", "steps_per_second", "stalled"):
             known.status.ClearField(each)
-        for series in known.curves.values():  # a gap
+        for series in known.curves.values():  # NaN shows as a gap
             series.add(time.monotonic() - self._began, math.nan)
         name = known.status.name
         self._workers[name] = self._workers.pop(name)
 
     def _curve(self, known: _Known, label: str) -> Series | None:
-        """Of a number that a worker reports; None if there is no room for it."""
+        """Return the series of a number that a worker reports; None if out of room."""
         if (series := known.curves.get(label)) is not None:
             return series
         everybody = self._workers.values()
@@ -355,10 +356,11 @@ class Monitor:
     def _happened(
         self, at: float, kind: str, worker: str = "", text: str = "", count: int = 1
     ) -> None:
-        """One more event; the same one within a minute only counts.
+        """Record an event; the same one within a minute only increases a count.
 
-        Where there are too many, one goes of the kind of which there are most: nobody
-        drives out what others did by knocking at the door.
+        If there are too many events, the oldest one of the most frequent kind is
+        dropped. A flood of one kind, such as failed authentications, therefore does not
+        displace the events of other kinds.
         """
         self._kinds[kind] += count
         for event in reversed(self._events):
@@ -368,7 +370,7 @@ class Monitor:
                 kind == "refused" or event["text"] == text
             ):
                 if kind in ("joined", "back", "lost", "left", "given up"):
-                    break  # each of them is told
+                    break  # each of these is recorded on its own
                 event["count"] += count
                 event["time"], event["text"] = at, text
                 return
@@ -388,7 +390,7 @@ class Monitor:
             oldest = next(each for each in self._events if each["kind"] == most)
             self._events.remove(oldest)
 
-    # What is shown.
+    # The view.
 
     def _view(self) -> dict[str, Any]:
         now, said = time.monotonic(), self._said
@@ -451,7 +453,7 @@ class Monitor:
 
 
 def _shown(known: _Known) -> dict[str, Any]:
-    """A worker, in terms of JSON."""
+    """Return a worker as JSON values."""
     status = known.status
 
     def said(name: Any) -> float | None:
@@ -492,7 +494,7 @@ def _bin_end(first: int) -> int:
 
 
 def _plain(value: float | None) -> float | None:
-    """A number that JSON has, in six digits."""
+    """Return a number rounded to six digits; None if it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
@@ -503,6 +505,6 @@ def _plains(values: list[float]) -> list[float | None]:
 
 
 def _growth(times: list[float], totals: list[float]) -> list[float | None]:
-    """By how much a number grew a second, up to each time but the first."""
+    """Return the growth per second of a total, up to each time except the first."""
     spans = zip(times, times[1:], totals, totals[1:], strict=False)
     return [_plain((b - a) / max(t - s, 1e-9)) for s, t, a, b in spans]

@@ -1,4 +1,4 @@
-"""Looks at a center from outside: takes no part, and needs no rule."""
+"""Monitoring and operation of a center from outside, without its rule."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ T = TypeVar("T")
 
 
 class Observer(contextlib.AbstractContextManager["Observer"]):
-    """A connection to a center for whoever watches. Also a context manager.
+    """A connection to a center for monitoring and operation. Also a context manager.
 
-    A call that finds nobody is not tried again; the next one may find somebody.
+    A call that does not reach the center fails and is not retried. The connection stays
+    usable, and a later call may succeed.
 
     Args:
-      address: ``"host:port"``, ``"unix:path"`` or ``"file:path"``, as of `connect`.
+      address: ``"host:port"``, ``"unix:path"`` or ``"file:path"``, as in `connect`.
       timeout: seconds that a call may take.
-      tls: who vouches for the center, and a certificate and key of this end if it wants
-        them; None for plain text, which must stay on this machine.
-      credentials: of gRPC instead, where `Tls` cannot say it.
+      tls: the certificate authorities that the center's certificate is checked against,
+        and a certificate and key of this end if the center asks for them; None for
+        plain text, which is only allowed within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have.
       insecure: allows plain text beyond this machine.
-      token: as of `connect`.
+      token: as in `connect`.
 
     Raises:
-      InvalidArgumentError: the address is none, or plain text would leave this machine.
+      InvalidArgumentError: the address is not valid, or plain text would leave this
+        machine.
 
     Example:
       >>> import agn_optax, agn_optax.service
@@ -66,33 +70,36 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
 
     @property
     def address(self) -> str:
-        """Where the center is."""
+        """The center's address."""
         return self._connection.address
 
     def status(self) -> dict[str, Any]:
-        """Who is there: what ``agn-optax status --json`` prints.
+        """Return the center's status, as ``agn-optax status --json`` prints it.
 
         Raises:
-          CenterUnreachableError: nobody answers.
-          ProtocolError: what answers is no center.
+          CenterUnreachableError: the center does not answer.
+          ProtocolError: the server at the address is not a center.
         """
         return self._ask(self._connection.status)
 
     def describe(self) -> pb.Description:
-        """What the center says of itself.
+        """Return the center's description.
 
         Raises:
-          CenterUnreachableError: nobody answers.
-          ProtocolError: what answers is no center, or one of another release.
+          CenterUnreachableError: the center does not answer.
+          ProtocolError: the server at the address is not a center, or is one of an
+            incompatible release.
         """
         return self._ask(self._connection.describe)
 
     def pull(self) -> Snapshot:
-        """One version of the center, in dicts, lists and tuples; takes a reader.
+        """Return the current version of the center, in dicts, lists and tuples.
+
+        This needs the role of a reader.
 
         Raises:
-          CenterUnreachableError: nobody answers.
-          NotAllowedError: this end may not.
+          CenterUnreachableError: the center does not answer.
+          NotAllowedError: this end does not have the role.
           NotInitializedError: the center has no parameters yet.
         """
 
@@ -110,19 +117,21 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         route: Route | None = None,
         timeout: float | None = None,
     ) -> Way:
-        """How fast a way is, each direction by itself; takes a reader, and a second.
+        """Measure the speed of a transport, separately for each direction.
+
+        This needs the role of a reader, and takes about a second.
 
         Args:
-          transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as `connect` has them.
-          route: of a socket: by which interface it connects, and how long its segments
-            may be; None leaves that to the system.
-          timeout: seconds in which some kilobytes must come through; None for those of
-            every call.
+          transport: ``"memory"``, ``"socket"`` or ``"grpc"``, as in `connect`.
+          route: network interface and maximum segment size of a socket; None leaves
+            both to the operating system.
+          timeout: seconds within which a few kilobytes must be transferred; None for
+            the timeout of the other calls.
 
         Raises:
-          CenterUnreachableError: there is no such way.
-          NotAllowedError: this end may not.
-          ProtocolError: the center is of a release that cannot be measured.
+          CenterUnreachableError: the transport cannot be used.
+          NotAllowedError: this end does not have the role.
+          ProtocolError: the center's release does not support measurements.
         """
         (way,) = named([transport])
         patience = self._connection.timeout if timeout is None else timeout
@@ -135,7 +144,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
                     self._connection, way, own, timeout=patience, route=route
                 )
             except errors.AgnOptaxError:
-                raise  # some of them are errors of the system, too
+                raise  # some of these are OSErrors, too
             except OSError as error:
                 raise errors.CenterUnreachableError(
                     f"no way by {transport}: {error}"
@@ -144,36 +153,40 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return self._ask(attempt)
 
     def save(self) -> int:
-        """Has the center write a snapshot now, where it is kept; takes an operator.
+        """Have the center write a snapshot now, to the directory of its durability.
 
-        The call's ``timeout`` is for all of that. If it is over, the center goes on.
+        This needs the role of an operator. The ``timeout`` covers the whole call; if it
+        expires, the center still finishes the snapshot.
 
         Returns:
           The snapshot's version.
 
         Raises:
-          CenterUnreachableError: nobody answers in time.
-          NotAllowedError: this end is no operator.
-          DurabilityError: it cannot be written, or that center is kept nowhere.
-          NotInitializedError: it has no parameters yet.
+          CenterUnreachableError: the center does not answer in time.
+          NotAllowedError: this end does not have the role.
+          DurabilityError: the snapshot cannot be written, or the center has no
+            durability.
+          NotInitializedError: the center has no parameters yet.
         """
         return self._ask(self._connection.save)
 
     def drain(self) -> None:
-        """Has the center end, as SIGTERM does; takes the role of an operator.
+        """Have the center drain and end, as SIGTERM does.
+
+        This needs the role of an operator.
 
         Raises:
-          CenterUnreachableError: nobody answers.
-          NotAllowedError: this end is no operator.
+          CenterUnreachableError: the center does not answer.
+          NotAllowedError: this end does not have the role.
         """
         self._ask(self._connection.drain)
 
     def health(self) -> str:
-        """What gRPC's health service says of the center: ``"SERVING"`` if all is well.
+        """Return the status of gRPC's health service: ``"SERVING"`` if all is well.
 
         Raises:
-          CenterUnreachableError: nobody answers.
-          ProtocolError: what answers has no health service, or knows no center.
+          CenterUnreachableError: the center does not answer.
+          ProtocolError: the server has no health service, or is not a center.
         """
         request = health_pb2.HealthCheckRequest(service=_address.SERVICE)
         reply = health_pb2.HealthCheckResponse
@@ -182,7 +195,7 @@ class Observer(contextlib.AbstractContextManager["Observer"]):
         return reply.ServingStatus.Name(said.status)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def __exit__(self, *exception: object) -> None:
