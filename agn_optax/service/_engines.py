@@ -16,7 +16,7 @@ from agn_optax import errors
 
 Variables = Mapping[str, str]
 
-# Default of AGN_OPTAX_PORT, the center's port where an engine's variables name its host.
+# Default of AGN_OPTAX_PORT, the center's port if an engine's variables name its host.
 PORT = 5000
 
 

@@ -1,7 +1,7 @@
-"""A page of a center, and its numbers for Prometheus: HTTP beside the service.
+"""An HTTP server with a page about a center, and metrics for Prometheus.
 
-It is a listener of the service like its transports, and has its door, its certificates
-and its limits. What it shows is a `Monitor`'s.
+It is a listener of the service, as the transports are, and shares the service's
+authentication, certificates and rate limits. A `Monitor` supplies the content.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from agn_optax.service.transports._socket import bound_to, connections, shut
 
 _log = logging.getLogger("agn_optax")
 
-# What whoever opens it may take of a center.
-_MOST_CONNECTIONS = 32  # at a time; the oldest goes where there is one more
-_BACKLOG = 128  # of those that wait to be taken
-_PATIENCE = 10.0  # seconds for a request, or without one; and in which an answer moves
-_FRESH = 0.5  # seconds for which all get the same
-_SHARE = 0.05  # of the time, in which it is made
-_LINGERING = 1.0  # seconds for whoever still sends to hear why nobody reads it
-_MOST_UNREAD = 1 << 20  # bytes that are thrown away meanwhile
-_LEAST_PRESSED = 1 << 12  # bytes
+# Limits of the resources that clients of the page can use.
+_MOST_CONNECTIONS = 32  # at a time; one more closes the oldest
+_BACKLOG = 128  # connections that wait to be accepted
+_PATIENCE = 10.0  # timeout in s of a request or idle connection, and of stalled sending
+_FRESH = 0.5  # s for which all clients get the same content
+_SHARE = 0.05  # maximum share of the time that is spent on making the content
+_LINGERING = 1.0  # s for a client that is still sending to receive an error
+_MOST_UNREAD = 1 << 20  # bytes that are received and discarded meanwhile
+_LEAST_PRESSED = 1 << 12  # bytes from which on content is compressed
 
 _TEXT, _HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 _HEADERS = {
@@ -62,19 +62,19 @@ _NOTHING = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Page(Listener):
-    """Answers browsers and scrapers, on a thread for each connection.
+    """The HTTP server for browsers and scrapers, with one thread per connection.
 
     Args:
-      servicer: of the center.
-      address: "host:port".
-      tls: of the center; None for plain text.
+      servicer: the servicer of the center.
+      address: "host:port" to listen at.
+      tls: TLS settings of the center; None for plain text.
 
     Attributes:
-      url: where a browser finds it.
-      monitor: what it shows.
+      url: URL of the page.
+      monitor: the source of the content.
 
     Raises:
-      InvalidArgumentError: nothing can listen at that address.
+      InvalidArgumentError: the page cannot listen at that address.
     """
 
     def __init__(self, servicer: Servicer, address: str, tls: Tls | None) -> None:
@@ -117,8 +117,8 @@ class Page(Listener):
         self._listening.close()
 
     def answer(self, path: str, request: _Request) -> None:
-        """Answers a request for a path."""
-        if path == "/":  # with nothing in it that is not in the package
+        """Answer a request for a path."""
+        if path == "/":  # static content, so no authentication is needed
             self._admit_host(request)
             self._say(request, _HTML, self._html, policy=self._policy)
         elif path in ("/state.json", "/metrics"):
@@ -145,24 +145,24 @@ class Page(Listener):
         request.say(HTTPStatus.OK, kind, sent, more)
 
     def _caller(self, request: _Request) -> Caller:
-        """Who asks.
+        """Return the caller of a request.
 
         Raises:
-          NotAllowedError: nobody who may.
+          NotAllowedError: the caller is unknown.
         """
         end, certificate = request.connection, b""
         if isinstance(end, ssl.SSLSocket):
             certificate = end.getpeercert(binary_form=True) or b""
         said = request.headers.get("authorization", "")
         if self.servicer.door.access is not None and not (said or certificate):
-            self._admit_host(request)  # a page asks so before it has a token
+            self._admit_host(request)  # the page's first request has no token yet
             error = errors.NotAllowedError("this needs a token of this center")
             error.is_known = False
             raise error
         try:
             return self.servicer.known(said, certificate, request.host)
         except errors.NotAllowedError:
-            request.came_in()  # for it was counted among those who guess
+            request.came_in()  # already counted as a failed authentication
             raise
 
     def _admit_host(self, request: _Request) -> None:
@@ -179,7 +179,7 @@ class Page(Listener):
                 continue
             while not self._places.acquire(blocking=False):
                 self._cut_oldest()
-                if self._places.acquire(timeout=0.1):  # it may be busy with an answer
+                if self._places.acquire(timeout=0.1):  # the oldest may be busy
                     break
             with self._lock:
                 self._open[id(end)] = end
@@ -187,7 +187,7 @@ class Page(Listener):
                     shut(end)
             try:
                 self._threads.submit(self._serve, end)
-            except Exception as error:  # no more threads, or whatever it is
+            except Exception as error:  # e.g. no further thread can be started
                 _log.warning("somebody who opens the page is refused: %s", error)
                 self._forget(id(end), end)
 
@@ -206,11 +206,11 @@ class Page(Listener):
     def _serve(self, end: socket.socket) -> None:
         number, raw = id(end), end
         try:
-            # Whoever is gone, or was none of ours, is no error.
+            # A client that disconnects or does not speak HTTP is not an error.
             with contextlib.suppress(OSError, EOFError, errors.CenterUnreachableError):
                 host = _address.network(end.getpeername()[0])
                 if self._context is not None:
-                    self.servicer.admit_host(host)  # a handshake costs most
+                    self.servicer.admit_host(host)  # before the expensive handshake
                     end = self._context().wrap_socket(
                         end, server_side=True, do_handshake_on_connect=False
                     )
@@ -226,17 +226,17 @@ class Page(Listener):
 
 
 class _Request:
-    """Requests of one connection, one after the other.
+    """The requests of one connection, one after the other.
 
-    A connection goes on after an answer with what was asked for, and after no other.
+    A connection is closed after any error response.
 
     Args:
-      end: of the connection.
-      host: whence it comes.
-      page: answers.
+      end: socket of the connection.
+      host: network address of the client.
+      page: the page that answers the requests.
 
     Attributes:
-      headers: of the request, by their names in lower case.
+      headers: header fields of the current request, by their names in lower case.
     """
 
     def __init__(self, end: socket.socket, host: str, page: Page) -> None:
@@ -246,7 +246,7 @@ class _Request:
         self._has_come_in = False
 
     def came_in(self) -> None:
-        """Note that a request was paid for: its connection counts no more."""
+        """Stop counting the connection as unauthenticated: a request was admitted."""
         if not self._has_come_in:
             self._has_come_in = True
             self.page.servicer.came_in(self.host)
@@ -282,7 +282,7 @@ class _Request:
     def say(
         self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str]
     ) -> None:
-        """Send an answer."""
+        """Send a response."""
         lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
         fields = {
             **_HEADERS,
@@ -304,7 +304,8 @@ class _Request:
         headers = {"Content-Security-Policy": _NOTHING, **_BESIDE.get(status, {})}
         text = f"{status.value} {status.phrase}: {why}\n"
         self.say(status, _TEXT, text.encode("utf-8", "replace"), headers)
-        # A socket that is closed with bytes unread takes back what it has sent.
+        # Closing a socket with unread bytes resets the connection, and the client may
+        # then never see the response.
         with self._under_way(0, _LINGERING):
             self.connection.shutdown(socket.SHUT_WR)
             left = _MOST_UNREAD
@@ -313,7 +314,7 @@ class _Request:
 
     @contextlib.contextmanager
     def _under_way(self, size: int, patience: float | None = None) -> Iterator[None]:
-        """End the connection if that takes too long."""
+        """End the connection if the block takes too long."""
 
         def cut() -> None:
             shut(self.connection)
@@ -323,7 +324,7 @@ class _Request:
             yield
 
 
-# What is said beside an error.
+# Additional header fields of error responses.
 _BESIDE: dict[HTTPStatus, dict[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": 'Bearer realm="agn_optax"'},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
@@ -332,19 +333,19 @@ _BESIDE: dict[HTTPStatus, dict[str, str]] = {
 
 
 class _Body:
-    """What is sent."""
+    """The content of a response."""
 
     def __init__(self, plain: bytes) -> None:
         self.plain = plain
 
     @functools.cached_property
     def pressed(self) -> bytes:
-        """In gzip."""
+        """The content compressed with gzip."""
         return gzip.compress(self.plain, compresslevel=1)
 
 
 class _Made:
-    """What is the same for all who ask within a while; longer, the more it costs."""
+    """Cached content, kept longer the more CPU time it takes to make."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
@@ -364,11 +365,11 @@ class _Made:
 
 def _as_json(view: dict[str, Any]) -> bytes:
     text = json.dumps(view, allow_nan=False, separators=(",", ":"))
-    return text.encode("ascii")  # as json escapes all else
+    return text.encode("ascii")  # json.dumps escapes all other characters
 
 
 def _policy(html: str) -> str:
-    """Lets run what is in the page, and nothing else."""
+    """Return a content security policy that allows only the page's own scripts."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,6 +1,6 @@
-"""The way that a TCP connection takes: interface, packets, segments.
+"""The network path of a TCP connection: interface, packet size, segment size.
 
-What a system tells of that is asked for on Linux; elsewhere less is known.
+Only Linux provides all of it; on other systems less is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if sys.platform != "win32":
     import fcntl
 
 _IS_LINUX = sys.platform == "linux"
-# Of Linux, which Python has no names for.
+# Constants of Linux that Python's socket module does not have.
 _IP_MTU, _IPV6_MTU = 14, 24
 _SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
@@ -29,12 +29,12 @@ _ATTRIBUTE = struct.Struct("=HH")  # length, type
 
 
 class Route(NamedTuple):
-    """How to connect, where that is not left to the system.
+    """Settings of a TCP connection that the system would otherwise choose.
 
     Attributes:
-      interface: by which packets leave; "" for any.
-      segment: bytes of a segment of TCP, each way, at most; 0 for what there is room
-        for.
+      interface: network interface by which packets leave; "" for any.
+      segment: maximum size of a TCP segment in bytes, in each direction; 0 for the
+        system's choice.
     """
 
     interface: str = ""
@@ -42,13 +42,13 @@ class Route(NamedTuple):
 
 
 class Path(NamedTuple):
-    """What the system knows of the way of a connection.
+    """The path of a connection, as far as the system knows it.
 
     Attributes:
-      source: the address of this end.
-      segment: bytes that this end puts into a segment; 0 where that is not known.
-      mtu: bytes that a packet may have on the whole way, as far as the system has
-        learned; 0 where that is not known.
+      source: IP address of this end.
+      segment: size in bytes of the TCP segments that this end sends; 0 if unknown.
+      mtu: maximum size in bytes of a packet on the whole path, as far as the system has
+        discovered it; 0 if unknown.
     """
 
     source: str
@@ -57,14 +57,14 @@ class Path(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A network card, or what looks like one.
+    """A network interface, physical or virtual.
 
     Attributes:
-      name: of it.
-      mtu: bytes that a packet may have there.
-      mbit: its speed in Mbit/s, as it says itself; None if it does not.
-      is_loopback: whether nothing leaves this machine by it.
-      addresses: of this machine there.
+      name: name of the interface.
+      mtu: maximum size of a packet in bytes.
+      mbit: nominal speed in Mbit/s; None if the driver reports none.
+      is_loopback: whether it is a loopback interface.
+      addresses: IP addresses of the interface.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Interface(NamedTuple):
 
 
 def connected(host: str, port: int, timeout: float, route: Route) -> socket.socket:
-    """A socket that is connected on a route.
+    """Return a socket that is connected on a route.
 
     Raises:
-      OSError: nobody is there, or this system knows no such routes.
+      OSError: no connection can be made, or this system does not support the route.
     """
     failed: OSError | None = None
     for kind in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -105,7 +105,7 @@ def connected(host: str, port: int, timeout: float, route: Route) -> socket.sock
 
 
 def path_of(end: socket.socket) -> Path | None:
-    """Of a connected socket; None if it is none of TCP."""
+    """Return the path of a connected socket; None if it is not a TCP socket."""
     if end.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     source = end.getsockname()[0]
@@ -119,7 +119,7 @@ def path_of(end: socket.socket) -> Path | None:
 
 
 def interfaces() -> list[Interface]:
-    """Those of this machine that are up and have an address; none but on Linux."""
+    """Return this machine's interfaces that are up and have an address; Linux only."""
     if not _IS_LINUX:
         return []
     found = []
@@ -134,7 +134,7 @@ def interfaces() -> list[Interface]:
             return int(struct.unpack("16si20x", answer)[1])
 
         for index, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # the interface may have been removed
                 flags = asked(_SIOCGIFFLAGS, name) & 0xFFFF
                 if flags & _IFF_UP and index in own:
                     mtu = asked(_SIOCGIFMTU, name)
@@ -154,7 +154,7 @@ def _speed(name: str) -> int | None:
 
 
 def _addresses() -> Iterator[tuple[int, str]]:
-    """Those of this machine, and the number of the interface of each."""
+    """Yield this machine's IP addresses, each after the number of its interface."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel:
         size = _HEADER.size + _ADDRESS.size
         head = _HEADER.pack(size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0)
@@ -180,7 +180,7 @@ def _in_message(said: memoryview) -> Iterator[tuple[int, str]]:
             raw = bytes(said[_ATTRIBUTE.size : length])
             found[kind] = socket.inet_ntop(family, raw)
         said = said[_aligned(length) :]
-    # Of a point-to-point link, the first of them is the other end's.
+    # On a point-to-point link, IFA_ADDRESS is the address of the other end.
     if (own := found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)) is not None:
         yield index, own
 

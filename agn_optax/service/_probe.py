@@ -1,4 +1,4 @@
-"""How fast the ways to a center are, each direction by itself."""
+"""Measurement of the speed of the transports to a center, for each direction."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from agn_optax.service.transports._transport import Link
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 
-_FIRST = 16 << 10  # bytes: several packets, and half a second of the slowest way
-_FIRST_SHARED = 64 << 10  # ... or what goes through shared memory
-_LONG = 0.1  # seconds that tell how fast a way is
+_FIRST = 16 << 10  # bytes of the first probe: several packets, 0.5 s on a slow network
+_FIRST_SHARED = 64 << 10  # the same for "memory": the least that uses shared memory
+_LONG = 0.1  # seconds of a probe that is long enough for a measurement
 _TIMES = 2  # probes of the last size: an end may have been busy during one of them
 
 
 class Way(NamedTuple):
-    """One way to a center, as it was measured.
+    """The measured speed of one transport to a center.
 
     Attributes:
-      transport: its name.
-      round_trip: seconds of the shortest message and its answer.
-      up, down: bytes a second to the center, and back; None where nothing came
-        through in time. Shared memory has one number for both.
-      path: what the system knows of its connection; None for shared memory and gRPC.
+      transport: name of the transport.
+      round_trip: seconds for the shortest message and its answer.
+      up, down: bytes per second to the center, and from it; None if nothing was
+        transferred in time. Shared memory has one number for both.
+      path: network path of the connection; None for shared memory and gRPC.
     """
 
     transport: str
@@ -39,7 +39,15 @@ class Way(NamedTuple):
     path: Path | None
 
     def seconds(self, sent: int, received: int) -> float:
-        """That so many bytes and their answer take; infinite where nothing passes."""
+        """Return the estimated duration of an exchange.
+
+        Args:
+          sent: bytes of the message.
+          received: bytes of the answer.
+
+        Returns:
+          The duration in seconds; infinite if nothing was transferred in time.
+        """
         up, down = self.up or 0.0, self.down or 0.0
         if not (up and down):
             return math.inf
@@ -54,20 +62,21 @@ def measure(
     timeout: float,
     route: Route | None = None,
 ) -> Way:
-    """Measures one way, for about a second.
+    """Measure one transport, for about a second.
 
     Args:
-      connection: to the center.
-      transport: how.
-      offer: of the center, of that transport.
-      timeout: seconds in which 16 KiB, or 0.1 seconds' worth, come through.
-      route: how to connect; None leaves that to the system.
+      connection: the connection to the center.
+      transport: the transport to measure.
+      offer: the center's offer of that transport; None if it has none.
+      timeout: timeout of a probe in seconds. A probe has 16 KiB, or more if this takes
+        less than 0.1 seconds.
+      route: settings of a socket's connection; None leaves them to the system.
 
     Raises:
-      OSError: there is no such way.
-      CenterUnreachableError: not even the shortest message has an answer.
-      NotAllowedError: this end may not.
-      ProtocolError: the center is of a release that cannot be measured.
+      OSError: the transport cannot be used.
+      CenterUnreachableError: even the shortest message gets no answer in time.
+      NotAllowedError: this end does not have the role of a reader.
+      ProtocolError: the center's release does not support measurements.
     """
     is_shared = transport.name == "memory"
     made: list[Link] = []
@@ -93,7 +102,7 @@ def measure(
             return time.monotonic() - begin
 
     def nothing() -> float:
-        dialled()  # where it cannot be, that is no matter of messages
+        dialled()  # outside of the try: its errors are not about the message
         try:
             return took()
         except TimeoutError:
@@ -102,11 +111,11 @@ def measure(
             ) from None
 
     def rate(up: int, down: int) -> float | None:
-        """Return bytes a second of the direction that is 1; None if none arrived."""
+        """Return bytes per second of the direction that is 1; None if none arrived."""
         rates: list[float] = []
         size, times = _FIRST_SHARED if is_shared else _FIRST, 0
         while times < _TIMES:
-            trips.append(nothing())  # also waits until what came before is paid for
+            trips.append(nothing())  # also waits for the rate limit of the last probe
             try:
                 seconds = took(up * size, down * size)
             except TimeoutError:
@@ -129,7 +138,7 @@ def measure(
             down = rate(0, 1)
         except errors.CenterUnreachableError:
             if up is not None:
-                raise  # else what got stuck is still in the way
+                raise  # otherwise the stuck bytes of the first direction may block it
         return Way(transport.name, min(trips), up, down, path)
     finally:
         for link in made:
