@@ -15,7 +15,7 @@ from agn_optax.service.transports._transport import Link
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
 
-_FIRST = 16 << 10  # bytes of the first probe: several packets, 0.5 s on a slow network
+_FIRST = 16 << 10  # bytes of the first probe: several packets, or 0.5 s at LEAST_RATE
 _FIRST_SHARED = 64 << 10  # the same for "memory": the least that uses shared memory
 _LONG = 0.1  # seconds of a probe that is long enough for a measurement
 _TIMES = 2  # probes of the last size: an end may have been busy during one of them
@@ -138,7 +138,7 @@ def measure(
             down = rate(0, 1)
         except errors.CenterUnreachableError:
             if up is not None:
-                raise  # otherwise the stuck bytes of the first direction may block it
+                raise  # if `up` is None, the probe that got stuck may block this one
         return Way(transport.name, min(trips), up, down, path)
     finally:
         for link in made:

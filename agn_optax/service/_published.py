@@ -1,8 +1,8 @@
-"""A center's address in a file, for workers of one that may come back elsewhere.
+"""Address files, by which workers find a center that may restart on another host.
 
-What runs a center on some host or other (SLURM, say) has a disk that all hosts share.
-A server leaves its address there, and whoever is given ``file:PATH`` reads it again
-whenever a call begins, so that a center that was moved is found.
+Engines that choose the center's host, such as SLURM, have a disk that all hosts share.
+A server writes its address to a file there. A worker that is given ``file:PATH`` reads
+the file at the beginning of every call, and so finds a center that has moved.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from agn_optax.service import _address
 
 
 def path_of(address: str) -> pathlib.Path | None:
-    """The file that an address names; None if it is where the center itself is."""
+    """Return the path in a ``file:PATH`` address; None for any other address."""
     path = address.removeprefix("file:")
     return None if path == address else pathlib.Path(path)
 
 
 def check_reachable(address: object) -> str:
-    """``address`` if a center can be reached by it: one of `_address`, or a file's.
+    """Return ``address`` if it is an address of a center or a ``file:PATH``.
 
     Raises:
-      InvalidTypeError, InvalidArgumentError: it is none.
+      InvalidTypeError, InvalidArgumentError: it is neither.
     """
     if isinstance(address, str) and address.startswith("file:"):
         if not address.removeprefix("file:"):
@@ -39,10 +39,10 @@ def check_reachable(address: object) -> str:
 
 
 def read(path: pathlib.Path) -> str:
-    """The address that a center has left there.
+    """Read the address that a center has written to a file.
 
     Raises:
-      CenterUnreachableError: there is none, or not yet.
+      CenterUnreachableError: the file has no address, or not yet.
     """
     try:
         said = path.read_text().strip()
@@ -56,15 +56,17 @@ def read(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def published(address: str, path: pathlib.Path) -> Iterator[None]:
-    """Meanwhile, and until another one is there, workers find a center by a file.
+    """Write a center's address to a file, and remove it at the end of the block.
+
+    The file stays if another center has written its address there meanwhile.
 
     Args:
-      address: at which the center listens; of one that listens everywhere, the name of
-        this host is left.
-      path: of the file, which is written whole or not at all.
+      address: the address at which the center listens. If it listens on all networks,
+        this host's name is written instead.
+      path: path of the file, which is written atomically.
 
     Raises:
-      InvalidArgumentError: it cannot be written.
+      InvalidArgumentError: the file cannot be written.
     """
     host, _, port = address.rpartition(":")
     if host in _address.EVERYWHERE:
@@ -72,7 +74,7 @@ def published(address: str, path: pathlib.Path) -> Iterator[None]:
     elif address.startswith("unix:"):
         address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"
     try:
-        write_whole(path, address + "\n", mode=0o644)  # it is no secret
+        write_whole(path, address + "\n", mode=0o644)  # not a secret
     except OSError as error:
         raise errors.InvalidArgumentError(
             f"the center's address cannot be written to {path}: {error.strerror}"
@@ -81,5 +83,5 @@ def published(address: str, path: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if path.read_text().strip() == address:  # or the next center's is there
+            if path.read_text().strip() == address:  # not that of another center
                 path.unlink()

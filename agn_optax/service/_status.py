@@ -1,4 +1,4 @@
-"""Exceptions of the library as they travel, and back."""
+"""Conversion of the library's exceptions to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _CODES: dict[type, grpc.StatusCode] = {
     errors.RuleMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DurabilityError: grpc.StatusCode.INTERNAL,
 }
-# What another try may cure.
+# Codes for which a retry may succeed.
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INTERNAL,  # what gRPC may make of a connection that just broke
+    grpc.StatusCode.INTERNAL,  # gRPC may report a broken connection so
 }
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 
 def abort(context: grpc.ServicerContext, error: Exception) -> None:
-    """Ends a call with an exception that the caller will see as it is."""
+    """End a call with an exception, which is raised again at the caller."""
     said = refused(error)
     kind = getattr(errors, said.kind)
     context.set_trailing_metadata(((_KIND, said.kind),))
@@ -48,11 +48,11 @@ def abort(context: grpc.ServicerContext, error: Exception) -> None:
 
 
 def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
-    """The exception that a failed call stands for."""
+    """Return the library's exception for a failed gRPC call."""
     named = dict(error.trailing_metadata() or ()).get(_KIND)
     if named in errors.__all__:
         return getattr(errors, named)(error.details())
-    # Says gRPC where there are as many calls as it takes.
+    # gRPC's error if the server has reached its maximum number of concurrent calls.
     is_full = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED and (
         "Concurrent" in (error.details() or "")
     )
@@ -60,13 +60,13 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
         return errors.CenterUnreachableError(
             f"{error.code().name}: {error.details() or 'the connection broke'}"
         )
-    if error.code() in _NOT_ALLOWED:  # says something on the way there
+    if error.code() in _NOT_ALLOWED:  # not from a center, so perhaps from a proxy
         return errors.NotAllowedError(f"{error.code().name}: {error.details()}")
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(
             f"what answers at {address} is no center of agn_optax ({error.details()})"
         )
-    if error.code() == grpc.StatusCode.NOT_FOUND:  # says its health service
+    if error.code() == grpc.StatusCode.NOT_FOUND:  # from the server's health service
         return errors.ProtocolError(
             f"the gRPC server at {address} has no center of agn_optax"
         )
@@ -76,19 +76,19 @@ def exception_of(error: Any, address: str) -> errors.AgnOptaxError:
 
 
 def refused(error: Exception) -> pb.Refused:
-    """What a caller is told of an exception: its kind, and its text."""
+    """Return an exception's kind and text as a protobuf message."""
     if isinstance(error, MemoryError):
         error = errors.CenterFullError("no memory for such a tree")
     elif isinstance(error, EOFError):
         error = errors.ProtocolError(str(error))
     elif not isinstance(error, errors.AgnOptaxError):
         error = errors.CenterError(f"it failed: {error!r}")
-    details = str(error)[:4000]  # headers of gRPC are bounded
+    details = str(error)[:4000]  # gRPC limits the size of metadata
     return pb.Refused(kind=type(error).__name__, details=details)
 
 
 def exception_in(said: pb.Refused) -> errors.AgnOptaxError:
-    """The exception that a center has sent."""
+    """Return the exception in a protobuf message from a center."""
     if said.kind in errors.__all__:
         return getattr(errors, said.kind)(said.details)
     return errors.CenterError(f"{said.kind}: {said.details}")

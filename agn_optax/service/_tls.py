@@ -1,4 +1,4 @@
-"""TLS: one set of certificates, for gRPC and for sockets."""
+"""TLS settings: one set of certificates for gRPC and for sockets."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ KEY = "AGN_OPTAX_TLS_KEY"
 
 
 class Tls(NamedTuple):
-    """What one end of encrypted connections has: `serve(tls=...)`, `connect(tls=...)`.
+    """The TLS settings of one end: `serve(tls=...)`, `connect(tls=...)`.
 
-    Each is a file of PEM, by its path, or the bytes of one. With all three at both
+    Each field is the path of a PEM file, or the bytes of one. With all three at both
     ends, workers must have certificates, too (mutual TLS). Files are read again when
-    they change. `tls` makes one and checks it.
+    they change. `tls` makes such a record and checks it.
 
     Args:
-      ca: who vouches for the other end. A worker without it trusts whom its system
-        trusts; a center without it takes workers that have no certificates.
-      certificate: this end's, with those that vouch for it. A center needs one.
+      ca: certificate authorities that the other end's certificate is checked against. A
+        worker without it uses those of its operating system; a center without it does
+        not ask workers for certificates.
+      certificate: this end's certificate, with any intermediate certificates. A center
+        needs one.
       key: the certificate's private key.
 
     Example:
@@ -48,16 +50,16 @@ class Tls(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """Those of the three that are files."""
+        """The fields that are paths of files."""
         return [x for x in self if x is not None and not isinstance(x, bytes)]
 
     def client_credentials(self) -> grpc.ChannelCredentials:
-        """Of gRPC, for whoever calls."""
+        """Return gRPC credentials for a client."""
         self.context(serves=False)
         return grpc.ssl_channel_credentials(_read(self.ca), *self._pair())
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of gRPC, for a center."""
+        """Return gRPC credentials for a server, which follow changes of the files."""
         newest = Reread(self.files, self._configuration)
         used = newest()
 
@@ -71,14 +73,19 @@ class Tls(NamedTuple):
         return grpc.dynamic_ssl_server_credentials(used, newer, self.ca is not None)
 
     def serving_context(self) -> Callable[[], ssl.SSLContext]:
-        """Makes that of a center's next connection."""
+        """Return a callable that returns the context of a server's next connection."""
         return Reread(self.files, lambda: self.context(serves=True))
 
     def context(self, *, serves: bool) -> ssl.SSLContext:
-        """Of sockets; whoever calls checks the other end's host name.
+        """Return the context of a socket's connections.
+
+        A client's context also checks the server's host name.
+
+        Args:
+          serves: whether this end is the server.
 
         Raises:
-          InvalidArgumentError: the files do not go together, or are out of date.
+          InvalidArgumentError: the files do not match, or a certificate is out of date.
         """
         self._pair(is_needed=serves)
         context = ssl.SSLContext(
@@ -87,13 +94,13 @@ class Tls(NamedTuple):
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             if (ca := _read(self.ca)) is not None:
-                context.verify_mode = ssl.CERT_REQUIRED  # as callers have it anyway
+                context.verify_mode = ssl.CERT_REQUIRED  # the default for clients
                 context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
             elif not serves:
                 context.load_default_certs()
             if self.certificate is not None and self.key is not None:
                 with _file(self.certificate) as certificate, _file(self.key) as key:
-                    # Nobody is asked for a password, who might not be there.
+                    # Never prompt for a password: no user may be at the terminal.
                     context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
             reason = str(error)
@@ -107,7 +114,7 @@ class Tls(NamedTuple):
         return context
 
     def out_of_date(self) -> str:
-        """What is wrong with this end's certificate as of now; "" if nothing is."""
+        """Return why this end's certificate is not valid now; "" if it is valid."""
         if self.certificate is None:
             return ""
         pem = (_read(self.certificate) or b"").decode("ascii", "ignore")
@@ -130,7 +137,11 @@ class Tls(NamedTuple):
         return grpc.ssl_server_certificate_configuration([pair], _read(self.ca))
 
     def _pair(self, *, is_needed: bool = False) -> tuple[bytes | None, bytes | None]:
-        """The key and the certificate, of which nobody has one alone."""
+        """Return the key and the certificate.
+
+        Raises:
+          InvalidArgumentError: one is missing, or both if ``is_needed``.
+        """
         if (self.certificate is None) != (self.key is None):
             raise errors.InvalidArgumentError(
                 "a certificate and its key go together: give both"
@@ -145,26 +156,27 @@ class Tls(NamedTuple):
         given = {name: pem for name, pem in self._asdict().items() if pem is not None}
         return ", ".join(f"{name} {_name(pem)}" for name, pem in given.items())
 
-    def __repr__(self) -> str:  # a key is nothing for a log
+    def __repr__(self) -> str:  # without the key itself: it may be logged
         return f"Tls({self._said()})"
 
 
 def tls(
     ca: Pem | None = None, certificate: Pem | None = None, key: Pem | None = None
 ) -> Tls:
-    """A `Tls` whose files are there, go together, and are not out of date.
+    """Make a `Tls`, and check that its files exist, match and are not out of date.
 
     Args:
-      ca: who vouches for the other end: a file of PEM, or the bytes of one.
-      certificate: this end's, with those that vouch for it.
+      ca: certificate authorities that the other end's certificate is checked against:
+        the path of a PEM file, or the bytes of one.
+      certificate: this end's certificate, with any intermediate certificates.
       key: the certificate's private key.
 
     Returns:
-      What `serve(tls=...)` and `connect(tls=...)` take; they check it as well.
+      The settings, for `serve(tls=...)` and `connect(tls=...)`, which check them again.
 
     Raises:
-      InvalidArgumentError: a file cannot be read, is no PEM, or has expired; the key is
-        that of another certificate, or one of the two is missing.
+      InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;
+        the key belongs to another certificate, or one of the two is missing.
 
     Example:
       >>> import agn_optax, agn_optax.service
@@ -180,7 +192,7 @@ def tls(
 
 
 def of_environment() -> Tls | None:
-    """That of the files which variables name, for who was given none.
+    """Return the `Tls` of the files that environment variables name; None if none.
 
     Raises:
       InvalidArgumentError: see `tls`.
@@ -190,12 +202,18 @@ def of_environment() -> Tls | None:
 
 
 def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
-    """One of the first two at most, and plain text for this machine alone.
+    """Check the security settings of one end.
+
+    Args:
+      tls: the TLS settings or None.
+      credentials: gRPC credentials or None.
+      insecure: whether plain text may leave this machine.
+      *addresses: the addresses that are listened at or connected to.
 
     Raises:
-      InvalidArgumentError: both were given, or plain text would go beyond this machine
-        though it is not ``insecure`` on purpose.
-      InvalidTypeError: ``tls`` is none.
+      InvalidArgumentError: both ``tls`` and ``credentials`` were given, or plain text
+        would leave this machine without ``insecure``.
+      InvalidTypeError: ``tls`` is not a `Tls`.
     """
     if tls is not None and not isinstance(tls, Tls):
         raise errors.InvalidTypeError(f"tls must be a Tls, got {tls!r}")
@@ -216,7 +234,11 @@ def check(tls: Any, credentials: Any, insecure: bool, *addresses: str) -> None:
 
 
 def _read(pem: Pem | None) -> bytes | None:
-    """The bytes of a file of PEM."""
+    """Return the bytes of a PEM file; None for None.
+
+    Raises:
+      InvalidArgumentError: the file cannot be read, or is not a PEM file.
+    """
     if pem is None:
         return None
     name = _name(pem)
@@ -236,11 +258,14 @@ def _name(pem: Pem) -> str:
 
 @contextlib.contextmanager
 def _file(pem: Pem) -> Iterator[str]:
-    """The path of a file of PEM, which Python's ssl wants; bytes are written to one."""
+    """Yield the path of a PEM file; bytes are written to a temporary file.
+
+    Python's ssl loads a certificate and its key only from files.
+    """
     if not isinstance(pem, bytes):
         yield os.fspath(pem)
         return
-    with tempfile.TemporaryDirectory() as folder:  # nobody else may look into it
+    with tempfile.TemporaryDirectory() as folder:  # readable by this user only
         path = pathlib.Path(folder, "pem")
         path.write_bytes(pem)
         yield str(path)

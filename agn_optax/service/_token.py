@@ -1,7 +1,7 @@
-"""By which token this end is known: given, of the environment, or of this machine.
+"""The token of this end: given, from the environment, or from this machine.
 
-A center that made its own token leaves it in a file for whoever started it, who needs
-none on the same machine.
+A center that generates its own token leaves it in a file. The user who started the
+center can therefore connect on the same machine without giving a token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ TOKENS = "AGN_OPTAX_TOKENS"
 
 
 def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
-    """Says the token for a center, as it is at the time.
+    """Return a callable that returns the current token for a center.
 
     Args:
-      given: a token, or a file with one; None looks for it elsewhere.
-      address: says where the center is at the time.
+      given: a token, or the path of a file with one; None looks in the environment and
+        then on this machine.
+      address: returns the current address of the center.
 
     Raises:
-      InvalidArgumentError: it is no token, or the file cannot be read.
+      InvalidArgumentError: the token is not valid, or the file cannot be read.
     """
     if given is None and (said := os.environ.get(TOKEN)):
         return _checked(said.strip(), f"the token in {TOKEN}")
@@ -53,14 +54,15 @@ def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
 
 
 def generated() -> str:
-    """A new token."""
+    """Return a new token."""
     return secrets.token_hex(32)
 
 
 def for_center_at(address: str) -> str:
-    """A token for a center that is about to listen: that of its last process there.
+    """Return the token for a center that is about to listen at an address.
 
-    Its workers come back with that, maybe before anything else could be left for them.
+    This is the token of the last center there, if it left one: its workers reconnect
+    with that token, perhaps before they could read a new one.
     """
     if _address.is_fixed(address):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -74,19 +76,20 @@ def for_center_at(address: str) -> str:
 def left_here(
     address: str, token: str, *, stays: bool = False
 ) -> Iterator[pathlib.Path]:
-    """Meanwhile, this user's programs on this machine find a center's token.
+    """Leave a center's token in a file that this user's programs find, in the block.
 
     Args:
-      address: of the center.
-      token: of it.
-      stays: whether it stays there, for the next process at that address.
+      address: address of the center.
+      token: token of the center.
+      stays: whether the file stays after the block, for the next process at that
+        address.
 
     Raises:
-      OSError: there is no place that is this user's alone.
+      OSError: no folder that only this user can read could be made.
     """
     path = _folder() / _name(address)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.chmod(0o700)  # which fails if it is another user's
+    path.parent.chmod(0o700)  # fails if the folder belongs to another user
     write_whole(path, token)
     try:
         yield path
@@ -94,7 +97,7 @@ def left_here(
         with contextlib.suppress(OSError):
             if (
                 not stays and path.read_text() == token
-            ):  # or it is that of the next center there
+            ):  # not that of the next center there
                 path.unlink()
 
 
@@ -111,11 +114,11 @@ def _checked(token: str, what: str) -> Callable[[], str]:
 
 
 def _names_file(token: str) -> bool:
-    """Return whether what should be a token is the path of a file with one."""
+    """Return whether a token looks like the path of a file with a token."""
     try:
         path = pathlib.Path(token).expanduser()
         return path.suffix == ".token" or path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long, or with a zero
+    except (OSError, ValueError, RuntimeError):  # too long, or with a null character
         return False
 
 
@@ -132,7 +135,7 @@ def _in_file(path: pathlib.Path) -> str:
 
 
 def _of_this_machine(address: str) -> str | None:
-    """That of a center on this machine that has left one here."""
+    """Return the token that a center on this machine has left; None if none."""
     if not _address.is_local(address):
         return None
     port = address.rpartition(":")[2]
@@ -154,7 +157,7 @@ def _folder() -> pathlib.Path:
 
 
 def _name(address: str) -> str:
-    """Of the file of a center at an address."""
+    """Return the name of the token file of a center at an address."""
     if address.startswith("unix:"):
         address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""What runs here beside agn_optax: two ends should have the same."""
+"""Versions of Python and of the dependencies, which both ends should have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "grpcio")
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """Versions by name; those that are not installed as packages are left out."""
+    """Return versions by name, without packages that are not installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

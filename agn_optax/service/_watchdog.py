@@ -1,4 +1,4 @@
-"""What takes too long is ended: links of workers, and a center's ends of theirs."""
+"""Timeouts: the watchdog cancels links and transfers that take too long."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from agn_optax._internal import keep_running
 
 _log = logging.getLogger("agn_optax")
 
-# Bytes a second. Whoever is slower as long as a packet takes is as good as gone, and
-# holds memory and a thread.
+# Minimum rate in bytes per second, on average over a frame. A slower peer is treated as
+# lost, because it occupies memory and a thread.
 LEAST_RATE = 32 << 10
-_MANY = 256  # transfers that are remembered
+_MANY = 256  # transfers whose durations are kept
 
 
 class Watched(Protocol):
-    """What the watchdog ends once its time is over."""
+    """An operation that the watchdog cancels after its deadline."""
 
-    deadline: float  # monotonic seconds; it may move meanwhile
-    is_late: bool  # whether it has been ended for that
+    deadline: float  # monotonic seconds; may be changed at any time
+    is_late: bool  # whether the watchdog has cancelled it
 
     def cancel(self) -> None:
-        """Ends it, from any thread; must not block."""
+        """End the operation, from any thread; must not block."""
 
 
 class Watchdog:
-    """Cancels what is late.
+    """A thread that cancels operations whose deadline has passed.
 
-    Its thread looks when the earliest deadline that it knows of is over, and not at
-    every exchange: deadlines are mostly later by then.
+    The thread wakes at the earliest deadline that it knows of, and not whenever a
+    deadline changes: by then most deadlines have been moved later.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._watched: set[Watched] = set()
-        self._looks = math.inf  # when
+        self._looks = math.inf  # when the thread wakes; monotonic seconds
         self._runs = False
 
     @contextlib.contextmanager
     def watching(self, watched: Watched) -> Iterator[None]:
-        """Cancels ``watched`` if it is late."""
+        """Cancel ``watched`` if its deadline passes within the block."""
         with self._changed:
             if not self._runs:
                 keep_running(self._run, "agn-optax watchdog")
-                self._runs = True  # if there could be one more thread
+                self._runs = True  # only after the thread could be started
             self._watched.add(watched)
             if watched.deadline < self._looks:
                 self._changed.notify()
@@ -71,7 +71,11 @@ class Watchdog:
                 self._changed.wait(None if left == math.inf else left)
 
     def _cancel_late(self, now: float) -> None:
-        """A call of its own, for nothing may stay here while the thread waits."""
+        """Cancel the operations whose deadline has passed.
+
+        This is a method of its own so that its local variables do not keep the
+        operations alive while the thread waits.
+        """
         late = [each for each in self._watched if each.deadline <= now]
         self._watched.difference_update(late)
         for each in late:
@@ -80,7 +84,7 @@ class Watchdog:
 
 
 def _cancel(watched: Watched) -> None:
-    """Cancel what is watched; the others are cancelled whatever that raises."""
+    """Cancel an operation; an exception is logged, so that others are cancelled, too."""
     try:
         watched.cancel()
     except Exception:
@@ -91,12 +95,12 @@ watchdog = Watchdog()
 
 
 class Transfer:
-    """One packet on its way between a center and a worker, at the center's end.
+    """A frame that is being sent or received, at the center's end.
 
     Args:
       cancel: ends the connection, from any thread.
-      size: bytes of it.
-      patience: seconds in which some of it must move.
+      size: size of the frame in bytes.
+      patience: timeout in seconds for any part of the frame to be transferred.
     """
 
     def __init__(self, cancel: Callable[[], None], size: int, patience: float) -> None:
@@ -108,21 +112,21 @@ class Transfer:
         self.went()
 
     def went(self) -> None:
-        """Some of it moved."""
+        """Record that a part of the frame was transferred."""
         self.moved = time.monotonic()
         self.deadline = min(self._over_by, self.moved + self._patience)
 
 
 class Transfers:
-    """All packets that are on their way to and from a center."""
+    """All frames that a center is sending and receiving."""
 
     def __init__(self) -> None:
         self._all: set[Transfer] = set()
-        self._took: deque[float] = deque(maxlen=_MANY)  # seconds
+        self._took: deque[float] = deque(maxlen=_MANY)  # durations in seconds
 
     @property
     def longest(self) -> float:
-        """Seconds that one of the last took that count."""
+        """Longest duration in seconds of the last transfers with ``counts=True``."""
         return max(self._took, default=0.0)
 
     @contextlib.contextmanager
@@ -134,7 +138,12 @@ class Transfers:
         *,
         counts: bool = False,
     ) -> Iterator[Transfer]:
-        """Around one packet's way, see `Transfer`; `longest` is of those that count."""
+        """Transfer a frame within the block, and cancel it if it takes too long.
+
+        Args:
+          cancel, size, patience: see `Transfer`.
+          counts: whether the duration is included in `longest`.
+        """
         transfer = Transfer(cancel, size, patience)
         self._all.add(transfer)
         try:
@@ -146,7 +155,7 @@ class Transfers:
             self._all.discard(transfer)
 
     def cut(self, seconds: float) -> None:
-        """Ends connections on which nothing has moved for so many seconds."""
+        """End connections on which nothing was transferred for ``seconds``."""
         now = time.monotonic()
         for transfer in list(self._all):
             if now - transfer.moved > seconds:

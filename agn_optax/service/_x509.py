@@ -1,7 +1,7 @@
-"""Whose a certificate is, and until when: what DER says of its subject and validity.
+"""A parser for the subject and the validity of a certificate in DER.
 
-TLS has checked by then who vouches for it. Python's ssl tells the subject at one end of
-a connection only, and gRPC's in a text of its own.
+TLS has already verified the certificate. The parser is needed because Python's ssl
+gives the subject at only one end of a connection, and gRPC gives it in another format.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 from agn_optax import errors
 
-_NAME, _UNIT = b"\x55\x04\x03", b"\x55\x04\x0b"  # 2.5.4.3 and 2.5.4.11
+_NAME, _UNIT = b"\x55\x04\x03", b"\x55\x04\x0b"  # OIDs 2.5.4.3 and 2.5.4.11
 _VERSION, _BMP_STRING, _UTC_TIME = 0xA0, 0x1E, 0x17
 
 
 class Certificate(NamedTuple):
-    """What matters here of a certificate.
+    """The parts of a certificate that are used here.
 
     Attributes:
-      names: common names of its subject (CN).
-      units: organizational units of its subject (OU).
-      begins, ends: when it is valid.
+      names: common names of the subject (CN).
+      units: organizational units of the subject (OU).
+      begins, ends: start and end of the validity.
     """
 
     names: tuple[str, ...]
@@ -32,16 +32,16 @@ class Certificate(NamedTuple):
 
 
 def read(der: bytes) -> Certificate:
-    """What a certificate says.
+    """Parse a certificate in DER.
 
     Raises:
-      InvalidArgumentError: it is none.
+      InvalidArgumentError: the bytes are not a certificate.
     """
     try:
         ((_, certificate),) = _items(der)
         _, content = next(_items(certificate))
         fields = [value for tag, value in _items(content) if tag != _VERSION]
-        _, _, _, validity, subject = fields[:5]  # after number, algorithm and issuer
+        _, _, _, validity, subject = fields[:5]  # after serial, algorithm and issuer
         said = [
             (kind, _text(tag, value))
             for _, attributes in _items(subject)
@@ -60,7 +60,7 @@ def read(der: bytes) -> Certificate:
 
 
 def _items(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Tags and values, one after the other."""
+    """Yield the tags and values of the elements in DER bytes."""
     while der:
         tag, length, begin = der[0], der[1], 2
         if length & 0x80:
