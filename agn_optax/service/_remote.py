@@ -1,4 +1,4 @@
-"""What the sessions of one remote center share: its tree, and the way there."""
+"""The remote center as its sessions share it: its tree and its transports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("agn_optax")
 
 
 class Exchange(NamedTuple):
-    """What a worker sends, and sends again until there is an answer."""
+    """A message that a worker sends, and resends until it is answered."""
 
     message: pb.Message
     schema: Schema
@@ -36,21 +36,22 @@ class Exchange(NamedTuple):
 
 
 class Remote:
-    """A center on the other side of a connection.
+    """A center at the other end of a connection.
 
     Args:
-      connection: to it.
-      rule: the rule that it must run.
-      transports: how exchanges may travel, the preferred way first.
+      connection: the connection to the center.
+      rule: the rule that the center must run.
+      transports: transports that exchanges may use, in order of preference.
 
     Attributes:
-      connection: to it.
-      rule: of it.
-      travelling: see `travels`; None until somebody has initialized it.
-      description: what it said of itself last.
-      serves_at: where its workers are themselves a center; "" if they are none.
-      useless: transports that are not tried again in this life of the center: they did
-        not work when a worker joined by another one.
+      connection: the connection to the center.
+      rule: the rule of the center.
+      travelling: see `travels`; None until the center is initialized.
+      description: the last description that the center gave.
+      serves_at: address at which the workers themselves serve as a center; "" if they
+        do not.
+      useless: names of transports that are skipped until the center restarts, because
+        they failed when a worker joined by another transport.
     """
 
     def __init__(
@@ -62,29 +63,29 @@ class Remote:
         self.description: pb.Description
         self._buffers, self._wide_buffers = Buffers(), Buffers()
         self._transports = transports
-        self._offers: dict[str, pb.Offer] = {}  # of the center's transports
+        self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
         self.useless: set[str] = set()
         self.serves_at = ""
-        # The kind of contribution that was found to belong here, and its wire dtype.
+        # The last type of contribution that was checked, and its dtype on the wire.
         self._known: dict[Any, str] = {}
 
-    # What it is.
+    # The description.
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """The center's address."""
         return self.connection.address
 
     def describe(self) -> pb.Description:
-        """What the center says of itself, fresh."""
+        """Ask the center for its current description."""
         self._learn(self.connection.retry(self.connection.describe))
         return self.description
 
     def travels(self) -> _trees.Travelling:
-        """In which form the center's tree, messages and answers travel.
+        """Return the wire formats of the center's tree, messages and answers.
 
         Raises:
-          NotInitializedError: nobody has initialized the center.
+          NotInitializedError: the center is not initialized.
         """
         if self.travelling is None:
             self.describe()
@@ -96,7 +97,14 @@ class Remote:
         return self.travelling
 
     def _learn(self, said: pb.Description) -> None:
-        """What a center says of itself, if it is one to be used."""
+        """Check and store a description.
+
+        Raises:
+          ProtocolError: the center speaks another version of the protocol, or its
+            schema does not match its hash.
+          RuleMismatchError: the center runs another rule.
+          InvalidArgumentError: the timeout is too short for this center.
+        """
         if said.protocol != _address.PROTOCOL:
             raise errors.ProtocolError(
                 f"the center at {self.address} speaks version {said.protocol} of the "
@@ -111,7 +119,7 @@ class Remote:
             )
         self.description = said
         offers = {offer.transport: offer for offer in said.offers}
-        if offers != self._offers:  # it was started anew
+        if offers != self._offers:  # the center was restarted
             self._offers, self.useless = offers, set()
         if said.HasField("schema"):
             known = self.travelling
@@ -128,14 +136,19 @@ class Remote:
                 self._known = {}
                 self.travelling = _trees.travelling(self.rule, like)
 
-    # What travels.
+    # Messages and answers.
 
     def as_message(self, contribution: PyTree, worker: str, **said: Any) -> Exchange:
-        """A contribution as it travels, and what its message says besides.
+        """Return the message with a contribution.
+
+        Args:
+          contribution: the contribution.
+          worker: the worker's name, for error messages.
+          **said: further fields of the message.
 
         Raises:
-          TreeMismatchError: it does not belong to this center.
-          NotInitializedError: the center has no tree yet.
+          TreeMismatchError: the contribution does not match the center's tree.
+          NotInitializedError: the center is not initialized.
         """
         travelling = self.travels()
         leaves, treedef = jax.tree.flatten(contribution)
@@ -143,7 +156,7 @@ class Remote:
         if (dtype := self._known.get(kind)) is None:
             own, theirs = _trees.schema_of(contribution), travelling.message
             self._check_same(own, theirs, "float32", worker, "contribution")
-            # Narrower than the center without a loss, where the contribution is.
+            # A contribution in a narrower dtype than the center's is sent as it is.
             narrow = {"bfloat16", "float16"} - theirs.dtypes
             is_narrow = len(own.dtypes) == 1 and own.dtypes <= narrow
             (dtype,) = own.dtypes if is_narrow else ("",)
@@ -153,10 +166,10 @@ class Remote:
         return Exchange(message, schema, _trees.host_arrays(contribution, schema))
 
     def check_model(self, params: PyTree, worker: str) -> None:
-        """A worker's parameters belong to this center, if that has some already.
+        """Check that a worker's parameters match the center's, if it has any yet.
 
         Raises:
-          TreeMismatchError: they do not.
+          TreeMismatchError: they do not match.
         """
         check.float_leaves(params, "parameters")
         if self.travelling is None:
@@ -169,7 +182,11 @@ class Remote:
     def _check_same(
         self, own: Schema, theirs: Schema, dtype: str, worker: str, what: str
     ) -> None:
-        """Two schemas are one, if all that is floating in them had one dtype."""
+        """Check that two schemas are equal once floating leaves are cast to ``dtype``.
+
+        Raises:
+          TreeMismatchError: they differ; the message names the first difference.
+        """
         difference = own.cast(dtype).difference(
             theirs.cast(dtype),
             f"worker {worker!r} has",
@@ -184,7 +201,7 @@ class Remote:
     def answer_in(
         self, said: pb.Frame, link: Link
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """An answer as it came: what is said of it, and its arrays."""
+        """Return the metadata and the arrays of a received answer."""
         travels = self.travels()
         schema = travels.answer
         if said.snapshot.HasField("differences"):
@@ -200,28 +217,28 @@ class Remote:
         return _version_in(said, link, schema, self.address)
 
     def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
-        """What a public center has become, by so many differences as they came."""
+        """Return the broadcast parameters after ``count`` received differences."""
         travels = self.travels()
         assert travels.differences is not None
         schema, like = travels.differences(1), [travels.difference]
         size = len(schema.leaves)
-        for i in range(count):  # each by itself, or every count would be compiled
+        for i in range(count):  # one by one, to compile one program for all counts
             leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
             (difference,) = _trees.build(schema, leaves, like)
             anchor = _follow(self.rule)(anchor, difference)
         return anchor
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """What travelled narrow, as wide as the center again, its values rounded."""
+        """Return arrays that were sent in a narrower dtype in that of the center."""
         schema, answer = self.travels().center, self.travels().answer
-        if answer is schema or jax.default_backend() != "cpu":  # `as_tree` does it
+        if answer is schema or jax.default_backend() != "cpu":  # then `as_tree` casts
             return arrays
         buffer = self._wide_buffers.take(schema.size)
         _buffers.write(schema, arrays, buffer)
         return schema.views(buffer)
 
     def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
-        """What came, in the containers of ``like``."""
+        """Return leaves as a tree with the containers of ``like``."""
         schema = self.travels().center
         for dtype in schema.dtypes:
             if not _trees.is_representable(dtype):
@@ -230,10 +247,10 @@ class Remote:
                     "jax.config.update('jax_enable_x64', True) here"
                 )
         tree = _trees.build(schema, leaves, like)
-        # On the device, where that is an accelerator: fewer bytes go there.
+        # Casting on an accelerator, and not before, moves fewer bytes to it.
         return _trees.cast(tree, schema)
 
-    # How it gets there.
+    # Calls.
 
     def pull(
         self, wait: float, *, public: bool = False
@@ -242,7 +259,7 @@ class Remote:
         return pull(self.connection, lambda: self.travels().center, wait, public=public)
 
     def initialize(self, params: PyTree, worker: str) -> None:
-        """Gives the center its first parameters."""
+        """Give the center its first parameters."""
         schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
         leaves = _trees.to_bytes(schema)
         start = pb.Start(
@@ -272,10 +289,10 @@ class Remote:
         self.describe()
 
     def dial(self) -> tuple[Link, set[str]]:
-        """A way to the center, for a worker's exchanges: the first that works.
+        """Open a link for a worker's exchanges, by the first transport that works.
 
         Returns:
-          A link, and the names of the transports that did not work before.
+          The link, and the names of the transports that failed before.
 
         Raises:
           CenterUnreachableError: none of the transports works.
@@ -294,7 +311,7 @@ class Remote:
                     _log.info("%s: not by %s", self.address, failed)
                 link.transport = transport.name
                 return link, set(failed)
-            if len(failed) == 1:  # it may have been started anew, somewhere else
+            if len(failed) == 1:  # the center may have restarted with other offers
                 known = self._offers
                 self._learn(self.connection.describe())
                 if self._offers is not known:
@@ -313,7 +330,17 @@ def pull(
     *,
     public: bool = False,
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-    """One version of a center, in one attempt; its schema is asked for at the end."""
+    """Pull the current version of a center, in one attempt.
+
+    Args:
+      connection: the connection to the center.
+      schema: returns the schema of the center; called once a version arrives.
+      wait: seconds that the center may wait for its first parameters.
+      public: see `Center.pull`.
+
+    Returns:
+      The metadata and the arrays of the version.
+    """
     request = iter([pb.PullRequest(wait=wait, public=public).SerializeToString()])
     link = GrpcLink(connection, "Pull", Buffers(), request)
     with connection.watching(link):
@@ -325,7 +352,7 @@ def pull(
 def _version_in(
     said: pb.Frame, link: Link, schema: Schema, address: str
 ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-    """A version as it came: what is said of it, and its arrays."""
+    """Return the metadata and the arrays of a received version."""
     if not said.HasField("snapshot"):
         raise errors.ProtocolError("a snapshot was expected, got another packet")
     if said.snapshot.schema_hash != schema.hash:
@@ -341,5 +368,5 @@ def _follow(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
 
 
 def _abstract(leaf: Any) -> Any:
-    # As most are; the other way takes ten times longer.
+    # Most leaves are JAX arrays; jax.typeof takes ten times longer.
     return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)

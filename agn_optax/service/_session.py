@@ -1,4 +1,4 @@
-"""A worker's life at a center that is somewhere else: the same verbs as embedded."""
+"""A worker's session at a remote center, with the interface of a local one."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ from agn_optax.service.wire._trees import to_device
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-# Bytes of an exchange whose answer the center had better not keep until the next one.
+# Bytes of an exchange from which on it is acknowledged at once, so that the center can
+# free the answer before the next exchange.
 _LEAST_ACKNOWLEDGED = 64 << 10
 
 
 class RemoteSession(Session):
-    """One life of one worker, over as many connections as it needs.
+    """One session of one worker, over as many connections as it needs.
 
-    Calls that find nobody are tried again for two seconds, and what broke in the middle
-    is sent again: the center knows an exchange that it has applied. One thread at a
-    time submits and collects; any other may leave.
+    A call that does not reach the center is retried for two seconds. If a connection
+    breaks, the exchange that was under way is sent again; the center recognizes an
+    exchange that it has already applied. One thread at a time may submit and collect;
+    any thread may leave.
 
     Args:
       remote: the center.
       worker: the worker's name.
       like: a tree with the worker's containers; None for those of the center.
-      life: of a worker that is back from another process; None for a new one.
-      left: told of this session once it has left.
+      life: `Session.life` of a session to resume from another process; None begins a
+        new session.
+      left: called with this session once it has left.
     """
 
     def __init__(
@@ -55,31 +58,31 @@ class RemoteSession(Session):
         left: Callable[[RemoteSession], object] = lambda session: None,
     ) -> None:
         self.worker = worker
-        # The life of the center that it has joined, and of this worker there.
+        # The id of the center, "" before the first join; and the id of the session.
         self._life: str
         self._life, self.incarnation = life or ("", uuid.uuid4().hex)
         self._remote = remote
         self._like = like
         self._using = threading.Lock()
         self._link: Link | None = None
-        self._exchange: Exchange | None = None  # that is under way
-        self._anchor: PyTree = None  # from which its answer may differ
-        self._sent_over: Link | None = None  # where that is on its way
-        self.left = False  # or about to
+        self._exchange: Exchange | None = None  # in flight
+        self._anchor: PyTree = None  # to which the answer's differences are applied
+        self._sent_over: Link | None = None  # link whose next answer is to the exchange
+        self.left = False  # whether it has left, or is about to
         self._tell_left = left
 
     @property
     def transport(self) -> str:
-        """By which its exchanges travel; "" while there is no connection."""
+        """Name of the transport in use; "" while there is no connection."""
         return "" if self._link is None else self._link.transport
 
     @property
     def life(self) -> Any:
-        """As `Session.life`."""
+        """The ids of center and session, see `Session.life`."""
         return [self._life, self.incarnation]
 
     def join(self, timeout: float | None) -> None:
-        """As `Center.join`."""
+        """Join the center: see `Center.join`."""
         within = math.inf if timeout is None else timeout
         until = time.monotonic() + within
         try:
@@ -102,10 +105,10 @@ class RemoteSession(Session):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """As `Session.submit`.
+        """Submit an exchange: see `Session.submit`.
 
         Raises:
-          ProtocolError: the center is of a release that takes no weights.
+          ProtocolError: the center's release does not support weights.
         """
         check.whole_number(steps, "steps", least=0)
         check.weight(weight)
@@ -124,8 +127,8 @@ class RemoteSession(Session):
             old = self._exchange
             if old is None or old.message.sequence != sequence:
                 self._sent_over = None
-            # A repeated one whose answer is still to come over the same link is not
-            # sent again there: it would be answered twice.
+            # A repeated exchange whose answer is still expected over the same link is
+            # not sent again, because it would be answered twice.
             self._anchor = anchor
             self._exchange = self._remote.as_message(
                 contribution,
@@ -140,9 +143,10 @@ class RemoteSession(Session):
             self._remote.connection.retry(self._send, within=SOON)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
-        """As `Session.collect`; the center says every two seconds that it still waits.
+        """Return the answer to an exchange: see `Session.collect`.
 
-        So a ``timeout`` may be over by that much before it is noticed.
+        The timeout is checked only when the center reports that the exchange still
+        waits, which it does every two seconds, so this may return that much later.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._using:
@@ -174,7 +178,10 @@ class RemoteSession(Session):
             )
 
     def acknowledge(self, sequence: int) -> None:
-        """As `Session.acknowledge`; of small messages the next one says the same."""
+        """Acknowledge an answer: see `Session.acknowledge`.
+
+        Small exchanges are not acknowledged here, because the next message does so.
+        """
         with self._using:
             exchange, link = self._exchange, self._link
             if exchange is None or exchange.message.sequence != sequence:
@@ -184,16 +191,16 @@ class RemoteSession(Session):
                 return
             try:
                 link.send(Parcel(pb.Frame(acknowledge=sequence)))
-            except link.ended:  # the next exchange has another link
+            except link.ended:  # the next exchange opens another link
                 link.cancel()
 
     def disconnect(self) -> None:
-        """As `Session.disconnect`."""
+        """Close the link: see `Session.disconnect`."""
         if self._link is not None:
             self._link.cancel()
 
     def leave(self, timeout: float = 1.0) -> None:
-        """As `Session.leave`; says so to the center for ``timeout`` seconds at most."""
+        """Leave the center, in ``timeout`` seconds at most: see `Session.leave`."""
         self.left = True
         try:
             request = pb.LeaveRequest(worker=self.worker, incarnation=self.incarnation)
@@ -204,17 +211,17 @@ class RemoteSession(Session):
             self._tell_left(self)
 
     def _open(self, until: float = math.inf) -> Link:
-        """A connection in which the worker lives; the old one, if any, has broken.
+        """Open a link and join over it, in place of a link that has broken.
 
         Raises:
-          TimeoutError: the center still had not enough workers ``until`` then.
+          TimeoutError: too few workers had joined for the barrier by ``until``.
         """
         remote = self._remote
         if self._link is not None:
             self._link.cancel()
         link, failed = remote.dial()
         self._link = link
-        if self.left or remote.connection.closed:  # meanwhile
+        if self.left or remote.connection.closed:  # by another thread, meanwhile
             link.cancel()
         join = pb.Join(
             protocol=_address.PROTOCOL,
@@ -240,11 +247,12 @@ class RemoteSession(Session):
         return link
 
     def _send(self) -> Link:
-        """The connection over which the exchange under way was sent."""
+        """Send the exchange in flight if necessary; return the link that has it."""
         assert self._exchange is not None
         message, schema, arrays = self._exchange
         link = self._link
-        # One that has ended since may have the answer, or the reason why there is none.
+        # A link that ended after the exchange was sent over it is kept: it may hold the
+        # answer, or the reason why there is none.
         if link is None or (link.done() and self._sent_over is not link):
             link = self._open()
         if self._sent_over is not link:
@@ -256,13 +264,13 @@ class RemoteSession(Session):
         return link
 
     def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
-        """The answer to the exchange under way; None if there is none by ``until``."""
+        """Return the answer to the exchange in flight; None if none by ``until``."""
         link = self._send()
-        self._sent_over = None  # asked for again, it is to be sent again
+        self._sent_over = None  # if receiving fails, the exchange is sent again
         with self._watching(link):
             while (said := link.control()).HasField("waiting"):
                 if time.monotonic() >= until:
-                    self._sent_over = link  # its answer is still to come
+                    self._sent_over = link  # the answer is still expected
                     return None
             answer = self._remote.answer_in(said, link)
             self._check_sequence(answer[0].sequence)
@@ -281,7 +289,11 @@ class RemoteSession(Session):
     def _watching(
         self, link: Link, until: float = math.inf, patience: float = math.inf
     ) -> Iterator[None]:
-        """Around a use of a link, which ends with the worker, too."""
+        """Use a link within the block, with timeouts: see `Connection.watching`.
+
+        Raises:
+          WorkerStateError: the worker has left meanwhile.
+        """
         try:
             with self._remote.connection.watching(link, until, patience):
                 yield

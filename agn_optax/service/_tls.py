@@ -18,7 +18,7 @@ from agn_optax.service import _address, _x509
 from agn_optax.service._files import Path, Reread
 
 Pem = bytes | Path
-# Files of a worker that is given none.
+# Environment variables that name the files of a worker without TLS settings.
 TLS_CA, CERTIFICATE = "AGN_OPTAX_TLS_CA", "AGN_OPTAX_TLS_CERTIFICATE"
 KEY = "AGN_OPTAX_TLS_KEY"
 

@@ -20,7 +20,8 @@ from agn_optax.service._access import why_no_token
 from agn_optax.service._files import Reread, warn_if_public
 
 Token = str | os.PathLike[str] | None
-# Of this end: its token, or a file with it; and of a server: lines as in `Access`.
+# Environment variables: a client's token, a file with it, and a server's tokens, in
+# lines as in `Access`.
 TOKEN, TOKEN_FILE = "AGN_OPTAX_TOKEN", "AGN_OPTAX_TOKEN_FILE"
 TOKENS = "AGN_OPTAX_TOKENS"
 

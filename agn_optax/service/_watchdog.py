@@ -84,7 +84,7 @@ class Watchdog:
 
 
 def _cancel(watched: Watched) -> None:
-    """Cancel an operation; an exception is logged, so that others are cancelled, too."""
+    """Cancel an operation; log an exception, so that others are cancelled, too."""
     try:
         watched.cancel()
     except Exception:
@@ -140,9 +140,7 @@ class Transfers:
     ) -> Iterator[Transfer]:
         """Transfer a frame within the block, and cancel it if it takes too long.
 
-        Args:
-          cancel, size, patience: see `Transfer`.
-          counts: whether the duration is included in `longest`.
+        See `Transfer`. If ``counts``, the duration is included in `longest`.
         """
         transfer = Transfer(cancel, size, patience)
         self._all.add(transfer)
