@@ -255,7 +255,7 @@ class Remote:
     def pull(
         self, wait: float, *, public: bool = False
     ) -> tuple[pb.Snapshot, list[np.ndarray]]:
-        """One version of the center, in one attempt."""
+        """Pull the current version of the center, in one attempt."""
         return pull(self.connection, lambda: self.travels().center, wait, public=public)
 
     def initialize(self, params: PyTree, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""The center as a process of its own: a gRPC server around a `LocalCenter`."""
+"""The center service: a gRPC server around a `LocalCenter`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from agn_optax.worker import Uplink
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_LOOK = 0.2  # seconds between two looks at what still runs
-_UNREAD = 2.0  # seconds after which a worker that takes nothing is not waited for
-_LAST = 0.8  # seconds beyond the grace in which connections end, whoever holds them
+_LOOK = 0.2  # seconds between two checks of whether something still runs
+_UNREAD = 2.0  # seconds without progress after which a worker is cut off at the end
+_LAST = 0.8  # seconds after the grace within which all connections are closed
 
 
 class Server(contextlib.AbstractContextManager["Server"]):
     """A running center service, as `serve` returns it. Also a context manager.
 
     Attributes:
-      address: where it listens; has the real port where 0 was asked for.
-      direct_address: "host:port" where it takes exchanges beside gRPC; None if there
-        is no such port.
-      page_address: where a browser finds its page; None if it has none.
-      health_address: where anybody may ask whether it serves; None for nowhere.
+      address: the address at which it listens, with the actual port if port 0 was
+        requested.
+      direct_address: "host:port" for exchanges without gRPC; None if there is no such
+        port.
+      page_address: URL of its page; None if it has none.
+      health_address: "host:port" for health checks by anybody; None if there is none.
       center: the center variable: ``center.pull()``, ``center.save()``.
-      uplink: the link to its parent; None if it has none.
+      uplink: the link to its parent; None if it has no parent.
     """
 
     def __init__(
@@ -60,48 +61,53 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._servicer = servicer
         self._listeners = listeners
         servicer.stop = functools.partial(_stop, weakref.ref(self))
-        self._stopping = threading.RLock()  # a handler of a signal may come in again
+        self._stopping = threading.RLock()  # reentrant for `stop` in a signal handler
         self._is_stopping = False
         self._stopped = threading.Event()
         atexit.register(self.stop, grace=5.0)
 
     def __repr__(self) -> str:
-        """Where it listens, and its center."""
+        """Return the address and the center as text."""
         ended = ", which has ended" if self._stopped.is_set() else ""
         return f"Server(at {self.address}{ended}, {self.center!r})"
 
     @property
     def is_drained(self) -> bool:
-        """True once an operator has asked for its end (``agn-optax drain``)."""
+        """Whether an operator has drained the service (``agn-optax drain``)."""
         return self._servicer.is_drained
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the server has stopped; False if it has not in time.
+        """Wait until the server has stopped; return False if it has not in time.
 
-        Handlers of signals run meanwhile, and may call `stop`.
+        Signal handlers run meanwhile, and may call `stop`.
+
+        Args:
+          timeout: seconds to wait at most; None for no limit.
         """
-        # Asleep and not at a lock: a signal that comes while the main thread is about
-        # to wait for one would be handled when that wait is over.
+        # It sleeps instead of waiting for a lock: a signal that arrives just before the
+        # main thread waits for a lock would only be handled after that wait.
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._stopped.is_set() and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
         return self._stopped.is_set()
 
     def stop(self, grace: float | None = None) -> None:
-        """Drains the service and ends it.
+        """Drain the service and end it.
 
-        Exchanges that are being applied and answered finish; all others are told that
-        the center is going down, and their workers go on trying to reach it.
+        Exchanges that are being applied and answered are finished. All others are
+        rejected because the center is going down, and their workers keep trying to
+        reach it.
+
+        If another thread is already stopping the server, this waits for that thread.
+        If the same thread is, because the handler of a second signal calls this, it
+        returns at once.
 
         Args:
-          grace: seconds that running exchanges may take, and what this center owes to
-            its parent; None for 30, or twice as long as any of the last answers took to
-            travel if that is more, up to 600. A worker that takes nothing of its answer
-            for two seconds is cut off before; a second after the grace everything has
-            ended, whatever workers do.
-
-        A call while another thread stops the server waits for that. In the thread that
-        stops it, where a handler of a second signal may call this, it returns at once.
+          grace: seconds for the exchanges that are running, and for those that are
+            still owed to the parent. None for 30, or for twice the longest duration of
+            the last answers' transfers if that is more, but at most 600. A worker that
+            receives nothing of its answer for two seconds is cut off earlier. One
+            second after the grace, everything has ended in any case.
         """
         with self._stopping:
             if self._is_stopping or self._stopped.is_set():
@@ -109,7 +115,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
             self._is_stopping = True
             try:
                 self._stop(self._servicer.stop_grace if grace is None else grace)
-            finally:  # of what raises, as Ctrl-C does, the next call does all again
+            finally:  # if it raises, as by Ctrl-C, the next call starts over
                 self._is_stopping = False
 
     def _stop(self, grace: float) -> None:
@@ -163,70 +169,76 @@ def serve(
     durability: Durability | None = None,
     refuse: Refuse | None = None,
 ) -> Server:
-    """Serves a center variable over gRPC, in threads of this process.
+    """Serve a center variable over gRPC, in threads of this process.
 
     Args:
-      rule: a record of `agn_optax.rules`; workers must have the same.
-      params: the first parameters; None leaves them to a chief.
-      address: ``"host:port"``, with port 0 for any that is free, or ``"unix:path"``.
+      rule: a record of `agn_optax.rules`; workers must use the same rule.
+      params: the first parameters; None leaves it to a chief to give them.
+      address: ``"host:port"``, with port 0 for any free port, or ``"unix:path"``.
       dtype: floating dtype of the center; None keeps that of its first parameters.
-      device: where the center lives and its optimizer runs: a `jax.Device`, or the name
-        of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is taken.
+      device: the device that holds the center and runs its optimizer: a `jax.Device`,
+        or the name of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is
+        used.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
-      barrier: workers that must have joined before any of them starts.
-      max_workers: workers that may be there at a time.
+      barrier: number of workers that must have joined before any of them starts.
+      max_workers: maximum number of workers at a time.
       lease: seconds after which a worker that lost its connection is given up.
-      memory: bytes that the center, its optimizer's state and all messages may take
-        together: a worker for whose message there is no room is refused, and those that
-        are there go on. None for any number.
-      calls: a second, that one caller may make beside its exchanges (pulls, joins;
-        those of many bytes count more), and connections that one host may begin without
-        saying whose they are. Further ones wait or are refused. A caller is a token or
-        a certificate, or without any a host. 400 calls are free, and as many as all
-        workers make when they start. Status and health, snapshots, and what ends
-        something are counted apart, each after 400 at once. None for no bound.
-      tls: this center's certificate and key, and who vouches for workers if they must
-        have certificates; None for plain text, which must stay on this machine.
-      credentials: of gRPC instead, where `Tls` cannot say it; they encrypt nothing but
-        gRPC, so that exchanges with other hosts take that.
-      insecure: allows plain text beyond this machine, and callers that are unknown.
-      access: who may call, and what each may do; None is everybody on this machine, or
-        whom certificates name if ``tls`` asks for them.
-      reflection: whether gRPC's reflection and channelz are served, which tell of calls
-        and connections; None has them on this machine only.
-      direct: also takes connections for exchanges beside gRPC, for speed: at another
-        port, encrypted as gRPC is, and from processes of the same user on this machine
-        in shared memory.
-      direct_address: ``"host:port"`` of that other port; None takes one of the same
-        host that is free. Workers reach it at the host that they know ``address`` by.
-      page: ``"host:port"`` of a page in the browser that shows what goes on, with
-        ``/metrics`` for Prometheus, behind the same tokens and certificates; None for
-        no page. Port 0 takes one that is free: ``server.page_address``.
-      health_address: ``"host:port"`` where gRPC's health checking is answered as well,
-        in plain text and to anybody, and nothing else is: for whoever can neither speak
-        TLS nor show a token, as the probes of Kubernetes. None for nowhere.
-      parent: a center that this one is a worker of, such as `connect` returns: the
-        workers of a site share this center, and the sites share the parent, whose rule
-        says how. Without ``params``, the parent's are taken.
-      parent_period: exchanges of this center's workers between two with the parent.
-      name: of this center among the workers of its parent; None makes one up.
+      memory: maximum number of bytes for the center, its optimizer's state and all
+        messages together. A worker whose message does not fit cannot join; the others
+        are not affected. None for no limit.
+      calls: rate limit, in calls per second that one caller may make in addition to its
+        exchanges (such as pulls and joins; a call that moves many bytes counts as
+        several), and in unauthenticated connections per second of one host. Further
+        ones wait or are rejected. A caller is a token or a certificate, or, without
+        either, a host. A caller may make 400 calls at once, plus those that all workers
+        make when they start. Status and health, snapshots, and calls that end something
+        have separate limits with the same rate and a burst of 400. None for no limit.
+      tls: this center's certificate and key, and the certificate authorities that
+        workers' certificates are checked against if they must have any; None for plain
+        text, which is only allowed within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
+      insecure: allows plain text beyond this machine, and unauthenticated callers.
+      access: access control: the callers and their roles. None admits everybody on this
+        machine, or, if ``tls`` asks for certificates, those whose certificates grant a
+        role.
+      reflection: whether to serve gRPC's reflection and channelz, which reveal methods,
+        calls and connections; None serves them only within this machine.
+      direct: also accepts exchanges without gRPC, which are faster: at another port,
+        encrypted as gRPC is, and in memory shared with processes of the same user on
+        this machine.
+      direct_address: ``"host:port"`` of that other port; None uses a free port of the
+        same host. Workers connect to it at the host by which they reach ``address``.
+      page: ``"host:port"`` of a web page that shows the center's activity, with
+        ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
+        0 uses a free one, see ``server.page_address``. None for no page.
+      health_address: ``"host:port"`` of a separate gRPC health service, in plain text
+        and open to anybody, for clients that have neither TLS nor a token, such as the
+        probes of Kubernetes. It serves nothing else. None for no such service.
+      parent: a center, such as `connect` returns, that this center is a worker of. The
+        workers of a site share this center, and the sites share the parent, by the
+        parent's rule. Without ``params``, the center starts from the parent's.
+      parent_period: exchanges of this center's workers between two exchanges with the
+        parent.
+      name: name of this center among the workers of its parent; None makes one up.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process: started again there, it goes on, and so do its
-        workers. Only for a center without a parent. None keeps it in memory.
-      refuse: which messages are refused, an `agn_optax.center.Refuse`; None for those
-        that are not finite, or after which the center would not be.
+        the center outlives its process: if it is started again with this directory, the
+        center and its workers continue. Only for a center without a parent. None keeps
+        the center in memory.
+      refuse: an `agn_optax.center.Refuse` that says which messages are rejected; None
+        rejects those that are not finite, or would make the center nonfinite.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
 
     Raises:
-      InvalidArgumentError: a setting is out of range, the address is none, or nothing
-        can listen there.
+      InvalidArgumentError: a setting is out of range, or an address is not valid or
+        cannot be listened at.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
         center on disk is of another model.
-      RuleMismatchError: the center on disk is one of another rule.
-      DurabilityError: what is on disk cannot be read, or nothing can be written.
+      RuleMismatchError: the center on disk has another rule.
+      DurabilityError: the center on disk cannot be read, or nothing can be written.
 
     Example:
       >>> import jax.numpy as jnp, agn_optax, agn_optax.service
@@ -298,9 +310,9 @@ def serve(
         server = Server(center, servicer, _listeners(servicer, place, direct=direct))
         undone.callback(server.stop)
         if parent is not None:
-            if name is None:  # sites on other hosts may listen at the same address
+            if name is None:  # centers of several hosts may have the same address
                 name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
-            if hasattr(parent, "announce"):  # it is on the other side of a network
+            if hasattr(parent, "announce"):  # the parent is remote
                 parent.announce(server.address)
             server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
         undone.pop_all()
@@ -310,7 +322,12 @@ def serve(
 def _access(
     access: Any, tls: Tls | None, *, insecure: bool, is_local: bool
 ) -> Access | None:
-    """Who may call; None for everybody."""
+    """Return the access control of a server; None to admit everybody.
+
+    Raises:
+      InvalidTypeError: ``access`` is not an `Access`.
+      InvalidArgumentError: anybody beyond this machine could change the center.
+    """
     if access is not None:
         if not isinstance(access, Access):
             raise errors.InvalidTypeError(f"access must be an Access, got {access!r}")
@@ -332,13 +349,13 @@ def _access(
 def _listeners(
     servicer: Servicer, place: Place, *, direct: bool
 ) -> dict[str, Listener]:
-    """The service's ends of all transports, which answer with ``servicer``."""
+    """Start the service's listeners of all transports, the page and health checks."""
     made: dict[str, Listener] = {}
     with contextlib.ExitStack() as stack:
         for transport in named(None if direct else ["grpc"]):
             try:
                 listener = transport.listen(servicer, place)
-            except OSError as error:  # there is gRPC
+            except OSError as error:  # workers can still use gRPC
                 _log.warning("nobody is listened to by %s: %s", transport.name, error)
                 continue
             if listener is not None:

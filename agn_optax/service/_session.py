@@ -67,7 +67,7 @@ class RemoteSession(Session):
         self._link: Link | None = None
         self._exchange: Exchange | None = None  # in flight
         self._anchor: PyTree = None  # to which the answer's differences are applied
-        self._sent_over: Link | None = None  # link whose next answer is to the exchange
+        self._sent_over: Link | None = None  # link over which its answer is expected
         self.left = False  # whether it has left, or is about to
         self._tell_left = left
 
