@@ -1,4 +1,4 @@
-"""The calls of the service, around the `Core` of a center: bytes in, bytes out."""
+"""The handlers of the service's calls, around the `Core` of a center."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ from agn_optax.service.wire._schema import Schema
 PyTree = Any
 T = TypeVar("T", pb.Join, pb.Start)
 _log = logging.getLogger("agn_optax")
-_LEAST_COPIED = 1 << 20  # bytes
-_SILENT_BEATS = 3  # signs of life that may fail to come
-_LONGEST_BEAT = 5.0  # seconds
+_LEAST_COPIED = 1 << 20  # bytes of a message whose answer may be copied over it
+_SILENT_BEATS = 3  # heartbeats that may be missed
+_LONGEST_BEAT = 5.0  # maximum s between two heartbeats
 _WAITING = Parcel(pb.Frame(waiting=pb.Waiting()))
-# Calls that are counted apart from a caller's others.
+# Calls with rate limits of their own, and the names of these.
 _APART = {
     "Status": "watch",
     "Health": "watch",
@@ -80,30 +80,30 @@ _APART = {
     "Drain": "end",
     "Leave": "end",
 }
-# What a peer may do to a center.
-_STALLED = 30.0  # seconds in which some of a packet must move
-# The same of a chief's first parameters: another worker waits meanwhile, for as long as
-# its `timeout` lets it (30 s).
+# Limits that protect a center from its peers.
+_STALLED = 30.0  # timeout in s for any part of a frame to be transferred
+# The same for a chief's first parameters. It is shorter because another worker waits
+# meanwhile, up to its `timeout` (30 s).
 _STALLED_CHIEF = 10.0
-_UNKNOWN = 5.0  # seconds in which a caller must say who it is, or hear why not
-_HURRY = 0.5  # the same where too many of that caller or host do not say it
+_UNKNOWN = 5.0  # timeout in s of authentication, and of the first frame of a call
+_HURRY = 0.5  # the same for a caller or host with too many such connections or calls
 _MOST_NAME = 256  # bytes of a worker's name
-_MOST_PULLS = 4  # at a time: each may keep a version of its own from being moved
-_MOST_OF_ONE = 3  # of a caller, who may read slowly
-# Who measure at a time. Of one whose bytes get lost on the way several are there, as it
-# is not heard that the others have gone.
+_MOST_PULLS = 4  # concurrent pulls: each may keep a version from being updated in place
+_MOST_OF_ONE = 3  # concurrent pulls of one caller, which may read slowly
+# Concurrent probes in all, and of one caller. If the network loses a caller's bytes,
+# several count, because the center does not notice that the earlier ones have ended.
 _MOST_PROBING, _MOST_OF_ONE_PROBING = 16, 12
-_MOST_WAITING = 1024  # pulls
-_LONGEST_WAIT = 60.0  # seconds that a pull may wait for the first parameters
-_MANY = 1024  # workers, where nobody says how many there may be
-_OVERHEAD = 4 << 20  # bytes that a connection takes, beside its message
-_GRACE = 30.0  # seconds to end in, at least, where nobody says how many
-LONGEST_GRACE = 600.0  # and at most
+_MOST_WAITING = 1024  # waiting pulls, in addition to one for each worker
+_LONGEST_WAIT = 60.0  # s that a pull may wait for the first parameters
+_MANY = 1024  # maximum number of workers if none is set
+_OVERHEAD = 4 << 20  # bytes of memory of a connection, without its message
+_GRACE = 30.0  # minimum s of the grace by default
+LONGEST_GRACE = 600.0  # maximum s of the grace by default
 
 
 @dataclasses.dataclass
 class _Traffic:
-    """What one worker sent and got, for whoever watches."""
+    """The traffic and the reported numbers of one worker, for its status."""
 
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -115,23 +115,23 @@ class _Traffic:
 
 
 class Servicer:
-    """Answers calls; everything that is decided, `Core` decides.
+    """The handlers of the service's calls; `Core` makes all decisions.
 
-    Each call comes with its `Caller`, which is asked first whether it may make it.
+    Each handler first checks that the `Caller` may make the call.
 
     Args:
-      core: of the center.
-      door: through which callers come.
-      dtype: the floating dtype that the center keeps by choice; "" if it has none.
+      core: the core of the center.
+      door: the authenticator of callers.
+      dtype: the floating dtype that was chosen for the center; "" if none was.
       parent: address of the center that this one is a worker of; "" if none.
-      memory: bytes that the center and all messages may take together; None for any
-        number.
-      calls: a second, that one caller may make beside its exchanges; None for any
-        number.
+      memory: maximum number of bytes for the center and all messages together; None for
+        no limit.
+      calls: calls per second that one caller may make in addition to its exchanges;
+        None for no limit.
 
     Attributes:
-      transfers: packets that are on their way.
-      workers: that there may be.
+      transfers: frames that are being sent or received.
+      workers: maximum number of workers.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class Servicer:
         self._dtype = dtype
         self._parent = parent
         if core.is_initialized:
-            _ = self._schema_bytes  # raises where nobody would read it
-        # Once, and before anybody asks: calls that come together would each compute it,
-        # and a busy machine might never end with that before they are tried again.
+            _ = self._schema_bytes  # raises now if the tree has no valid schema
+        # Computed once, before the first call: concurrent calls would each compute it,
+        # which on a busy machine could take longer than the timeout of their retries.
         self._rule = fingerprint(core.rule)
         self._started = time.monotonic()
         lease = core.ledger.lease
@@ -167,33 +167,36 @@ class Servicer:
         self._silence = max(lease, _SILENT_BEATS * self._heartbeat)
         self._idle = threading.Condition()
         self._busy = 0  # exchanges that are being applied and answered
-        self._talking = 0  # and those whose message is still coming
-        # Around a large message and the copy of its answer, which the next one's move
-        # in place has to wait for. Nobody's socket is waited for within.
+        self._talking = 0  # the same, and those whose message is still being received
+        # It is held while a large message is applied and its answer copied, because the
+        # next in-place update must wait for the copy. No I/O happens while it is held.
         self._turn = threading.Lock()
-        # Of workers that are there, and of all that ever were.
-        self._counts = threading.Lock()  # around what is added to them
-        self._traffic: dict[str, _Traffic] = {}
-        self._total = _Traffic()
-        # Kinds of messages that there are programs for.
+        self._counts = threading.Lock()  # guards the traffic
+        self._traffic: dict[str, _Traffic] = {}  # by worker
+        self._total = _Traffic()  # of all workers since the start
+        # Hashes of the schemas whose programs are compiled.
         self._compiled: set[bytes] = set()
         self.buffers = Buffers()
-        self.stop: Callable[[], object] = nothing  # the whole service
-        self.is_drained = False  # by an operator, for good
-        # Whoever watches hears what happens: its kind, and more. Must not block.
+        self.stop: Callable[[], object] = nothing  # stops the whole service
+        self.is_drained = False  # whether an operator has drained the service
+        # Reports an event to the monitor: its kind and its details. Must not block.
         self.tell: Callable[..., object] = _unheard
-        # What workers must know to connect without gRPC, but for the key.
+        # The offers of all transports without gRPC, still without a key.
         self.offers: list[pb.Offer] = []
-        # Where it listens, for those who watch: gRPC, sockets, and the page.
+        # The addresses of gRPC, of direct connections and of the page, for the status.
         self.listens_at, self.direct_address, self.page_address = "", "", ""
 
     @property
     def stop_grace(self) -> float:
-        """Seconds that the service takes to end, where nobody says how many."""
+        """Default of the grace in which the service ends, in seconds."""
         return min(max(_GRACE, 2 * self.transfers.longest), LONGEST_GRACE)
 
     def wait_until_idle(self, timeout: float) -> bool:
-        """Until no exchange is being applied or answered; False if one still is."""
+        """Wait until no exchange is being applied or answered; False if one still is.
+
+        Args:
+          timeout: seconds to wait at most.
+        """
         with self._idle:
             return self._idle.wait_for(lambda: not self._busy, timeout)
 
@@ -201,11 +204,14 @@ class Servicer:
     def sending(
         self, cancel: Callable[[], None], parcel: Parcel
     ) -> Iterator[Callable[[], None]]:
-        """Around a parcel's way to a worker; to be called whenever some of it went.
+        """Send a frame to a worker within the block, with timeouts.
 
         Args:
           cancel: ends the connection to that worker, from any thread.
-          parcel: to be sent.
+          parcel: the frame.
+
+        Yields:
+          A callable, to be called whenever a part of the frame was sent.
         """
         is_answer = parcel.control.snapshot.sequence > 0
         with self.transfers.under_way(
@@ -214,14 +220,15 @@ class Servicer:
             yield transfer.went
 
     def admit(self, caller: Caller, call: str, tokens: float = 1.0) -> None:
-        """Take a call's tokens of its caller, and return when it is its turn.
+        """Apply the rate limit of a call, waiting for its turn if necessary.
 
-        As many calls as all workers make when they start are free, for a caller may be
-        all of them. Calls that look, write a snapshot or end something have buckets of
-        their own: whatever else its caller has done, they are still due.
+        A bucket holds the calls that all workers make when they start, in addition to
+        `SPARE`, because one caller may be all of them. Calls that watch, write a
+        snapshot or end something have buckets of their own, so that a caller's other
+        calls do not delay them.
 
         Raises:
-          CenterBusyError: that is not soon. It may try again.
+          CenterBusyError: the wait would be too long; the call can be retried.
         """
         apart, size = _APART.get(call, ""), SPARE
         if not apart and "Exchange" in caller.calls:
@@ -239,26 +246,26 @@ class Servicer:
             )
 
     def admit_host(self, host: str) -> None:
-        """The same, of a host that looks and of whom nothing else is known yet."""
+        """Apply the rate limit of watching to the host of an unknown caller."""
         self._admit(("watch", host), SPARE)
 
     def admit_probe(self, host: str) -> None:
-        """The same, of a host that asks whether this center serves."""
+        """Apply the rate limit of health checks to a host."""
         self._admit(("probe", host), SPARE)
 
     def pace(self, port: Hashable) -> None:
-        """Wait until a port may accept one more connection, whoever comes."""
+        """Wait until a port may accept another connection, from any host."""
         self._ports.take(port, self._most_newcomers, patience=math.inf)
 
     def lets_in(self, host: Hashable) -> bool:
-        """Return whether one more connection of a host may say whose it is.
+        """Return whether a host may begin another unauthenticated connection.
 
-        It takes a token, which `came_in` gives back.
+        This takes a token, which `came_in` gives back.
         """
         return self._limiter.take(("host", host), self._most_newcomers, patience=0.0)
 
     def came_in(self, host: Hashable) -> None:
-        """Note that a connection of a host has said whose it is."""
+        """Give back the token of a host's connection that has been authenticated."""
         self._limiter.give_back(("host", host))
 
     @property
@@ -268,21 +275,25 @@ class Servicer:
     def refusal(
         self, error: errors.NotAllowedError, host: str
     ) -> errors.NotAllowedError:
-        """Return the error to raise for an unknown caller, whose call counts."""
+        """Rate-limit and report an authentication failure; return the error to raise.
+
+        Raises:
+          CenterBusyError: the host has failed too often.
+        """
         self._admit(("refused", host), SPARE)
         self.tell("refused", "", error, host)
         return error
 
     def known(self, authorization: str, certificate: bytes, host: str) -> Caller:
-        """Who calls, by what came with the call.
+        """Return the caller with the credentials of a call.
 
         Args:
-          authorization: ``Bearer`` and a token; "" without.
-          certificate: of the connection (DER); b"" without.
-          host: whence it came.
+          authorization: ``Bearer`` and a token; "" for none.
+          certificate: certificate of the connection (DER); b"" for none.
+          host: network address of the caller.
 
         Raises:
-          NotAllowedError: nobody who may.
+          NotAllowedError: the caller is unknown.
         """
         if self.door.access is None:
             return self.door.caller(host=host)
@@ -298,15 +309,24 @@ class Servicer:
     def introduced(
         self, cut: Callable[[], None], *, hurry: bool = False
     ) -> AbstractContextManager[object]:
-        """Bound the seconds in which somebody says who it is, or hears why not."""
+        """Limit the time in which a caller authenticates, or receives an error.
+
+        Args:
+          cut: ends the connection, from any thread.
+          hurry: whether the time is short, because the host has too many connections.
+        """
         return self.transfers.under_way(cut, 0, _HURRY if hurry else _UNKNOWN)
 
     @contextmanager
     def hearing(self, cut: Callable[[], None], caller: Hashable) -> Iterator[None]:
-        """Bound the seconds in which the first message of a call comes.
+        """Limit the time in which the first frame of a call is received.
 
-        A caller of too many silent calls has less time, but is not refused: the next
-        call may be a worker's.
+        A caller with too many silent calls has less time, but is not rejected, because
+        its next call may be that of a worker.
+
+        Args:
+          cut: ends the connection, from any thread.
+          caller: key of the caller.
         """
         silent = ("silent", caller)
         in_time = self._limiter.take(silent, self._most_newcomers, patience=0.0)
@@ -316,7 +336,7 @@ class Servicer:
             self._limiter.give_back(silent)
 
     def describe(self, request: pb.DescribeRequest, caller: Caller) -> pb.Described:
-        """What this center is."""
+        """Return the center's description."""
         caller.check("Describe")
         _check_protocol(request.protocol)
         schema = self.schema()
@@ -347,7 +367,7 @@ class Servicer:
     def initialize(
         self, reader: Reader, context: Any, caller: Caller
     ) -> pb.Initialized:
-        """The chief's parameters."""
+        """Initialize the center with the chief's parameters."""
         caller.check("Initialize")
         with self._receiving(reader, context.cancel, _STALLED_CHIEF):
             start = _of_our_protocol(self._next(reader, context).start)
@@ -355,7 +375,7 @@ class Servicer:
             caller.check("Initialize", start.worker)
             if (version := self._initialized(start)) is not None:
                 return pb.Initialized(version=version)
-            # Which its client does, as long as it has time: the other may break off.
+            # The client retries until its timeout, because the other chief may fail.
             busy = errors.CenterBusyError(
                 "another worker initializes this center; try again"
             )
@@ -363,13 +383,14 @@ class Servicer:
                 return self._initialize(start, reader, context, caller)
 
     def _initialized(self, start: pb.Start) -> int | None:
-        """The version of a center that has parameters; None if it has none.
+        """Return the version of an initialized center; None if it is not initialized.
 
-        Such a center reads no schema and no parameters: the hash is enough.
+        An initialized center checks only the hash of the chief's schema, and reads
+        neither the schema nor the parameters.
 
         Raises:
-          AlreadyInitializedError: another chief has given them.
-          TreeMismatchError: they are of another model.
+          AlreadyInitializedError: another worker has initialized the center.
+          TreeMismatchError: the chief's parameters are of another model.
         """
         own = self.schema()
         if own is None:
@@ -383,7 +404,7 @@ class Servicer:
         return version
 
     def _next(self, reader: Reader, context: Any) -> pb.Frame:
-        """Return the control part of a chief's packet, which comes within a while."""
+        """Return the control part of a chief's next frame, received with a timeout."""
         with self.transfers.under_way(context.cancel, 0, _STALLED_CHIEF):
             return _control(reader)
 
@@ -415,7 +436,7 @@ class Servicer:
         return pb.Initialized(version=self.core.initialize(params, worker=start.worker))
 
     def pull(self, request: pb.PullRequest, caller: Caller) -> Iterator[Parcel]:
-        """One version of the center."""
+        """Send the current version of the center."""
         caller.check("Pull")
         many = errors.CenterBusyError("too many pulls wait already; try again")
         with self._pulling.one(caller.key, many):
@@ -432,7 +453,7 @@ class Servicer:
         try:
             with self.core.reading(kept=True) as version:
                 public = request.public
-                # Held until it is sent: its arrays are views of it.
+                # The version is held until it is sent: the arrays are views of it.
                 yield self._parcel(
                     version, self._travels.center, public=public, applied=True
                 )
@@ -442,15 +463,15 @@ class Servicer:
     def exchange(
         self, reader: Reader, context: Any, caller: Caller, transport: str
     ) -> Iterator[Parcel]:
-        """The life of a worker, or a part of it between two connections.
+        """Serve a worker's session, or the part of it that uses one connection.
 
         Args:
-          reader: of what the worker says, over gRPC or a direct connection.
-          context: knows whether the worker is there: ``is_active()``, and
-            ``add_callback(gone)``, which returns whether it will be called; and
-            ``cancel()`` ends the connection.
-          caller: the worker, which says no other name than its own.
-          transport: by which it talks.
+          reader: reader of the worker's frames, over gRPC or a direct connection.
+          context: the connection: ``is_active()`` says whether it is open,
+            ``add_callback(gone)`` registers a callback for its end and returns whether
+            it will be called, and ``cancel()`` ends it.
+          caller: the caller; it may only join with a name that it may act for.
+          transport: name of the transport.
         """
         with self._receiving(reader, context.cancel):
             try:
@@ -482,9 +503,9 @@ class Servicer:
     def _probed(
         self, control: pb.Frame | None, reader: Reader, caller: Caller
     ) -> Iterator[Parcel]:
-        """Bytes each way, for whoever measures how fast they are.
+        """Receive and send bytes, for a measurement of the transport's speed.
 
-        They are paid for afterwards: nobody measures how long he waits for his turn.
+        The rate limit is applied after the answer, so that its wait is not measured.
         """
         caller.check("Probe")
         busy = errors.CenterBusyError("others measure already; try again")
@@ -520,7 +541,7 @@ class Servicer:
                 "exchanged. Adopt what it has with start()"
             )
         if not context.is_active():
-            return  # and may be back in another call already
+            return  # the worker may already be back in another call
         session = self.core.join(
             join.worker,
             join.incarnation,
@@ -534,7 +555,7 @@ class Servicer:
         traffic.serves_at = _seen_from_here(join.serves_at, caller)
         is_back = bool(join.center)
         self.tell("joined", join.worker, join.incarnation, is_back, transport)
-        # gRPC's own thread calls it, on which nothing may be applied.
+        # A thread of gRPC calls it, which must not be blocked by applying messages.
         gone = functools.partial(
             in_background, session.disconnect, "agn-optax gone", unread=True
         )
@@ -550,7 +571,7 @@ class Servicer:
             caller = self._again(caller, join.worker)
             if control.HasField("acknowledge"):
                 session.acknowledge(control.acknowledge)
-                if not self._talking:  # else the others let go, by what they run
+                if not self._talking:  # else the programs of other exchanges do this
                     let_go()
                 continue
             if not control.HasField("message"):
@@ -558,7 +579,7 @@ class Servicer:
             yield from self._exchange(session, control.message, reader)
 
     def alive(self, request: pb.AliveRequest, caller: Caller) -> pb.AliveReply:
-        """Signs of life of workers that have nothing else to say."""
+        """Record the heartbeats of workers."""
         lives = [(life.worker, life.incarnation) for life in request.lives]
         there: list[str] = []
         try:
@@ -572,7 +593,8 @@ class Servicer:
                 caller.check("Alive", worker)
             there = self.core.hear(lives)
         finally:
-            # Apart from other calls: nobody's others make a worker look dead.
+            # With a bucket of its own: a caller's other calls must not delay heartbeats
+            # so that a worker seems dead.
             if there:
                 self._admit(("alive", there[0]), SPARE)
             else:
@@ -580,14 +602,15 @@ class Servicer:
         return pb.AliveReply()
 
     def leave(self, request: pb.LeaveRequest, caller: Caller) -> pb.LeaveReply:
-        """A worker goes for good."""
+        """Let a worker leave for good."""
         caller.check("Leave", request.worker)
-        self.tell("left", request.worker, request.incarnation)  # or it would seem lost
+        # First, or its ended connection would be reported as lost.
+        self.tell("left", request.worker, request.incarnation)
         self.core.leave(request.worker, request.incarnation)
         return pb.LeaveReply()
 
     def status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:
-        """Who is there."""
+        """Return the center's status."""
         caller.check("Status")
         version, members, waiting = self.core.members()
         now = time.monotonic()
@@ -631,13 +654,13 @@ class Servicer:
         )
 
     def save(self, request: pb.SaveRequest, caller: Caller) -> pb.SaveReply:
-        """Writes a snapshot, which may take a while."""
+        """Write a snapshot, which may take a while."""
         caller.check("Save")
         self.admit(caller, "Save", self._size / SAVED)
         return pb.SaveReply(version=self.core.write_snapshot())
 
     def drain(self, request: pb.DrainRequest, caller: Caller) -> pb.DrainReply:
-        """Ends the service, which may take a while."""
+        """Begin to end the service, which may take a while."""
         caller.check("Drain")
         self.is_drained = True
         _log.warning("draining, as %s has asked for", caller.said)
@@ -645,7 +668,7 @@ class Servicer:
         return pb.DrainReply()
 
     def _traffic_of(self, worker: str) -> _Traffic:
-        """Return the traffic of a worker; forget those that left once they are many."""
+        """Return a worker's traffic; drop that of absent workers if there are many."""
         many = len(self._traffic) > 2 * self.workers
         there = self.core.members()[1] if many else {}
         with self._counts:
@@ -655,14 +678,14 @@ class Servicer:
             return self._traffic.setdefault(worker, _Traffic())
 
     def _count(self, traffic: _Traffic, *, received: int = 0, sent: int = 0) -> None:
-        """Add bytes to those of a worker, and to those of all."""
+        """Add bytes to the traffic of a worker and to the total."""
         with self._counts:
             for each in (traffic, self._total):
                 each.bytes_received += received
                 each.bytes_sent += sent
 
     def _offers_to(self, caller: Caller) -> list[pb.Offer]:
-        """With the key by which a connection is known as this caller's."""
+        """Return the offers with the key that authenticates this caller."""
         key = self.door.ticket(caller)
         return [
             pb.Offer(transport=each.transport, address=each.address, key=key)
@@ -670,11 +693,12 @@ class Servicer:
         ]
 
     def _again(self, caller: Caller, worker: str) -> Caller:
-        """A worker that is there already, by the tokens of now.
+        """Check a joined worker against the current tokens; return its caller.
 
         Raises:
-          CenterUnreachableError: it may not go on. It dials again, and either shows a
-            new token then or hears why not.
+          CenterUnreachableError: the worker's credentials are no longer valid. This
+            error makes the worker reconnect, with a new token if it has one; otherwise
+            it then receives the `NotAllowedError`.
         """
         try:
             now = self.door.again(caller)
@@ -690,32 +714,32 @@ class Servicer:
 
     @functools.cached_property
     def _sizes(self) -> tuple[int, int]:
-        """How many numbers the center has, and their bytes."""
+        """The number of the center's parameters, and their size in bytes."""
         leaves = self._travels.center.leaves
         numbers = sum(math.prod(leaf.shape) for leaf in leaves)
         return numbers, sum(leaf.nbytes for leaf in leaves)
 
     @property
     def _size(self) -> int:
-        """Bytes of the center's parameters."""
+        """Size of the center's buffer in bytes; 0 without parameters."""
         return self._travels.center.size if self.core.is_initialized else 0
 
     def schema(self) -> Schema | None:
-        """Of the center, once it has parameters."""
+        """Return the schema of the center; None if it has no parameters yet."""
         return self._travels.center if self.core.is_initialized else None
 
     def _room(self) -> int | None:
-        """Workers for whom there is memory; None if that is not bounded.
+        """Return the number of workers that fit in memory; None if there is no limit.
 
-        The center is there, its optimizer's state, the version that is made next, and
-        one for each pull; and of every worker a message, over which its answer is
-        written. Where answers are differences, each version is two centers, and the
-        last differences are less than one.
+        Memory is needed for the center, its optimizer's state, the next version, one
+        version for each pull, and one message for each worker, over which its answer is
+        written. If answers are differences, a version is as large as two centers, and
+        the recent differences together are smaller than one center.
         """
         if self._memory is None or not self.core.is_initialized:
             return None
         versions = (2 + _MOST_PULLS) * self._travels.center.size
-        if self._travels.differences is not None:  # and the public one of each
+        if self._travels.differences is not None:  # plus the broadcast parameters
             versions = 2 * versions + self._travels.center.size
         taken = versions + self.core.store.state_bytes
         each = self._travels.message.size + _OVERHEAD
@@ -728,7 +752,14 @@ class Servicer:
         cancel: Callable[[], None],
         patience: float | None = None,
     ) -> Iterator[None]:
-        """Packets come, of which none may stop in the middle for longer than that."""
+        """Receive frames within the block, with timeouts.
+
+        Args:
+          reader: reader of the frames.
+          cancel: ends the connection, from any thread.
+          patience: timeout in seconds for any part of a frame to be received; None for
+            the default.
+        """
         patience = _STALLED if patience is None else patience
 
         @contextmanager
@@ -740,12 +771,12 @@ class Servicer:
         reader.pace = pace
         try:
             yield
-        finally:  # it knows the reader: in a circle, its memory would outlive it
+        finally:  # breaks a reference cycle, so that the reader's memory is freed
             reader.pace, reader.heard = nullcontext, nothing
 
     @functools.cached_property
     def _travels(self) -> _trees.Travelling:
-        """In which form center and messages travel.
+        """The wire formats of the center, messages and answers.
 
         Raises:
           NotInitializedError: the center has no parameters.
@@ -754,12 +785,17 @@ class Servicer:
 
     @functools.cached_property
     def _packed(self) -> bool:
-        """Whether the center's arrays are the wire's buffer."""
+        """Whether the center's arrays are laid out as the buffer on the wire is."""
         store = self.core.store
         return store.packing is not None and _trees.in_order(store.like)
 
     def _schema_of(self, message: pb.Message) -> Schema:
-        """Of the contribution that a message announces."""
+        """Return the schema of a message's contribution.
+
+        Raises:
+          InvalidArgumentError: JAX does not support its dtype with these settings.
+          TreeMismatchError: it does not match the center's tree.
+        """
         if message.dtype and not _trees.is_representable(message.dtype):
             raise errors.InvalidArgumentError(
                 f"a message in {message.dtype} needs JAX_ENABLE_X64=1 in this center's "
@@ -804,8 +840,8 @@ class Servicer:
                     version, self._travels.answer, public=True, **said
                 )
                 if answer.recorded:
-                    # A part of an answer is none: the rest may travel while the disk is
-                    # busy.
+                    # Only the last part of the answer waits for the disk: an answer
+                    # without it cannot be used, so the rest may be sent before.
                     parcel.until = functools.partial(session.wait_until_kept, answer)
                 self._count(traffic, sent=parcel.nbytes)
                 yield parcel
@@ -818,13 +854,19 @@ class Servicer:
         busy: ExitStack,
         traffic: _Traffic,
     ) -> Generator[Parcel, None, Answer]:
-        """The answer to a message, whose memory is let go of when this returns."""
+        """Receive and apply a message; return its answer.
+
+        The message's memory is not referenced any more when this returns.
+
+        Yields:
+          Waiting frames, until the answer is known.
+        """
         schema = self._schema_of(message)
         buffer = reader.buffer(schema, "a message")
         busy.enter_context(self._counting("_busy"))
         self._count(traffic, received=schema.size)
         traffic.period = message.steps
-        traffic.reported = _reported(message)  # a message has all of them
+        traffic.reported = _reported(message)  # every message has all numbers
         submit = functools.partial(
             session.submit,
             message.sequence,
@@ -857,7 +899,7 @@ class Servicer:
 
     @contextmanager
     def _counting(self, what: str) -> Iterator[None]:
-        """One more ``what``, meanwhile."""
+        """Increase the counter named ``what`` within the block."""
         with self._idle:
             setattr(self, what, getattr(self, what) + 1)
         try:
@@ -868,7 +910,7 @@ class Servicer:
                 self._idle.notify_all()
 
     def _contribution(self, schema: Schema, buffer: np.ndarray) -> PyTree:
-        """What came in a buffer, as the center takes it."""
+        """Return a received buffer as a contribution for the center."""
         if self._packed:
             return Packed(*schema.packed.views(buffer))
         like = self.core.store.contribution_like
@@ -877,16 +919,17 @@ class Servicer:
     def _moved_out(
         self, session: LocalSession, answer: Answer, schema: Schema, buffer: np.ndarray
     ) -> Answer:
-        """An answer that lies where its message came, if it has room there.
+        """Return an answer that is copied over its message, if it has the same schema.
 
-        While the version itself were being sent, others could not move the center in
-        place. The copy takes less time than the fresh memory that a next version needs.
+        The version itself, while it was being sent, would prevent other messages from
+        updating the center in place. The copy takes less time than the allocation of
+        another version.
         """
         if schema.hash != self._travels.center.hash or answer.recorded:
-            return answer  # of what is recorded, the journal may still read the message
+            return answer  # the journal may still read a recorded message
         with self.core.reading(answer.version) as version, self.core.reading() as now:
-            # Until then the message is still being read: all versions since are made of
-            # it, and the answer is not where the rule adopts the one before.
+            # Wait until the message is no longer read. Later versions depend on it, but
+            # the answer's version does not if the rule adopts the version before.
             jax.block_until_ready(
                 (version.params, now.params, answer.norm, answer.read)
             )
@@ -897,7 +940,12 @@ class Servicer:
     def _followed(
         self, version: Version, message: pb.Message, said: dict[str, Any]
     ) -> Parcel | None:
-        """An answer as differences from what its worker has; None if it is whole."""
+        """Return an answer as differences from the worker's anchor.
+
+        Returns:
+          The frame; None if the answer must be sent whole, because the anchor is not
+          known any more or the differences are not smaller.
+        """
         travels = self._travels
         if travels.differences is None or not message.has_anchor:
             return None
@@ -919,7 +967,7 @@ class Servicer:
     def _parcel(
         self, version: Version, schema: Schema, *, public: bool, **said: Any
     ) -> Parcel:
-        """A version as it is sent: views of it where that is possible."""
+        """Return the frame with a version, with views of its arrays if possible."""
         snapshot = pb.Snapshot(version=version.number, schema_hash=schema.hash, **said)
         store = self.core.store
         read = store.public if public else store.tree
@@ -930,7 +978,7 @@ class Servicer:
 
 
 def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
-    """Return a worker's rates, and whether it has stalled, as its status says it."""
+    """Return the fields of a worker's status with its rates and a stall."""
     rates = member.recent.rates(now) or (None, None)
     is_awaited = member.connected and not waits
     return {
@@ -941,17 +989,17 @@ def _lately(member: Member, now: float, *, waits: bool) -> dict[str, Any]:
 
 
 def _unheard(*said: object) -> None:
-    """Where nobody watches."""
+    """Ignore an event, because there is no monitor."""
 
 
 def _reported(message: pb.Message) -> dict[str, float]:
-    """What a worker says of itself, as far as anybody will look at it."""
+    """Return the numbers that a message reports, bounded in number and name length."""
     said = sorted(message.reported.items())[:MOST_REPORTED]
     return {name[:MOST_REPORTED]: value for name, value in said}
 
 
 def _check_name(name: str, least: int = 1) -> None:
-    """Of a worker, or of one of its lives."""
+    """Check the length of a worker's name or of a session id."""
     if not least <= len(name.encode()) <= _MOST_NAME:
         raise errors.ProtocolError(
             f"the names of a worker and of its incarnation have {least} to "
@@ -960,7 +1008,11 @@ def _check_name(name: str, least: int = 1) -> None:
 
 
 def _control(reader: Reader) -> pb.Frame:
-    """Of a packet that must come."""
+    """Return the control part of the next frame.
+
+    Raises:
+      ProtocolError: the call has ended.
+    """
     control = reader.control()
     if control is None:
         raise errors.ProtocolError("a call ended where a packet was expected")
@@ -968,19 +1020,19 @@ def _control(reader: Reader) -> pb.Frame:
 
 
 def _of_our_protocol(said: T) -> T:
-    """What the first packet of a call says."""
+    """Check the protocol version in the first frame of a call, and return it."""
     _check_protocol(said.protocol)
     return said
 
 
 def _seen_from_here(serves_at: str, caller: Caller) -> str:
-    """Where a worker is itself a center, for those who ask this center.
+    """Return the address at which a worker serves as a center; "" if none is valid.
 
-    One that listens at all of its addresses is reached at the one that it calls from.
+    If the worker listens on all networks, the address that it calls from is returned.
     """
     try:
         is_any = serves_at and is_everywhere(check_address(serves_at))
-    except errors.AgnOptaxError:  # whatever it is, nobody is sent there
+    except errors.AgnOptaxError:  # not an address, so it is not shown
         return ""
     if not is_any:
         return serves_at
