@@ -2,7 +2,7 @@
 
 - `_server` and `_servicer`: the service.
 - `_client`: the center as workers see it.
-- `_observer`: the center as a program sees it that only watches.
+- `_observer`: a connection for monitoring and operation.
 - `_environment`: settings of launched workers, read from environment variables.
 - `wire`: trees as bytes; `transports`: how the bytes travel.
 - `center.proto`: the protocol.
@@ -12,7 +12,7 @@ it. Names that are imported `as` themselves are for the layers above, not for us
 """
 
 from agn_optax.launch import told_to_end
-from agn_optax.service import _absl  # noqa: F401 first
+from agn_optax.service import _absl  # noqa: F401 before gRPC is imported
 from agn_optax.service import _address as address  # noqa: F401
 from agn_optax.service import _fingerprint as fingerprint  # noqa: F401
 from agn_optax.service import _handshake as handshake  # noqa: F401

@@ -131,8 +131,8 @@ class Access:
     Args:
       *tokens: files with such lines, or such lines as bytes. A file is read again when
         it changes. Without any tokens, only certificates are accepted. If a changed
-        file cannot be read, its old tokens remain valid for at most 300 s; then none
-        of that file is. Other files are not affected.
+        file cannot be read, its old tokens remain valid for at most 300 s and are then
+        rejected. Other files are not affected.
 
     Raises:
       InvalidArgumentError: a file cannot be read, or a line is not valid.
@@ -181,8 +181,8 @@ class Access:
         """Return the caller with a token and a certificate (DER); b"" for none.
 
         Raises:
-          NotAllowedError: one of the two is unknown, or they belong to different
-            workers.
+          NotAllowedError: neither was given, one of them is unknown, or they belong to
+            different workers.
         """
         grants = self._grants()
         if not token and not certificate:

@@ -172,8 +172,8 @@ class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
         self._connection = remote.connection
         self._remote = remote
         self._sessions: dict[str, RemoteSession] = {}  # that have not left, by worker
-        # It guards the sessions. It is reentrant because a signal handler may call
-        # `close` while it is held.
+        # Guards the sessions; reentrant because a signal handler may call `close` while
+        # it is held.
         self._lock = threading.RLock()
         remote.describe()
         beats = functools.partial(_beat, weakref.ref(self), self._connection)

@@ -101,7 +101,7 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection has been closed or stopped."""
+        """True once the connection has been closed or stopped."""
         return self._closed.is_set()
 
     def is_closed_within(self, seconds: float) -> bool:
@@ -400,7 +400,7 @@ class Connection:
         return error
 
     def _greeting_failure(self, said: str) -> errors.EncryptionError | None:
-        """Return a TLS error if the server is there, but the handshake failed."""
+        """Return a TLS error if a server answers but the handshake failed, or None."""
         if _CONNECTING not in said or any(reason in said for reason in _NOBODY):
             return None
         if self.credentials is not self._shown:  # certificates have changed meanwhile

@@ -202,7 +202,7 @@ class Monitor:
             known = self._workers[name] = _Known(pb.WorkerStatus(name=name), at)
         elif not (known.gone or known.incarnation):
             # A status showed the worker before this event was processed. If it was
-            # connected then, that it joined has already been recorded.
+            # connected then, its join has already been recorded.
             known.incarnation = incarnation
             if known.status.connected:
                 return

@@ -68,7 +68,7 @@ def measure(
       connection: the connection to the center.
       transport: the transport to measure.
       offer: the center's offer of that transport; None if it has none.
-      timeout: timeout of a probe in seconds. A probe has 16 KiB, or more if this takes
+      timeout: timeout in seconds of one probe, which has 16 KiB, or more if 16 KiB take
         less than 0.1 seconds.
       route: settings of a socket's connection; None leaves them to the system.
 

@@ -229,7 +229,7 @@ class Remote:
         return anchor
 
     def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Return arrays that were sent in a narrower dtype in that of the center."""
+        """Cast arrays that were sent in a narrower dtype to that of the center."""
         schema, answer = self.travels().center, self.travels().answer
         if answer is schema or jax.default_backend() != "cpu":  # then `as_tree` casts
             return arrays

@@ -73,7 +73,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
 
     @property
     def is_drained(self) -> bool:
-        """Whether an operator has drained the service (``agn-optax drain``)."""
+        """True once an operator has drained the service (``agn-optax drain``)."""
         return self._servicer.is_drained
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -785,7 +785,7 @@ class Servicer:
 
     @functools.cached_property
     def _packed(self) -> bool:
-        """Whether the center's arrays are laid out as the buffer on the wire is."""
+        """True if the center's arrays have the layout of the buffer on the wire."""
         store = self.core.store
         return store.packing is not None and _trees.in_order(store.like)
 

@@ -35,9 +35,9 @@ class RemoteSession(Session):
     """One session of one worker, over as many connections as it needs.
 
     A call that does not reach the center is retried for two seconds. If a connection
-    breaks, the exchange that was under way is sent again; the center recognizes an
-    exchange that it has already applied. One thread at a time may submit and collect;
-    any thread may leave.
+    breaks, the exchange in flight is sent again; the center recognizes an exchange that
+    it has already applied. Only one thread at a time may submit and collect; any thread
+    may leave.
 
     Args:
       remote: the center.

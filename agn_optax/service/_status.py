@@ -30,7 +30,7 @@ _TRANSIENT = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INTERNAL,  # gRPC may report a broken connection so
+    grpc.StatusCode.INTERNAL,  # used by gRPC for some broken connections
 }
 
 _NOT_ALLOWED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}

@@ -62,8 +62,8 @@ def generated() -> str:
 def for_center_at(address: str) -> str:
     """Return the token for a center that is about to listen at an address.
 
-    This is the token of the last center there, if it left one: its workers reconnect
-    with that token, perhaps before they could read a new one.
+    If the last center at that address left its token, this one uses it again, because
+    the workers reconnect with it, perhaps before they could read a new one.
     """
     if _address.is_fixed(address):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -77,7 +77,7 @@ def for_center_at(address: str) -> str:
 def left_here(
     address: str, token: str, *, stays: bool = False
 ) -> Iterator[pathlib.Path]:
-    """Leave a center's token in a file that this user's programs find, in the block.
+    """Keep a center's token in a file for this user's programs, within the block.
 
     Args:
       address: address of the center.
