@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator
 from agn_optax import errors
 
 # Costs of calls in tokens of a `Limiter`; a plain call costs 1.
-JOIN = 2.0  # it also creates a worker's state; others lose as much as by about 5 calls
+JOIN = 2.0  # also creates a worker's state; costs others as much as about 5 calls
 # Bytes that cost 1 token:
 MOVED = 2 << 20  # of the center, pulled or measured
 SAVED = 512 << 10  # of the center, written to a snapshot
