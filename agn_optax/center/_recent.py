@@ -49,7 +49,7 @@ class Recent:
             points.popleft()
 
     def rates(self, now: float) -> tuple[float, ...] | None:
-        """Return the growth of each quantity per second; None before the first event."""
+        """Return each quantity's growth per second; None before the first event."""
         if len(self._points) < 2:
             return None
         last, end = self._points[-1], self._points[-1][0]
