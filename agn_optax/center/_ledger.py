@@ -634,7 +634,7 @@ class Ledger:
             member.state = NEXT[member.state, "refuse"]
 
     def shift(self) -> None:
-        """Record a rebase of the center: a new version, for which no message is late."""
+        """Record a rebase of the center: a version that does not make messages late."""
         self.version += 1
         for member in (*self._present.values(), *self._gone.values()):
             member.turn += 1
