@@ -49,7 +49,7 @@ class Buffers:
 def lent(
     raw: np.ndarray, size: int, back: Callable[[np.ndarray], object]
 ) -> np.ndarray:
-    """Return the first bytes of ``raw``; ``back(raw)`` is called after the last view."""
+    """Return the first bytes of ``raw``; ``back(raw)`` is called with no view left."""
     # The memoryview keeps NumPy from using `raw` itself as the base of all views.
     array = np.frombuffer(raw.data[:size], np.uint8)
     weakref.finalize(array, back, raw).atexit = False
