@@ -166,7 +166,7 @@ class Core:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the center has parameters."""
+        """True if the center has parameters."""
         return self._store is not None
 
     @property
@@ -185,22 +185,22 @@ class Core:
 
     @property
     def outlives(self) -> bool:
-        """Whether the center has a durability, so that it outlives its process."""
+        """True if the center has a durability, so that it outlives its process."""
         return self._keeper is not None
 
     @property
     def failure(self) -> str:
-        """Why the center can no longer be written to disk; "" if there is no error."""
+        """The error after which nothing is written to disk any more; "" without one."""
         return "" if self._keeper is None else self._keeper.failure
 
     @property
     def degraded(self) -> str:
-        """Why updates are missing on disk, or were not sent to a parent; "" if none."""
+        """The reason why updates are not on disk or at the parent; "" if all are."""
         return (self._keeper.degraded if self._keeper else "") or self.detached
 
     @property
     def found(self) -> str:
-        """How the center continues from files found on disk; "" if there were none."""
+        """A message on the center that was found on disk; "" if there was none."""
         return "" if self._keeper is None else self._keeper.found
 
     @property
@@ -607,7 +607,7 @@ class Core:
         finally:  # also after Ctrl-C
             for message in messages:
                 message.over.notify_all()
-            if failure is not None:  # raised to these workers, whoever called
+            if failure is not None:  # to be raised in these workers' calls
                 for entry in batch.entries:
                     self._failures[entry.worker] = entry.sequence, failure
             if batch.taken and store.current is before:
@@ -740,7 +740,7 @@ class Core:
 
     @property
     def _ended(self) -> str:
-        """Why the center takes no more exchanges; "" while it does."""
+        """The reason why the center takes no more exchanges; "" while it takes them."""
         return self.failure or self._closed
 
     def _check_open(self) -> None:
@@ -815,7 +815,7 @@ class LocalSession(Session):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """Submit an exchange, see `Session.submit`; a contribution may be packed."""
+        """Submit an exchange: see `Session.submit`. The contribution may be flattened."""
         del reported, anchor  # answers are always whole
         core = self._core
         # Python ints, which the journal can write; the ledger rejects other types.

@@ -199,7 +199,7 @@ class Member:
 
     @property
     def gone(self) -> bool:
-        """Whether the session has ended; its last exchange is still remembered."""
+        """True if the session has ended; its last exchange is still remembered."""
         return self.state is State.GONE
 
 
@@ -299,7 +299,7 @@ class Ledger:
         self.refusals = Refusals(refuse)
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
-        # Whether at some time as many workers were registered as the barrier needs.
+        # True once as many workers were registered at a time as the barrier needs.
         self.is_open = barrier == 0
         self._present: dict[str, Member] = {}
         self._gone: dict[str, Member] = {}  # in the order in which they left

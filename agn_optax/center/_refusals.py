@@ -39,12 +39,13 @@ class Refuse:
       staleness: maximum age of the message's anchor in versions, counted as in
         `BoundedStaleness`; None for no limit.
       share: maximum share, in (0, 1), of one worker in the recent movement of the
-        center. The movement of a worker is the sum of the norms of its applied
-        messages, each of which decays by 1 % with every later version. Only registered
-        workers count. The limit takes effect after 10 exchanges of all workers, and
-        only if another worker has moved the center. Each of n equal workers has a share
-        of 1 / n, so set the limit well above that; it is not checked while n <= 1 /
-        share, because equal workers would exceed it. None for no limit.
+        center, counting this message. The movement of a worker is the sum of the norms
+        of its applied messages, each of which decays by 1 % with every later version.
+        Only registered workers count. The limit takes effect after 10 exchanges of all
+        workers, and only if another worker has moved the center. Each of n equal
+        workers has a share of 1 / n, so set the limit well above that. It is not
+        checked while n <= 1 / share, because equal workers would exceed it. None for no
+        limit.
       steps: maximum number of local steps that a message may claim; None for no limit.
       weight: maximum weight that a message may claim; None for no limit.
       in_a_row: number of rejected messages of a worker in a row at which its exchange
@@ -97,7 +98,7 @@ class Refuse:
 
     @property
     def measures(self) -> bool:
-        """Whether the limits need the norms of messages, to be read from the device."""
+        """True if the limits need the norms of messages, to be read from the device."""
         bounds = (self.norm, self.times_median, self.element, self.share)
         return self.nonfinite or any(bound is not None for bound in bounds)
 

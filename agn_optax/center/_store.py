@@ -125,7 +125,7 @@ class Store:
             params = jax.device_put(params, device)
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
-        # Whether all leaves are in the memory of JAX's default CPU device.
+        # True if all leaves are in the memory of JAX's default CPU device.
         here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
             getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)

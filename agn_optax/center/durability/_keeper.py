@@ -173,9 +173,8 @@ class Keeper:
     Attributes:
       life: the center id: that of the center on disk if no update is lost, or a new id.
       chief: name of the worker that initialized the center on disk.
-      failure: why the center can no longer be saved, so that it stops; "" without an
-        error.
-      found: how the center on disk continues; "" if there was none.
+      failure: error after which the center cannot be saved, and stops; "" without one.
+      found: message on the center that was found on disk; "" if there was none.
       saved_version: version of the newest snapshot written; None before the first.
 
     Raises:
@@ -323,7 +322,7 @@ class Keeper:
 
     @property
     def degraded(self) -> str:
-        """Why changes are missing on disk; "" if none are."""
+        """The reason why changes are missing on disk; "" if none are."""
         return self.failure or self._lost_journal or self._lost_snapshot
 
     def room(self) -> Room | None:

@@ -208,7 +208,7 @@ def connections(
             yield end, whence
 
 
-# Whether Unix sockets may have a name without a file, which ends with the socket.
+# Linux has names of Unix sockets that are no files, and end with the socket.
 HAS_NAMES = sys.platform == "linux"
 
 
