@@ -107,8 +107,8 @@ class Core:
       observer: called under the lock with each applied contribution and its worker's
         claim. Must not wait for the device. Returns an array that is ready once the
         contribution has been read, or None if it was not read.
-      detached: why the center continues without its parent; "" while it is attached or
-        has none.
+      detached: reason why the center continues without its parent; "" while it is
+        attached or has none.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Core:
         return Snapshot(read(version), version.number, **answer)
 
     def _still_kept(self, version: Version | None) -> Version:
-        """Return a version that is still held, or the current one for None."""
+        """Return a version, or the current one for None; raise if it was released."""
         current = self.store.current
         version = version or current
         if version is not current and not (version.readers or version.escaped):
@@ -506,7 +506,7 @@ class Core:
             look.is_begun = True  # after the start, so that a failed start is repeated
 
     def _begin_batch(self, batch: Batch) -> None:
-        """Apply messages, unless the device must first check that they are finite."""
+        """Apply messages, or start the check that the center stays finite."""
         messages = [self._messages[entry.worker] for entry in batch.entries]
         batch = self.ledger.judge(batch, [message.size for message in messages])
         prepared = None
@@ -526,7 +526,7 @@ class Core:
             self._end_batch(batch, messages, prepared)
 
     def _look_at(self, look: _Look) -> None:
-        """Wait for the device's check of messages, then end it, on one thread only.
+        """Wait for the device's check of messages, on one thread, and end the check.
 
         The lock is not held meanwhile, so that all other calls continue. No other
         messages are applied, so that the messages keep their turns.
@@ -669,7 +669,7 @@ class Core:
             )
 
     def _prune(self, worker: str) -> None:
-        """Release state of a worker that no longer belongs to its ledger state."""
+        """Release the message, answer and error that a worker's state does not need."""
         member = self.ledger.present().get(worker)
         state = State.GONE if member is None else member.state
         message = self._messages.get(worker)
@@ -815,7 +815,7 @@ class LocalSession(Session):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """Submit an exchange: see `Session.submit`. The contribution may be flattened."""
+        """Submit an exchange, whose contribution may be flattened: see `Session`."""
         del reported, anchor  # answers are always whole
         core = self._core
         # Python ints, which the journal can write; the ledger rejects other types.

@@ -306,7 +306,7 @@ class Ledger:
         self._departed: dict[str, None] = {}  # names, in the order of departures
         self._earliest = math.inf  # time before which no session expires
         self._looked = -math.inf  # time of the last call of `expire`
-        # Longest pause between calls of `expire`, in s, for which the process had run.
+        # Seconds without a call of `expire` after which the process was not running.
         self._nap = math.inf
         self._fastest: float | None = None  # highest speed; None if to be computed
 

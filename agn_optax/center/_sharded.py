@@ -213,7 +213,7 @@ class ShardedCenter:
         return self._own.cut(center)
 
     def _check_model(self, params: PyTree) -> None:
-        """Check ``params`` against the whole center, with leaf paths of the model."""
+        """Check ``params`` against the whole center, whose leaf paths errors name."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
                 self.pull()

@@ -52,8 +52,8 @@ class Snapshots:
 
     Args:
       directory: directory of this center alone, created if necessary.
-      seconds: time between two snapshots, skipped if nothing has changed; None for no
-        limit.
+      seconds: time between two snapshots; none is written if nothing has changed. None
+        for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
       keep: number of snapshots to keep.
       keep_seconds: younger snapshots are also kept, whatever their number.
