@@ -1,14 +1,21 @@
-"""How a round runs inside a program: the order of a rule's parts, and its three forms.
+"""Rounds inside a program: the steps of an exchange, and three forms to run them.
 
-`_exchange` is the one place where a round is written; `_forms` the three ways to run it
-with the center in an optimizer state, and to find it there, and `_optimizers` the
-drop-in optimizers. Periods that are schedules are in `_period`, the center of a mesh in
-`_placement`, collectives in `_collectives`. `_parts` divides a tree, `_fragments` says
-which part is exchanged when, `_elementwise` which rules may work on parts, and
-`_leafwise` works on a few leaves at a time. `_slots` names what a state keeps for each
-parameter.
+- `_exchange`: the steps of a round, and the only place that knows their order.
+- `_forms`: the three forms that keep the center in the optimizer state, and the
+  functions that find the center in that state.
+- `_optimizers`: the drop-in optimizers.
+- `_period`: periods, including schedules.
+- `_placement`: where the center lives on a mesh.
+- `_collectives`: collectives over mesh axes.
+- `_messages`: sums and stacks of several workers' messages.
+- `_parts`: division of a tree into parts.
+- `_fragments`: which part is exchanged when.
+- `_elementwise`: the check whether a rule may work on parts.
+- `_leafwise`: exchanges of a few leaves at a time, to save memory.
+- `_measure`: diagnostics of an exchange.
+- `_slots`: the names of the arrays that a state keeps for each parameter.
 
-Users find what is for them in `agn_optax`. The names here are for the layers above.
+The public names are in `agn_optax`. The names here are for the layers above.
 """
 
 from agn_optax.round import _collectives as collectives

@@ -1,7 +1,7 @@
-"""Collectives over a mesh axis, or over several, or over none.
+"""Collectives over one mesh axis, several axes, or none.
 
-An axis of one member needs no communication, but XLA compiles a collective for it all
-the same, with a copy. These leave it out.
+An axis of one member needs no communication, but XLA still compiles a collective for
+it, with a copy. These functions leave such axes out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Axes = tuple[str, ...]
 
 
 def names(axis_name: Any) -> Axes:
-    """``axis_name``, one name, several or None, as a tuple."""
+    """Return ``axis_name`` (one name, several or None) as a tuple."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -36,23 +36,23 @@ def size(axes: Axes) -> int:
 
 
 def index(axes: Axes) -> Any:
-    """This member's place along ``axes``, the first of them the major one."""
+    """Return this member's index along ``axes``, the first axis being the major one."""
     return jax.lax.axis_index(axes) if axes else 0
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """The axes that ``x`` varies over; none where shard_map does not check them."""
+    """Return the axes that ``x`` varies over; none if shard_map does not check them."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def checked(axes: Axes) -> bool:
-    """Whether these are axes of a shard_map that checks what varies over them."""
+    """Return whether ``axes`` belong to a shard_map that checks varying axes."""
     return any(name in varying(jax.lax.axis_index(name)) for name in axes)
 
 
 def _live(axes: Axes, x: jax.Array) -> Axes:
-    # A reduction over an axis of one member is the identity, but for its type: what
-    # varied over the axis does so no longer.
+    # A reduction over an axis of one member is the identity except for the type: the
+    # result no longer varies over that axis.
     own = varying(x)
     return tuple(n for n in axes if jax.lax.axis_size(n) > 1 or n in own)
 
@@ -62,7 +62,7 @@ _workers: ContextVar[Axes] = ContextVar("axes of workers", default=())
 
 @contextlib.contextmanager
 def workers(axes: Axes) -> Iterator[None]:
-    """Around what is traced for a mesh whose workers are the members of ``axes``."""
+    """Declare, while tracing, that the workers are the members of ``axes``."""
     token = _workers.set(axes)
     try:
         yield
@@ -71,7 +71,10 @@ def workers(axes: Axes) -> Iterator[None]:
 
 
 def unmet(axes: Axes) -> Axes:
-    """The axes of workers around this that ``axes`` leave out."""
+    """Return the declared axes of `workers` that are not among ``axes``.
+
+    Axes of one member are left out.
+    """
     return tuple(n for n in _workers.get() if n not in axes and size((n,)) > 1)
 
 
@@ -81,7 +84,7 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: Axes) -> jax.Array:
-    """This member's piece of the sum of ``x``, one-dimensional, by equal pieces."""
+    """Return this member's piece of the sum of ``x``, a 1-D array, in equal pieces."""
     axes = _live(axes, x)
     if not axes:
         return x
@@ -89,9 +92,9 @@ def scatter(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
-    """Every member's piece ``x``, in order along the first dimension.
+    """Concatenate every member's piece ``x``, in order along the first dimension.
 
-    ``same`` says, to a shard_map that checks, that the result is the same everywhere.
+    With ``same``, the result counts as invarying in a shard_map that checks this.
     """
     axes = _live(axes, x)
     if not axes:
@@ -102,26 +105,26 @@ def gather(x: jax.Array, axes: Axes, *, same: bool = False) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """Row i of every member's ``x`` at member i: [members, ...], by who had it."""
+    """Send row i of every member's ``x`` to member i: [members, ...], by sender."""
     axes = _live(axes, x)
     if not axes:
         return x
     rows = _narrow(x)
-    # Under vmap a constant is not mapped, and all_to_all wants what is.
+    # Under vmap a constant is not batched, and all_to_all needs a batched array.
     rows = jnp.where(index(axes) < 0, jnp.zeros_like(rows), rows)
     moved = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
     return _as(moved, x.dtype)
 
 
 def pieces(x: jax.Array, axes: Axes) -> jax.Array:
-    """Of every member's ``x`` the piece that is this member's: [members, elements]."""
+    """Collect this member's piece of every member's ``x``: [members, elements]."""
     return all_to_all(cut(x, size(axes)), axes)
 
 
 def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
-    """What the member has that this one meets at ``turn``, in one of the `pairings`."""
+    """Return the tree of this member's partner at ``turn``, see `pairings`."""
     axes = tuple(name for name in axes if jax.lax.axis_size(name) > 1)
-    # Under vmap, JAX takes pairs among several axes for pairs among the others.
+    # Under vmap, JAX mistakes pairs over several axes for pairs over the other axes.
     if len(axes) > 1 and not set(axes) <= set(_manual_axes()):
         raise errors.InvalidArgumentError(
             f"workers of several axes, {axes}, meet in pairs on one mesh (shard_map), "
@@ -137,12 +140,15 @@ def met(tree: PyTree, axes: Axes, turn: jax.Array) -> PyTree:
 
 
 def _manual_axes() -> Axes:
-    """Those of the meshes of all shard_maps around this."""
+    """Return the manual axes of all enclosing shard_maps."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_alone(axes: Axes, turn: jax.Array) -> jax.Array:
-    """Whether this member meets nobody, as one of an odd number does."""
+    """Return whether this member has no partner at ``turn``.
+
+    With an odd number of members, one of them has none.
+    """
     if size(axes) % 2 == 0:
         return jnp.zeros((), bool)
     ways = jnp.asarray(pairings(size(axes)), jnp.int32)
@@ -150,12 +156,13 @@ def is_alone(axes: Axes, turn: jax.Array) -> jax.Array:
 
 
 def pairings(members: int) -> list[list[int]]:
-    """Ways to bring members together in pairs, about log2(members): who meets whom.
+    """Return about log2(members) pairings, each a list of every member's partner.
 
-    Of 2, 4, 8, ... members two meet that are a power of two apart, so that everyone has
-    heard of everyone when all ways were taken. Others are mirrored at places that are
-    powers of two apart, and then most have; nobody is left out of an even number, and
-    one of an odd number.
+    With 2, 4, 8, ... members, partners are a power of two apart, so that information
+    from each member has reached all others after all pairings. With other numbers,
+    partners mirror each other around points that are powers of two apart, and
+    information reaches most members. An even number leaves nobody without a partner;
+    an odd number leaves one, who is its own partner in the list.
     """
     powers = [1 << k for k in range((members - 1).bit_length())]
     if members & (members - 1) == 0:
@@ -166,7 +173,7 @@ def pairings(members: int) -> list[list[int]]:
 
 
 def apart(tree: PyTree, axes: Axes) -> PyTree:
-    """The same as varying over ``axes``, where a shard_map checks what does."""
+    """Mark a tree as varying over ``axes``, in a shard_map that checks this."""
     return jax.tree.map(lambda x: _vary(x, axes), tree) if checked(axes) else tree
 
 
@@ -175,13 +182,13 @@ def _sent(x: jax.Array, axes: Axes, pairs: list[tuple[int, int]]) -> jax.Array:
 
 
 def cut(x: jax.Array, count: int) -> jax.Array:
-    """The elements in so many equal pieces, the last ones filled up: [count, ...]."""
+    """Cut ``x`` into ``count`` equal pieces, padded with zeros: [count, elements]."""
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 
 def _narrow(x: jax.Array) -> jax.Array:
-    """Floats of 16 bits as integers: some backends widen those on the wire."""
+    """View floats of 16 bits as integers: some backends would send them widened."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits > 16:
         return x
     return x.view(f"uint{8 * x.dtype.itemsize}")
@@ -192,10 +199,10 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
-    """``act(carry)`` where ``due``, else ``carry``, with no collective made then.
+    """Return ``act(carry)`` where ``due``, else ``carry`` without any collective.
 
-    A loop of zero or one trips, not a cond: cond copies whatever passes through it, a
-    loop updates its carry in place.
+    This is a loop of zero or one iterations and not a cond, because a cond copies all
+    that passes through it, and a loop updates its carry in place.
     """
 
     def body(_: Any, carry: Any) -> Any:
@@ -205,7 +212,7 @@ def when(due: jax.Array, act: Callable[[Any], Any], carry: Any) -> Any:
 
 
 def _vary_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    """``new`` as varying over mesh axes as ``old`` is; a loop's carry must stay so."""
+    """Mark ``new`` as varying over the axes of ``old``, as a loop's carry must."""
     return _vary(new, varying(old))
 
 
@@ -215,12 +222,13 @@ def _vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def check_alike(tree: PyTree, axis_name: Any) -> None:
-    """The members of an axis that is not bound yet begin alike, as far as is seen.
+    """Check that all workers of a vmapped ``init`` begin with the same parameters.
 
-    That is where a vmap calls this with arrays at hand; in a program, nothing is seen.
+    The values can be compared only if a vmap calls this with concrete arrays. Inside a
+    compiled program nothing is checked.
 
     Raises:
-      InvalidArgumentError: they do not.
+      InvalidArgumentError: the workers' parameters differ.
     """
 
     @jax.custom_batching.custom_vmap
@@ -247,7 +255,10 @@ def check_alike(tree: PyTree, axis_name: Any) -> None:
 
 
 def spoken(program: Any, *, aside: str | None = None) -> set[str]:
-    """The axes over which a jaxpr has collectives, those in a scope ``aside`` aside."""
+    """Return the axes over which a jaxpr has collectives.
+
+    Operations in a name scope that contains ``aside`` are ignored.
+    """
     axes: set[str] = set()
     for operation in tracing.operations(program):
         counts = aside is None or aside not in str(operation.source_info.name_stack)

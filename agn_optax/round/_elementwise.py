@@ -1,9 +1,9 @@
-"""Which rules may move parts of a center, or all its leaves as one array.
+"""Checks whether a rule may move parts of a center, or all its leaves as one array.
 
-Asked of the traced program rather than of a list of known optimizers: arrays may only
-go through operations that take each element for itself, and the program for a part must
-make the same of it as the program for the whole, with the same constants (a division by
-the size of a leaf is not).
+The checks read the traced program and need no list of known optimizers. Arrays may only
+go through elementwise operations, and the program for a part must compute the same from
+it as the program for the whole tree, with the same constants. (A division by the size
+of a leaf fails the check.)
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ PyTree = Any
 
 
 def check(rule: Rule, params: PyTree, parts: Sequence[PyTree]) -> None:
-    """The exchange of ``rule`` may run on parts of a tree, each by itself.
+    """Check that the exchange of ``rule`` may run on each part of a tree by itself.
 
     Args:
       rule: the rule.
       params: the whole tree, which may be abstract.
-      parts: trees like it, with pieces of some leaves and None for others; abstract.
+      parts: trees like ``params``, with pieces of some leaves and None for others;
+        abstract.
 
     Raises:
-      InvalidArgumentError: it may not; names the optimizer that looks further.
+      InvalidArgumentError: the exchange may not run on parts. The message names the
+        optimizer that reads more than one element at a time.
     """
-    cuts = _shapes(parts) != _shapes(params)  # into pieces of leaves
+    cuts = _shapes(parts) != _shapes(params)  # whether leaves are cut
     if not cuts and _leaf_by_leaf(rule.codec, params):
         rule = dataclasses.replace(rule, codec=codecs.identity())
     exchange = functools.partial(_exchange, rule)
@@ -69,7 +71,7 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 
 def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:
-    """Whether what a codec sends of a leaf is made of that leaf alone, and read so."""
+    """Return whether a codec encodes and decodes each leaf by itself."""
 
     def travelled(tree: PyTree) -> PyTree:
         return codec.decode(codec.encode(tree, codec.init(tree))[0], tree)
@@ -84,12 +86,12 @@ def _leaf_by_leaf(codec: codecs.Codec, params: PyTree) -> bool:
 
 
 def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:
-    """Whether ``rule`` moves the leaves of a center as it does all their elements.
+    """Return whether ``rule`` moves each element in the same way in two trees.
 
     Args:
       rule: the rule.
       params: a tree, abstract.
-      parts: another one with all the same elements, abstract.
+      parts: another tree with the same elements, abstract.
     """
 
     def same() -> bool:
@@ -102,10 +104,13 @@ def is_uniform(rule: Rule, params: PyTree, parts: PyTree) -> bool:
 
 
 def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
-    """What a center's move makes of a leaf, which is the same for all of them.
+    """Return the expressions by which a center step computes each leaf's arrays.
+
+    They must be the same for all leaves.
 
     Raises:
-      tracing.UnfitError: it is not.
+      tracing.UnfitError: they differ between leaves, or an operation reads more than
+        one element or several leaves.
     """
     leaves = len(jax.tree.leaves(tree))
     given = [tracing.Value("the leaf", frozenset({leaf})) for leaf in range(leaves)]
@@ -118,7 +123,8 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
     made = list(reading.made.values())
     if any(len(value.leaves) > 1 for value in made):
         raise tracing.UnfitError("a result that is made of several leaves")
-    # The center comes first, then the state: of every leaf the same, or of none.
+    # The center comes first, then the state. Every expression must occur equally often
+    # for all leaves.
     counted = collections.Counter(v.expression for v in made if v.is_array)
     if len({value.expression for value in made[:leaves]}) > 1:
         raise tracing.UnfitError("leaves that are moved in different ways")

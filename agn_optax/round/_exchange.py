@@ -1,4 +1,4 @@
-"""The round: THE place where local steps and exchanges are written.
+"""The round: the only module that defines local steps and exchanges.
 
     every local step                                                    local_step
         x <- x + inner(penalty(g)),   r <- record(r, g)
@@ -12,10 +12,12 @@
         x  = adopt(x, c)                           at the worker        adopt
         r  = an empty record,   a = c              at the worker        begin_round
 
-`exchange` is these in a row. An optimizer state that holds its center calls `exchange`,
-or its two halves with local steps between: `depart`, until the message is made, and
-`land`, which moves the center. A worker and a center outside the program call the same
-pieces, with a wire (or nothing) between them. No other code knows the order.
+x are the parameters, g the gradients, r the record, a the anchor, c the center and p
+the broadcast parameters. `exchange` makes all steps of an exchange. Code that holds the
+center in an optimizer state calls `exchange`, or its two halves with local steps
+between them: `depart`, which makes the message, and `land`, which moves the center. A
+worker and a center outside the program call the single functions, with or without a
+network between them. No other code knows the order of the steps.
 """
 
 from __future__ import annotations
@@ -36,45 +38,45 @@ PyTree = Any
 
 
 class LocalState(NamedTuple):
-    """What a worker keeps of its own: the state of the local phase."""
+    """State of a worker's local phase."""
 
     local_steps: jax.Array  # int32 scalar: local steps since the last exchange
-    inner_state: PyTree  # the inner optimizer's
+    inner_state: PyTree  # state of the inner optimizer
     record: PyTree  # state of the rule's record; EmptyState for rules that keep none
-    anchor: PyTree  # the center as last adopted, where no other copy serves; else None
-    codec_state: PyTree  # of the rule's codec; EmptyState for codecs that keep none
+    anchor: PyTree  # the center as last adopted; None if another copy can be used
+    codec_state: PyTree  # state of the rule's codec; EmptyState for stateless codecs
 
 
 class Departed(NamedTuple):
-    """A message that has left, and moves the center some local steps later."""
+    """A message in flight, which moves the center some local steps later."""
 
-    in_flight: jax.Array  # bool scalar: whether there is one
-    steps: jax.Array  # int32 scalar: local steps that it was made of
-    weight: jax.Array  # float scalar: the mean weight of the workers' rounds
-    message: PyTree  # of all workers together, as the center
-    adopted: PyTree  # the parameters as they were then set; None if it is not eager
+    in_flight: jax.Array  # bool scalar: whether a message is in flight
+    steps: jax.Array  # int32 scalar: local steps of which the message was made
+    weight: jax.Array  # float scalar: mean weight of the workers' rounds
+    message: PyTree  # combined message of all workers; like the center
+    adopted: PyTree  # the parameters adopted at departure; None unless eager
 
 
 class ExchangeState(NamedTuple):
-    """State of a worker with a center at hand: the local phase, and the center."""
+    """State of a worker that holds the center: the local phase, and the center."""
 
     local: LocalState
-    center: PyTree  # as the parameters, in the center's dtype
-    center_state: PyTree  # the center optimizer's
-    exchanges: jax.Array  # int32 scalar: exchanges made so far; those that have begun
-    public: Public | None = None  # what workers adopt, where that is not the center
-    departed: Departed | None = None  # where messages take their time
+    center: PyTree  # like the parameters, in the center's dtype
+    center_state: PyTree  # state of the center optimizer
+    exchanges: jax.Array  # int32 scalar: exchanges made or begun so far
+    public: Public | None = None  # broadcast parameters; None if workers adopt `center`
+    departed: Departed | None = None  # message in flight; None without a delay
 
 
 class Public(NamedTuple):
-    """The center that workers adopt, where a codec tells them of it by differences."""
+    """Broadcast parameters: the center as workers adopt it with a downlink codec."""
 
-    params: PyTree  # as the center
-    codec_state: PyTree  # of that codec
+    params: PyTree  # like the center
+    codec_state: PyTree  # state of the downlink codec
 
 
 def with_inner(state: ExchangeState, inner_state: PyTree) -> ExchangeState:
-    """The same with another state of the inner optimizer, which exchanges leave out."""
+    """Replace the inner optimizer's state, which an exchange does not carry."""
     return state._replace(local=state.local._replace(inner_state=inner_state))
 
 
@@ -85,14 +87,17 @@ def init_local(
     anchor: PyTree,
     layout: Layout = WHOLE,
 ) -> LocalState:
-    """The local phase before its first step; ``anchor`` is kept as it is."""
+    """Return the state of the local phase before its first step.
+
+    ``anchor`` is not copied.
+    """
     if rule.penalty is not None and jax.tree.leaves(rule.penalty.init(params)):
         raise errors.InvalidArgumentError(
             f"penalty of rule {rule.name!r} must be stateless, its init returns arrays"
         )
     return LocalState(
         local_steps=jnp.zeros((), jnp.int32),
-        # Of a copy: some optimizers keep the parameters that they are shown.
+        # A copy, because some optimizers keep the parameters passed to their init.
         inner_state=inner.init(trees.copy(params)),
         record=rule.record.init(layout.part(params)),
         anchor=anchor,
@@ -110,9 +115,9 @@ def local_step(
     extra_args: dict[str, Any],
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, LocalState]:
-    """One local step: updates for ``params``, and the state with the gradient recorded.
+    """Make one local step: return updates for ``params``, and the new state.
 
-    ``center`` is the anchor where the state keeps none.
+    ``center`` is the anchor if the state keeps none.
     """
     grads, state = record(rule, grads, state, params, center, layout)
     updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
@@ -128,7 +133,11 @@ def record(
     center: PyTree,
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, LocalState]:
-    """What a local step is but for its inner optimizer: the gradients for that."""
+    """Record the gradients and apply the penalty: a local step before the inner one.
+
+    Returns:
+      The gradients for the inner optimizer, and the new state.
+    """
     _, recorded = rule.record.update(
         layout.part(grads), state.record, layout.part(params)
     )
@@ -148,10 +157,10 @@ def _anchor(state: LocalState, center: PyTree) -> PyTree:
 def contribute(
     rule: Rule, state: LocalState, params: PyTree, center: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """What this worker sends, encoded, and the codec's state once it is sent.
+    """Return the encoded contribution of this worker, and the codec's next state.
 
-    ``center`` is the anchor where the state keeps none. To be called once for each
-    exchange: whoever repeats one sends the same bits again.
+    ``center`` is the anchor if the state keeps none. Call this once per exchange: a
+    retry must send the same bits again.
     """
     contribution = rule.contribution(
         state.record,
@@ -163,12 +172,13 @@ def contribute(
 
 
 def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:
-    """What workers send, abstract: for whoever must know it before one comes.
+    """Return the shapes and dtypes of an encoded contribution, without computing one.
 
     Args:
-      rule: whose workers they are.
+      rule: the rule of worker and center.
       center: the center, or a tree with its shapes and dtypes.
-      params: the same of a worker's parameters; None if they have the center's dtypes.
+      params: a worker's parameters, or a tree with their shapes and dtypes; None if
+        they have the center's dtypes.
     """
 
     def send(center: PyTree, params: PyTree) -> PyTree:
@@ -179,9 +189,10 @@ def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTr
 
 
 def recovers(rule: Rule) -> bool:
-    """Whether what a worker sends tells the parameters that it was made of.
+    """Return whether a contribution determines the parameters it was made of.
 
-    What a codec lost is still in the parameters, and in what the worker sends next.
+    Only the identity codec permits this, because another codec's error remains in the
+    parameters and in the next contribution.
     """
     return rule.codec.is_identity and hasattr(rule.contribution, "recover")
 
@@ -194,10 +205,15 @@ def recover(
     center: PyTree,
     steps: jax.Array,
 ) -> PyTree:
-    """The parameters that a contribution of so many steps was made of.
+    """Recover the parameters of which a contribution was made.
 
-    ``params`` and ``state`` are those of now, with the anchor still that of then, which
-    is ``center`` where the state keeps none.
+    Args:
+      rule: the rule.
+      contribution: the contribution, not encoded.
+      params: the current parameters, for their dtypes.
+      state: the current state, whose anchor is still that of the contribution.
+      center: the anchor if the state keeps none.
+      steps: local steps of which the contribution was made.
     """
     made: Any = rule.contribution
     return made.recover(
@@ -216,15 +232,15 @@ def move_center(
     *,
     extra_args: dict[str, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """The center and its optimizer's state after the exchange of one worker.
+    """Apply one worker's contribution: return the new center and optimizer state.
 
     Args:
-      rule: whose center this is.
-      contribution: of a worker, encoded.
-      center: to be moved.
-      center_state: the center optimizer's.
-      extra_args: for the center optimizer: what there is to say of the contribution, or
-        of the message of the round (see `Rule`), and more.
+      rule: the rule of the center.
+      contribution: encoded contribution of a worker.
+      center: the center.
+      center_state: state of the center optimizer.
+      extra_args: for the center optimizer: the metadata of the contribution, or of the
+        combined message of the round (see `Rule`), and further arguments.
     """
     message = message_of(rule, contribution, center)
     return _descend(rule, message, center, center_state, extra_args or {})
@@ -237,7 +253,7 @@ def _descend(
     center_state: PyTree,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """The center after one message; on a mesh, perhaps this tower's piece of both."""
+    """Apply one message to the center, or to this tower's pieces of both."""
     extra_args = told(extra_args)
     message = discounted(rule, optax.tree.cast_like(message, center), **extra_args)
     updates, center_state = rule.center.update(
@@ -247,13 +263,16 @@ def _descend(
 
 
 def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
-    """The message that an encoded contribution is to ``center``, as it is now."""
+    """Decode a contribution, and make its message to the current ``center``."""
     contribution = rule.codec.decode(contribution, center)
     return rule.message(contribution, center) if rule.message else contribution
 
 
 def init_public(rule: Rule, center: PyTree) -> Public | None:
-    """The first public center, which is exact; None where there is none."""
+    """Return the first broadcast parameters, which equal the center, or None.
+
+    None if the rule has no downlink codec for differences.
+    """
     codec = rule.codec.answer_codec
     return None if codec is None else Public(trees.copy(center), codec.init(center))
 
@@ -261,10 +280,14 @@ def init_public(rule: Rule, center: PyTree) -> Public | None:
 def publish(
     rule: Rule, center: PyTree, public: Public | None
 ) -> tuple[Public | None, PyTree]:
-    """The next public center, and the encoded difference that makes it of the last.
+    """Move the broadcast parameters to the center, as far as the codec allows.
 
-    What a difference loses is in the next one, as each is taken from the exact center.
-    What is not finite of it stays out, and the rest of its block goes on.
+    The codec's error in one difference is part of the next difference, because each is
+    taken from the exact center. Elements that are not finite are set to zero, so that
+    they do not spoil the rest of their block.
+
+    Returns:
+      The next broadcast parameters, and the encoded difference that leads to them.
     """
     codec = rule.codec.answer_codec
     if codec is None or public is None:
@@ -279,7 +302,7 @@ def publish(
 
 
 def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
-    """The public center after ``params``, by a difference: the same bits everywhere."""
+    """Apply an encoded difference to broadcast parameters: the same bits everywhere."""
     codec: Any = rule.codec.answer_codec
     decoded = codec.decode(encoded, params)
 
@@ -291,7 +314,10 @@ def follow(rule: Rule, params: PyTree, encoded: PyTree) -> PyTree:
 
 
 def difference_like(rule: Rule, center: PyTree) -> PyTree:
-    """An encoded difference between public centers, abstract; None if none travel."""
+    """Return the shapes and dtypes of an encoded difference, or None.
+
+    None if the rule's answers are not differences.
+    """
 
     def encoded(center: PyTree) -> PyTree:
         return publish(rule, center, init_public(rule, center))[1]
@@ -300,7 +326,7 @@ def difference_like(rule: Rule, center: PyTree) -> PyTree:
 
 
 def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTree:
-    """The center as a worker adopts it: as the rule's codec has it travel."""
+    """Return the center as a worker adopts it, after the downlink codec."""
     if public is not None:
         return public.params
     if rule.codec.answer_dtype is None:
@@ -309,14 +335,15 @@ def answer_of(rule: Rule, center: PyTree, public: Public | None = None) -> PyTre
 
 
 def adopted_last(state: ExchangeState) -> PyTree:
-    """The anchor of a worker that keeps none of its own."""
+    """Return the anchor of a worker whose state keeps none."""
     return held(state.center) if state.public is None else state.public.params
 
 
 def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> PyTree:
-    """The parameters after taking back ``center``, the version that the rule adopts.
+    """Return the parameters after the worker adopts ``center``.
 
-    With ``mixing``, that share of ``params`` stays; see `mixed`.
+    ``center`` is the version that the rule adopts. With ``mixing``, that share of
+    ``params`` stays; see `mixed`.
     """
     adopt_whole = overwrite if rule.adopt is None else rule.adopt
     return mixed(adopt_whole(params, center), params, mixing)
@@ -325,18 +352,18 @@ def adopt(rule: Rule, params: PyTree, center: PyTree, mixing: float = 0.0) -> Py
 def adopt_late(
     rule: Rule, params: PyTree, sent: PyTree, center: PyTree, mixing: float = 0.0
 ) -> PyTree:
-    """As `adopt`, for an answer that took its time.
+    """Adopt an answer that arrived after further local steps.
 
-    ``sent`` are the parameters as they were when the message left; the local progress
-    made since then is kept, and goes into the next message.
+    ``sent`` are the parameters when the message was sent. The local progress made since
+    then is kept, and becomes part of the next message.
     """
     return with_progress(adopt(rule, sent, center, mixing), params, sent)
 
 
 def with_progress(adopted: PyTree, now: PyTree, sent: PyTree) -> PyTree:
-    """``adopted`` in place of ``sent``, and all that came since: up to ``now``.
+    """Add the progress from ``sent`` to ``now`` to ``adopted``.
 
-    Progress that is not finite is none, or such parameters would stay what they are.
+    Progress that is not finite counts as zero, so that such parameters can recover.
     """
 
     def add(adopted: jax.Array, now: jax.Array, sent: jax.Array) -> jax.Array:
@@ -354,17 +381,17 @@ def begin_round(
     adopted: PyTree,
     layout: Layout = WHOLE,
 ) -> LocalState:
-    """The local phase as the next round starts: an empty record, the new anchor."""
+    """Begin the next round: reset the step count and the record, set the anchor."""
     return move_anchor(empty_record(rule, state, params, adopted, layout), adopted)
 
 
 def empty_record(
     rule: Rule, state: LocalState, params: PyTree, after: PyTree, layout: Layout = WHOLE
 ) -> LocalState:
-    """No local steps and an empty record, made when ``after`` is there."""
-    # The empty record is written over the old one, after the center has read that.
-    # Zeros that depend on nothing would be written first, and the old record copied out
-    # of their way; these depend in name on the center.
+    """Reset the step count and the record, once ``after`` has been computed."""
+    # The empty record is written into the old one's buffer, after the center has read
+    # the old one. Zeros that depend on nothing would be written first, which would need
+    # a copy of the old record. These zeros formally depend on the center.
     never = state.local_steps < 0
     record = optax.tree.map_params(
         rule.record,
@@ -376,7 +403,7 @@ def empty_record(
 
 
 def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
-    """The anchor, where the state keeps one, is what was adopted."""
+    """Set the anchor to the adopted center, if the state keeps an anchor."""
     if state.anchor is None:
         return state
     return state._replace(anchor=overwrite(state.anchor, adopted))
@@ -391,19 +418,23 @@ def exchange(
     *,
     mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
-    """An exchange with a center at hand, of which ``state`` holds what is kept here.
+    """Make an exchange with the center (or this tower's part of it) in ``state``.
 
     Args:
-      rule: says what is exchanged.
-      layout: of the center.
+      rule: the rule.
+      layout: layout of the center.
       params: the parameters after the last local step of a round.
-      state: the state then.
+      state: the state after that step.
       extra_args: for the center optimizer; ``weight`` is this worker's own.
-      mixing: how much of ``params`` stays; see `mixed`.
+      mixing: share of ``params`` that stays; see `mixed`.
+
+    Returns:
+      The adopted parameters, and the new state.
     """
     layout.check_met(rule.name)
     kept, center_state = layout.load(state.center, state.center_state)
-    # Before anything moves, whoever looks at the center needs it cut as the parameters.
+    # The center before the exchange, gathered to match the parameters, for rules that
+    # read it.
     live = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
@@ -443,9 +474,10 @@ def exchange(
 def _said(
     rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
 ) -> tuple[jax.Array | None, dict[str, Any]]:
-    """Of the workers of a mesh: how much this one counts, and what all say together.
+    """Return this worker's share of the mean, and the metadata of the message.
 
-    They count alike if none says how much it does.
+    The share is relative to the mean weight of the workers of a mesh, and None if all
+    messages count alike. The metadata are extra arguments of the center optimizer.
     """
     said: dict[str, Any] = {
         "steps": state.local.local_steps,
@@ -471,12 +503,15 @@ def _combined(
     share: jax.Array | None,
     turn: jax.Array,
 ) -> PyTree:
-    """One message, cut as ``kept``, of the contributions of all workers of a mesh."""
+    """Combine the contributions of all workers of a mesh to one message.
+
+    The message is in the pieces of ``kept``.
+    """
 
     def message(contribution: PyTree, center: PyTree) -> PyTree:
         return optax.tree.cast_like(message_of(rule, contribution, center), kept)
 
-    if rule.codec.is_identity:  # messages may be summed on their way
+    if rule.codec.is_identity:  # an all-reduce may sum the messages
         own = message(contribution, kept if live is None else live)
         if share is not None:
             own = trees.scaled(own, share)
@@ -487,7 +522,7 @@ def _combined(
 
 
 def nothing_departed(params: PyTree, center: PyTree, *, eager: bool) -> Departed:
-    """For an `ExchangeState` whose exchanges are made in two halves."""
+    """Return an empty `Departed`, for a state whose exchanges have two halves."""
     return Departed(
         in_flight=jnp.zeros((), bool),
         steps=jnp.zeros((), jnp.int32),
@@ -504,13 +539,14 @@ def depart(
     state: ExchangeState,
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, ExchangeState]:
-    """The first half of an exchange: the message of all workers, and the next round.
+    """Make the first half of an exchange: make the message and begin the next round.
 
-    Nothing that follows needs the message until it lands. Who adopts the center as it
-    was before the message does so now, and with eager updates (the state says so)
-    everybody adopts the center as this worker's own share of the message will move it.
+    No later step needs the message until `land`. A rule that adopts the center as it
+    was before the message does so now. With eager updates (``state.departed.adopted``
+    is not None) each worker now adopts the center moved by its own share of the
+    message.
 
-    Args and returns as `exchange`; the center is whole.
+    Arguments and results are those of `exchange`; the center is whole.
     """
     layout.check_met(rule.name)
     local, center = state.local, state.center
@@ -554,9 +590,9 @@ def land(
     *,
     mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
-    """The second half of an exchange: the message moves the center, which is adopted.
+    """Make the second half of an exchange: apply the message and adopt the center.
 
-    Args and returns as `exchange`, of a state with a message in flight.
+    Arguments and results are those of `exchange`; ``state`` has a message in flight.
     """
     departed = state.departed
     assert departed is not None
@@ -582,8 +618,9 @@ def land(
             adopted = with_progress(adopted, params, departed.adopted)
         params = adopted
         local = move_anchor(local, answer)
-    # Zeros, that depend in name on the center. Of a message that stays what it is, XLA
-    # would compute all that it can before the loop that this is in, at every step.
+    # Reset the message to zeros that formally depend on the center. If the loop left
+    # the message unchanged, XLA would hoist what it can compute from the message out of
+    # the loop, and compute it at every step.
     never = departed.steps < 0
     landed = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), center)
     return params, state._replace(
@@ -596,7 +633,7 @@ def land(
 
 
 def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
-    r""":math:`\alpha x + (1 - \alpha) c`, for ``mixing`` :math:`\alpha`."""
+    r"""Return :math:`\alpha x + (1 - \alpha) c`, where ``mixing`` is :math:`\alpha`."""
     if not mixing:
         return adopted
 
@@ -609,18 +646,19 @@ def mixed(adopted: PyTree, params: PyTree, mixing: float) -> PyTree:
 
 
 def overwrite(old: PyTree, new: PyTree) -> PyTree:
-    """Exactly ``new``, in the dtypes of ``old`` and in its buffers, if it is donated.
+    """Return exactly ``new``, in the dtypes of ``old`` and in its donated buffers.
 
-    The select reads ``old`` in name only. Without it jit would drop ``old`` as unused,
-    its donated buffer would be lost, and the outputs that follow would each take the
-    buffer of their neighbor, with a copy.
+    The select reads ``old`` only formally. Without it jit would drop ``old`` as unused,
+    its donated buffer would be lost, and each later output would take its neighbor's
+    buffer, with a copy.
     """
 
     def over(o: Any, n: jax.Array) -> jax.Array:
         dtype = jnp.result_type(o)
         if n.dtype == dtype:
             return jnp.where(True, n, o)
-        # A narrow center is adopted as it is kept, not as it was before rounding.
+        # Adopt a narrower center as it is stored: without an explicit rounding, XLA
+        # could use the values from before its cast.
         wide = n.astype(trees.wider(n.dtype, dtype))
         return jnp.where(True, trees.rounded(wide, n.dtype).astype(dtype), o)
 
@@ -628,7 +666,7 @@ def overwrite(old: PyTree, new: PyTree) -> PyTree:
 
 
 def check_step(grads: PyTree, params: PyTree, who: str) -> None:
-    """What a local step is called with can be used at all."""
+    """Check the gradients and parameters of a local step."""
     check.params_given(params, who)
     check.same_tree(grads, params, "grads", "params")
     check.float_leaves(grads, "grads")

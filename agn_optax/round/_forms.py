@@ -1,16 +1,16 @@
-"""Three forms of a method whose center lives in the optimizer state.
+"""Three forms of a method that keeps its center in the optimizer state.
 
-All have the same state and give the same numbers:
+All have the same state and give the same results:
 
-- *drop-in* (`exchange_every`): ``tx.update`` decides in the graph whether the period is
-  full. Works wherever an optax optimizer does.
-- *split* (`phases`): local phase and exchange are programs of their own, for loops that
+- *drop-in* (`exchange_every`): ``tx.update`` decides in the compiled program whether an
+  exchange is due. It works wherever an optax optimizer does.
+- *split* (`phases`): local phase and exchange are separate programs, for loops that
   count their steps. No branch is compiled, and adoption is exact.
-- *round* (`scan_round`): the local steps of a period are scanned and the exchange ends
-  them, all in one program.
+- *round* (`scan_round`): one program scans the local steps of a period and then makes
+  the exchange.
 
-All three exchange the whole tree, or fragments of it by turns (`_fragments`).
-`center_params` finds the center in that state, wherever wrappers have put it.
+All three exchange the whole tree, or fragments of it in turn (`_fragments`).
+`center_params` finds the center in the state, inside any wrappers.
 """
 
 from __future__ import annotations
@@ -54,24 +54,26 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     Attributes:
       init: ``params -> state``.
       update: ``(grads, state, params, **extra) -> (updates, state)``: a local step.
-      exchange: ``(params, state, **extra) -> (params, state)``: the end of a round. Of
-        fragments, the end of the rounds of all; with ``fragment=p`` of one of them. If
-        messages have a delay this is their departure, and ``landing=p`` is the other
-        half, which does nothing where none is in flight. Both numbers are static.
-      measure: ``(params, state) -> {name: scalar}``: of the exchange that would be made
-        now, float32 scalars, pure: jit it, with ``exchange`` if you like. Of fragments
-        it takes ``fragment=p``.
-        ``message_norm`` is the norm of this worker's message, ``distance`` that of
-        worker and center, ``codec_error`` what the codec changes of the contribution as
-        a share of its norm, and ``momentum_cosine`` the cosine of message and center
-        optimizer's momentum, if it has one: below zero, they pull against each other.
+      exchange: ``(params, state, **extra) -> (params, state)``: the end of a round.
+        With fragments, it exchanges all of them, or one of them with ``fragment=p``. If
+        messages have a delay, this call sends the message, and the call with
+        ``landing=p`` applies it, or does nothing if no message is in flight. Both
+        indices are static.
+      measure: ``(params, state) -> {name: scalar}``: diagnostics of the exchange that
+        would be made now, float32 scalars. It is pure: jit it, together with
+        ``exchange`` if you like. With fragments it takes ``fragment=p``.
+        ``message_norm`` is the norm of this worker's message. ``distance`` is the norm
+        of the difference between worker and center. ``codec_error`` is the codec's
+        error relative to the norm of the contribution. ``momentum_cosine`` is the
+        cosine between the message and the center optimizer's momentum, if it has one;
+        below zero, they point in opposite directions.
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]
     measure: Callable[..., dict[str, jax.Array]]
 
     def __new__(cls, init: Any, update: Any, exchange: Any, measure: Any) -> Phases:
-        """A pair of functions, as every optimizer, and one that is not in the tuple."""
+        """Make a pair (init, update) with two more functions as attributes."""
         self = super().__new__(cls, init, update)
         self.exchange, self.measure = exchange, measure
         return self
@@ -86,12 +88,12 @@ def phases(
     placement: Placement | None = None,
     fragments: Fragments | None = None,
 ) -> Phases:
-    """A rule as two programs, for loops that count their steps: the split form.
+    """Make a rule's split form: two programs, for loops that count their steps.
 
     ``update(grads, state, params, **extra)`` is the local phase: the inner step and the
     record, at every step. ``exchange(params, state, **extra)`` ends a round: the
-    parameters become what the rule adopts, bit for bit. Jit both, donate parameters and
-    state, and call the second after every period of the first.
+    parameters become those that the rule adopts, bit for bit. Jit both, donate
+    parameters and state, and call ``exchange`` after every period of updates.
 
     Args:
       inner: the inner optimizer.
@@ -102,25 +104,25 @@ def phases(
         parameters'. float32 under bfloat16 parameters is a master copy.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`, which
-        says when each is due; None exchanges all at once.
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`,
+        which also tells when each is due; None exchanges all at once.
 
     Returns:
-      An optax optimizer, the local phase, which goes where others do (a chain, a
-      ``TrainState``); with a function ``exchange`` more, which finds its part in the
-      state of the whole. The state is that of `exchange_every`, so that the two forms
-      can take turns: an `ExchangeState`, or a `FragmentsState`.
+      An optax optimizer for the local phase, which can be used like any other (in a
+      chain, in a ``TrainState``). Its additional function ``exchange`` finds its own
+      part in the state of the whole chain. The state is that of `exchange_every`, an
+      `ExchangeState` or a `FragmentsState`, so the two forms can alternate.
 
     Raises:
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
-      MissingArgumentError: ``update`` came without ``params``.
-      TreeMismatchError: gradients, parameters and state do not belong together, or have
-        leaves that are not real floating arrays.
+      MissingArgumentError: ``update`` was called without ``params``.
+      TreeMismatchError: gradients, parameters and state do not match, or have leaves
+        that are not real floating arrays.
       UnboundAxisError: ``axis_name`` is not bound around ``exchange``, or the axis of a
-        sharded center around any of the three.
+        sharded center is not bound around ``init``, ``update`` or ``exchange``.
       InvalidArgumentError: ``jax.vmap(tx.init)`` got workers that begin with different
         parameters; or the rule, its center optimizer, the placement or the parameters
-        do not go with ``fragments``.
+        cannot be used with ``fragments``.
       CenterNotFoundError, AmbiguousCenterError: ``exchange`` got a state without an
         `ExchangeState`, or with several.
 
@@ -146,9 +148,10 @@ def phases(
     _fragments.check_fragments(fragments)
     if fragments is not None:
         fragments.check(rule, layout.placement)
-    # On a mesh the center itself is the anchor, unless workers adopt it as it was
-    # before, or rounded, or need all of it at every step and hold a piece, or hold it
-    # in the memory of the host.
+    # The center in the state serves as the anchor, except in three cases: workers adopt
+    # the center as it was before the exchange; they adopt a rounded center; or the
+    # penalty reads the whole center at every step, and the state has a piece only, or
+    # has it in the memory of the host.
     keep_anchor = rule.needs_anchor and (
         rule.adopts == "before"
         or rule.codec.answer_dtype is not None
@@ -168,7 +171,7 @@ def phases(
     def begin(
         params: PyTree, inner: optax.GradientTransformationExtraArgs
     ) -> ExchangeState:
-        """The state of a whole tree, or of a fragment."""
+        """Make the state of a whole tree, or of a fragment."""
         if layout.sharded:
             piece = jax.eval_shape(layout.piece, params)
             _elementwise.check(rule, params, [piece])
@@ -212,7 +215,7 @@ def phases(
         return state
 
     def check_state(params: PyTree, state: State) -> None:
-        """Parameters and state belong together."""
+        """Check that parameters and state match."""
         if fragments is None and isinstance(state, ExchangeState):
             layout.check_center(params, state.center)
         elif fragments is None or isinstance(state, ExchangeState):
@@ -256,14 +259,14 @@ def phases(
     def exchange_one(
         params: PyTree, own: ExchangeState, extra_args: dict[str, Any], *, lands: bool
     ) -> tuple[PyTree, ExchangeState]:
-        """Of a whole tree, or of a fragment."""
+        """Exchange a whole tree, or a fragment."""
         exchange, depart, land = _halves(rule, layout, extra_args, fragments)
         if own.departed is not None:
             params, own = _collectives.when(
                 own.departed.in_flight, lambda carry: land(*carry), (params, own)
             )
             return (params, own) if lands else depart(params, own)
-        if rule.adopts == "before":  # then both sides move, each by what both were
+        if rule.adopts == "before":  # both move, from their old values
             owners = functools.partial(_owners, rule, own)
             return _leafwise.when(
                 None,
@@ -336,38 +339,39 @@ def exchange_every(
     placement: Placement | None = None,
     fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Any rule as a drop-in optax optimizer that exchanges every ``period`` steps.
+    r"""Make a rule's drop-in form: an optax optimizer that exchanges periodically.
 
     .. math::
         x \leftarrow x + \text{inner}(g); \quad
         \text{and at every } \lambda\text{-th step: }
         c' = c + \text{center}(m), \; x \leftarrow \text{adopt}(x)
 
-    Its updates are meant to be applied as they are: put it last in a chain. Adoption
-    happens through ``params + updates``, so the parameters become the center to
-    rounding of their own size (and never if they are not finite), and there is no
-    reverse-mode gradient through the loop inside; where that matters, use `phases` or
-    `scan_round`. The center is read with `center_params`.
+    Its updates must be applied unchanged: put it last in a chain. The parameters adopt
+    the center through ``params + updates``, so they equal the center up to rounding
+    errors of their own magnitude, and parameters that are not finite do not recover.
+    Reverse-mode differentiation through the optimizer is not supported, because it
+    contains a loop. If one of these matters, use `phases` or `scan_round`. Read the
+    center with `center_params`.
 
     Args:
       inner: the inner optimizer, which makes the local steps.
       rule: a record of `agn_optax.rules`.
       period: local steps between exchanges, a positive int; or a function from the
-        exchanges made so far (int32 scalar) to the length of the round that begins,
-        such as `local_warmup` or `synchronous_warmup` give. A scalar array is taken as
-        it is. Under ``inject_hyperparams`` a function becomes a schedule of STEPS, as
-        every callable does; name ``period`` in its ``static_args`` to keep a schedule
-        of exchanges.
+        exchanges made so far (int32 scalar) to the length of the next round, such as
+        `local_warmup` and `synchronous_warmup` return. A scalar array is not checked.
+        Under ``inject_hyperparams`` a function becomes a schedule of STEPS, as every
+        callable does; name ``period`` in its ``static_args`` to keep a schedule of
+        exchanges.
       axis_name: name of the mesh axis whose members are the workers, bound by vmap,
         pmap or shard_map around ``update``; None for one worker. Every member must
-        start from the same center and update at every step: an ``apply_if_finite`` that
-        skips on one of them alone would leave the others waiting.
+        start from the same center and update at every step: if ``apply_if_finite``
+        skipped a step on one member only, the others would wait forever.
       center_dtype: floating dtype of center and center optimizer; None keeps the
         parameters'. Give it as a string under ``inject_hyperparams``, which takes
         callables for schedules.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      fragments: parts of the parameters that exchange by turns, a `Fragments`; None
+      fragments: parts of the parameters that are exchanged in turn, a `Fragments`; None
         exchanges all at once.
 
     Returns:
@@ -377,12 +381,12 @@ def exchange_every(
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or
         ``jax.vmap(tx.init)`` got workers that begin with different parameters; or the
-        rule, its center optimizer, the placement, the period or the parameters do not
-        go with ``fragments``.
+        rule, its center optimizer, the placement, the period or the parameters cannot
+        be used with ``fragments``.
       InvalidTypeError: ``inner`` is not an optimizer, or ``rule`` not a rule.
-      MissingArgumentError: ``update`` came without ``params``.
-      TreeMismatchError: gradients, parameters and state do not belong together, or have
-        leaves that are not real floating arrays.
+      MissingArgumentError: ``update`` was called without ``params``.
+      TreeMismatchError: gradients, parameters and state do not match, or have leaves
+        that are not real floating arrays.
       UnboundAxisError: ``axis_name`` is not bound around ``update``.
 
     Example:
@@ -412,8 +416,8 @@ def exchange_every(
     is_eager = fragments is not None and fragments.eager
 
     layout = Layout(axis_name, _placement_of(placement))
-    # Where the exchange needs nothing but the state, and the state holds all that is
-    # adopted, the loop need not carry the updates.
+    # If the exchange reads the state only, and the adopted parameters are in the new
+    # state, the loop need not carry the updates.
     reads_center_only = (
         not rule.needs_params
         and rule.adopt is None
@@ -422,8 +426,8 @@ def exchange_every(
         and not mixing
         and not is_eager
     )
-    # The same of a departure. (Of updates that are no part of the loop, XLA would make
-    # the message before it, at every step.)
+    # The same for the departure of a message. (If updates outside the loop were read,
+    # XLA would compute the message before the loop, at every step.)
     departs_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
 
     def center_alone(
@@ -433,9 +437,9 @@ def exchange_every(
         state: ExchangeState,
         params: PyTree,
     ) -> tuple[PyTree, ExchangeState]:
-        """``act((updates, state))`` where it is due; what is adopted is the center."""
-        # The message takes nothing from the parameters, so the loop need not wait for
-        # the updates to be written down: they stay fused with their application, and
+        """Run ``act`` on (updates, state) where due, and adopt the state's center."""
+        # The message does not read the parameters, so the loop need not wait until the
+        # updates are written to memory: they stay fused with their application, and
         # only `where` reads the center.
         moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
         answer = _exchange.answer_of(rule, moved.center, moved.public)
@@ -450,7 +454,7 @@ def exchange_every(
         params: PyTree,
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
-        """Where it is due, of a whole tree or of a fragment."""
+        """Exchange a whole tree or a fragment, where due."""
         exchange, *_ = _halves(rule, layout, extra_args, fragments)
         exchanged = functools.partial(_of_updates, exchange)
         if not reads_center_only:
@@ -469,7 +473,7 @@ def exchange_every(
         params: PyTree,
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
-        """The same in two halves, with local steps between them."""
+        """Make the halves of an exchange where due, with local steps between them."""
         _, depart, land = _halves(rule, layout, extra_args, fragments)
         landed = functools.partial(_of_updates, land, params=params)
         departed = functools.partial(_of_updates, depart, params=params)
@@ -528,20 +532,20 @@ def scan_round(
     unroll: int | bool = 1,
     fragments: Fragments | None = None,
 ) -> Step:
-    """A whole round as one function to compile: local steps scanned, then the exchange.
+    """Make one function of a whole round: a scan of local steps, then the exchange.
 
     With fragments, local steps are scanned from one exchange to the next, so the
-    program has a scan for each time in the round when something is due. What is in
-    flight is no part of these scans: local steps need nothing of a message between its
-    departure and its landing, and whatever can may overlap the two.
+    program has a scan for each time in the round at which an exchange is due. Messages
+    in flight are not carried through these scans. Local steps do not depend on them, so
+    the compiler may overlap communication and local steps.
 
     Args:
       local_step: ``(params, state, batch) -> (params, state, metrics)``, which calls
         ``phases(...).update`` and applies the updates.
-      exchange: ``phases(...).exchange``; of fragments, it is called with ``fragment=p``
-        and ``landing=p``.
-      unroll: local steps per trip of the scan, as `jax.lax.scan` takes it.
-      fragments: those that `phases` has; None exchanges all at once.
+      exchange: ``phases(...).exchange``; with fragments, it is called with
+        ``fragment=p`` and ``landing=p``.
+      unroll: local steps per iteration of the scan, as `jax.lax.scan` takes it.
+      fragments: the fragments of `phases`; None exchanges all at once.
 
     Returns:
       ``(params, state, batches) -> (params, state, metrics)``. Every leaf of
@@ -550,7 +554,7 @@ def scan_round(
 
     Raises:
       InvalidArgumentError: (when called) fragments do not fit into the period, or
-        leaves of ``batches`` disagree about it.
+        leaves of ``batches`` differ in their first dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, agn_optax
@@ -600,7 +604,8 @@ def scan_round(
 
         begin, metrics = 0, []
         for end in range(1, period + 1):
-            # Every round but the first begins with what the one before has left.
+            # Step `period + end`, because the second round, unlike the first, also has
+            # the landings of messages from the round before.
             calls = fragments.due(period + end, period)
             if not calls and end < period:
                 continue
@@ -620,27 +625,29 @@ def scan_round(
 
 
 def center_params(opt_state: PyTree, params: PyTree = None) -> PyTree:
-    """The center variable held by an optimizer state.
+    """Return the center held by an optimizer state.
 
-    Looks through ``chain``, ``masked``, ``multi_transform``, ``inject_hyperparams``,
-    ``MultiSteps`` and any other wrapper whose state is a pytree.
+    It is found inside ``chain``, ``masked``, ``multi_transform``,
+    ``inject_hyperparams``, ``MultiSteps`` and any other wrapper whose state is a
+    pytree.
 
     Args:
-      opt_state: state of one of this package's optimizers, or a state that contains it.
-      params: current parameters, which fill in for leaves that a mask keeps away from
-        the center. None leaves them as ``optax.MaskedNode()``.
+      opt_state: state of one of this package's optimizers, or a state that contains
+        one.
+      params: current parameters, which replace the leaves that a mask excludes from the
+        center. None leaves these as ``optax.MaskedNode()``.
 
     Returns:
       The center, with the structure and shapes of the parameters and the center's
-      dtypes. These are the arrays of the state itself: copy them if you donate it.
-      Where every worker has a center of its own (``Placement(gossip=...)``), their mean
-      if the workers' axis is bound here, else that of the state.
+      dtypes. The arrays are those of the state itself: copy them if you donate it. If
+      every worker has its own center (``Placement(gossip=...)``), the mean of the
+      centers if the workers' axis is bound here, else the center in the state.
 
     Raises:
-      CenterNotFoundError: there is none.
-      TreeMismatchError: ``params`` is another tree than the center.
-      AmbiguousCenterError: there is more than one; pass the part of the state that you
-        mean.
+      CenterNotFoundError: the state has no center.
+      TreeMismatchError: ``params`` has another structure than the center.
+      AmbiguousCenterError: the state has more than one center; pass the part of the
+        state with the one that you want.
       UnboundAxisError: the center is in shards, and the axis of their towers is not
         bound here; `Towers.center_params` reads it from outside.
 
@@ -681,7 +688,7 @@ def _whole_center(state: State) -> PyTree:
 
 
 def find_state(opt_state: PyTree) -> State:
-    """The one state of a rule in an optimizer state, wherever wrappers have put it."""
+    """Find the one state of a rule in an optimizer state, inside any wrappers."""
     found = trees.nodes(opt_state, State)
     if not found:
         raise errors.CenterNotFoundError(
@@ -698,7 +705,7 @@ def find_state(opt_state: PyTree) -> State:
 
 
 def _goes_on(node: PyTree) -> bool:
-    """Whether a chain has something after a rule: only its state tells of that."""
+    """Return whether the state is of a chain with a transformation after a rule."""
     if isinstance(node, State):
         return False
     is_chain = type(node) is tuple and all(isinstance(each, tuple) for each in node)
@@ -717,7 +724,7 @@ def _halves(
     extra_args: dict[str, Any],
     fragments: Fragments | None,
 ) -> tuple[_Act, _Act, _Act]:
-    """``exchange``, and its halves ``depart`` and ``land``, of parameters and state."""
+    """Return ``exchange``, ``depart`` and ``land`` as functions of (params, state)."""
     exchange = functools.partial(_exchange.exchange, rule, layout)
     depart = functools.partial(_exchange.depart, rule, layout)
     land = functools.partial(_exchange.land, rule, layout)
@@ -730,14 +737,14 @@ def _halves(
 
 
 def _of_updates(act: _Act, carry: Any, params: Any) -> tuple[PyTree, ExchangeState]:
-    """``act(params, state)`` in updates, which are about to be applied."""
+    """Call ``act(params, state)`` on (updates, state), before updates are applied."""
     updates, state = carry
     adopted, state = act(optax.apply_updates(params, updates), state)
     return optax.tree.sub(adopted, params), state
 
 
 def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
-    """To which leaf each array of a state belongs, as `_leafwise.when` asks."""
+    """Return the owner of each array of a state, as `_leafwise.when` needs it."""
     local, center, public = state.local, state.center, state.public
     on_host, center_state = unwrapped(state.center_state)
     of_center = _leafwise.owners_in(rule.center, center_state, numbers)
@@ -761,10 +768,10 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
 
 
 def _check_gossip(rule: Rule, layout: Layout) -> None:
-    """The rule's messages can be those of two workers.
+    """Check that a rule can be used with gossip.
 
     Raises:
-      InvalidArgumentError: they cannot, or there is nobody to meet.
+      InvalidArgumentError: it cannot, or there is no axis of workers.
     """
     gossip = layout.placement.gossip
     if not layout.workers:

@@ -1,9 +1,8 @@
-"""Fragments: parts of the tree that are exchanged by turns, each with its own offset.
+"""Fragments: parts of the parameters that are exchanged in turn, each at its offset.
 
-A fragment is a part of the parameters with its own run of the rule: an `ExchangeState`
-of that part, without an inner optimizer, which is one for the whole tree. So what an
-exchange is stands in `_exchange`, and the three forms in `_forms`; here is only which
-fragment has which leaves, and when it is due.
+Each fragment has its own `ExchangeState`, without an inner optimizer: that is shared by
+the whole tree. The exchange itself is in `_exchange`, and the three forms are in
+`_forms`. This module only decides which leaves a fragment has, and when it is due.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ PyTree = Any
 class FragmentsState(NamedTuple):
     """State of a worker that exchanges its parameters by fragments."""
 
-    inner_state: PyTree  # the inner optimizer's, of the whole tree
-    # One for each; trees with None in place of the others' leaves, and no inner state.
+    inner_state: PyTree  # state of the inner optimizer, for the whole tree
+    # One state for each fragment, without an inner state; trees have None in place of
+    # the other fragments' leaves.
     fragments: tuple[ExchangeState, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    r"""Which parts of the parameters are exchanged when: Streaming DiLoCo.
+    r"""Parts of the parameters that are exchanged in turn: Streaming DiLoCo.
 
     .. math::
         \text{after local step } t \equiv t_p \pmod \lambda: \quad
@@ -46,43 +46,43 @@ class Fragments:
             & c_p \leftarrow c_p + \text{center}(m_p), \quad
             x_p \leftarrow \alpha x_p + (1 - \alpha) \, \text{adopt}(x_p, c_p)
 
-    Every fragment is exchanged once a period, as the rule says, and never all at once:
-    the most that travels at a time is one fragment. It has a record, an anchor, a
-    codec's state and a center optimizer's state of its own, so rules, codecs and center
-    optimizers that look at more than one leaf (a global norm, a schedule's count) look
-    at one fragment. The inner optimizer sees the whole tree.
+    Every fragment is exchanged once per period, as the rule defines it, and at most one
+    fragment is sent at a time. Each fragment has its own record, anchor, codec state
+    and center optimizer state. Therefore rules, codecs and center optimizers that read
+    more than one leaf (a global norm, a schedule's count) see one fragment only. The
+    inner optimizer sees the whole tree.
 
-    With a ``delay``, local steps go on between a message and the center that comes of
-    it. What a worker has done in them is lost to the share :math:`1 - \alpha`. With
-    ``eager`` updates nothing is lost: the worker adopts the center as its own share of
-    the message moves it at once, and the center that all have moved when that is there,
-    plus the local steps between,
+    With a ``delay``, workers make further local steps between sending a message and
+    adopting the center that it moves. Of the progress in these steps, the share
+    :math:`1 - \alpha` is lost. With ``eager`` updates nothing is lost: the worker at
+    once adopts the center moved by its own share of the message; and when all messages
+    have moved the center, it adopts that center plus the local progress made meanwhile,
 
     .. math::
         x_p \leftarrow \tilde c_p = c_p + \text{center}(m_{p, \text{own}}); \qquad
         \tau \text{ steps later: } x_p \leftarrow c_p' + (x_p - \tilde c_p)
 
-    Rules that adopt the center as it was before their message (``easgd``) need not wait
-    for it: with a delay, only the center moves later.
+    Rules that adopt the center as it was before their message (``easgd``) do not wait
+    for the message: with a delay, only the center moves later.
 
     Args:
-      parts: how many fragments, a positive int: then leaves go, by size, to the
-        fragment that has least, and none is cut; or a sequence of regular expressions,
-        one for each fragment: a leaf is in that of the first which is found anywhere in
-        its path, such as ``layers/0/w``.
+      parts: the number of fragments, a positive int: each leaf goes whole, in the order
+        of size, to the smallest fragment so far; or a sequence of regular expressions,
+        one for each fragment: a leaf goes to the fragment of the first expression found
+        anywhere in its path, such as ``layers/0/w``.
       offsets: :math:`t_p` of each fragment, in local steps from 1 to the period; None
-        spreads them evenly over the period, so that the last fragment ends it.
+        spreads them evenly over the period, the last one at its end.
       delay: :math:`\tau`, in local steps, less than the period.
-      mixing: :math:`\alpha` in [0, 1): how much of its own parameters a worker keeps.
+      mixing: :math:`\alpha` in [0, 1): share of its own parameters that a worker keeps.
       eager: whether workers adopt their own share of a message at once; needs a delay,
-        and takes the place of ``mixing``.
+        and replaces ``mixing``.
 
     Raises:
-      InvalidArgumentError: one of them is out of range, or they do not go together.
+      InvalidArgumentError: an argument is out of range, or they cannot be combined.
       InvalidTypeError: ``parts`` is neither a number nor a sequence of strings.
 
     Example:
-      Two fragments of a period of 4, each on its way for one step:
+      Two fragments in a period of 4, each in flight for one step:
 
       >>> import jax.numpy as jnp, optax, agn_optax
       >>> fragments = agn_optax.Fragments(["^embed", "."], delay=1, mixing=0.5)
@@ -148,11 +148,11 @@ class Fragments:
             )
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of fragments."""
         return self.parts if isinstance(self.parts, int) else len(self.parts)
 
     def divide(self, params: PyTree) -> Parts:
-        """The leaves of each fragment.
+        """Divide the leaves of a tree among the fragments.
 
         Raises:
           InvalidArgumentError: a fragment would have no leaf, or a leaf no fragment.
@@ -168,16 +168,16 @@ class Fragments:
         return divided
 
     def due(self, step: int, period: int) -> tuple[dict[str, int], ...]:
-        """What is exchanged after a local step, for loops that count their steps.
+        """List the exchanges due after a local step, for loops that count their steps.
 
         Args:
-          step: local steps made, this one included: 1 at the first.
+          step: local steps made, including this one: 1 at the first.
           period: local steps of a round, the same for all rounds.
 
         Returns:
-          The arguments of `Phases.exchange`, for each call that is due, in their order:
-          ``{"fragment": p}`` begins the exchange of a fragment (and ends it, if there
-          is no delay), ``{"landing": p}`` ends it.
+          The arguments of `Phases.exchange` for each call that is due, in order:
+          ``{"fragment": p}`` begins the exchange of a fragment (and completes it, if
+          there is no delay), ``{"landing": p}`` completes it.
 
         Raises:
           InvalidArgumentError: ``step`` or ``period`` is not positive, or offsets or
@@ -199,7 +199,7 @@ class Fragments:
         return (*landing, *begun)
 
     def check_period(self, period: int) -> None:
-        """Everything fits into a period."""
+        """Check that the delay and all offsets fit into a period."""
         if self.delay >= period or any(t > period for t in self.offsets or ()):
             raise errors.InvalidArgumentError(
                 "a fragment's message must land before its next one, and its offset "
@@ -208,10 +208,10 @@ class Fragments:
             )
 
     def check(self, rule: Rule, placement: Placement) -> None:
-        """A rule, and a center that lives so, may be exchanged in fragments like these.
+        """Check that a rule and a placement can be used with these fragments.
 
         Raises:
-          InvalidArgumentError: they may not.
+          InvalidArgumentError: they cannot.
         """
         of_rule = f"rule {rule.name!r}"
         if self.delay and placement != Placement():
@@ -245,7 +245,7 @@ class Fragments:
     def is_due(
         self, fragment: int, state: ExchangeState, period: _period.PeriodSchedule
     ) -> jax.Array:
-        """Whether an exchange of a fragment begins now, in a program."""
+        """Return whether an exchange of a fragment begins now, in a traced program."""
         made = state.exchanges
         here = _period.steps_of(period(made))
         before = _period.steps_of(period(jnp.maximum(made - 1, 0)))
@@ -256,7 +256,7 @@ class Fragments:
     def periods(
         self, fragment: int, period: _period.PeriodSchedule
     ) -> Callable[[int], int]:
-        """Of one fragment: its exchanges made so far -> local steps until the next."""
+        """Return a fragment's period: exchanges made so far -> steps until the next."""
 
         def length(made: int) -> int:
             before = int(period(made - 1)) if made else None
@@ -265,21 +265,28 @@ class Fragments:
         return length
 
     def _length(self, fragment: int, period: Any, before: Any = None) -> Any:
-        """Local steps until a fragment's exchange in a period, from that in the last.
+        """Return the local steps from a fragment's last exchange to its next.
 
-        From the beginning if there is none ``before``.
+        Args:
+          fragment: index of the fragment.
+          period: local steps of the round with the next exchange.
+          before: local steps of the round with the last exchange; None if there was
+            none, and then steps are counted from the beginning.
         """
         rest = 0 if before is None else before - self._offset(fragment, before)
         return rest + self._offset(fragment, period)
 
     def lands(self, state: ExchangeState, departs: jax.Array) -> jax.Array:
-        """Whether a message in flight lands now, in a program."""
+        """Return whether a message in flight is applied now, in a traced program.
+
+        It is applied after the delay, or earlier if the next message departs.
+        """
         assert state.departed is not None
         is_time = state.local.local_steps >= self.delay
         return state.departed.in_flight & (is_time | departs)
 
     def _offset(self, fragment: int, period: Any) -> Any:
-        """After how many steps of a period a fragment is exchanged."""
+        """Return the step of a period after which a fragment is exchanged."""
         if self.offsets is None:
             return -(-(fragment + 1) * period // len(self))
         offset = self.offsets[fragment]
@@ -289,7 +296,7 @@ class Fragments:
 
 
 def check_fragments(value: Any) -> None:
-    """``value`` is a record of fragments, or None."""
+    """Check that ``value`` is a `Fragments` or None."""
     if value is not None:
         such_as = "an agn_optax.Fragments or None, such as Fragments(4)"
         check.instance(value, Fragments, f"fragments must be {such_as}")
@@ -298,11 +305,13 @@ def check_fragments(value: Any) -> None:
 def chosen(
     fragments: Fragments | None, fragment: int | None, landing: int | None
 ) -> Sequence[int]:
-    """The fragments that a call is about.
+    """Return the indices of the fragments that a call of ``exchange`` is for.
+
+    Without an index these are all fragments; without fragments there are none.
 
     Raises:
-      InvalidArgumentError: there are none, or none of that number.
-      InvalidTypeError: the number is traced.
+      InvalidArgumentError: both indices are given, or there is no such fragment.
+      InvalidTypeError: an index is traced.
     """
     given = [number for number in (fragment, landing) if number is not None]
     if any(map(check.is_traced, given)):
@@ -329,11 +338,13 @@ def begin(
     params: PyTree,
     of_part: Callable[[PyTree, Any], ExchangeState],
 ) -> FragmentsState:
-    """Before the first step; ``of_part(params, inner)`` is the state of one.
+    """Return the state before the first step.
+
+    ``of_part(params, inner)`` makes the state of one fragment.
 
     Raises:
-      InvalidArgumentError: the parameters cannot be divided so, or the rule does not
-        take a part of them.
+      InvalidArgumentError: the parameters cannot be divided into these fragments, or
+        the rule cannot be initialized with a part of them.
     """
     parts = fragments.divide(params).cut(params)
     alone = optax.with_extra_args_support(optax.identity())
@@ -345,23 +356,23 @@ def begin(
         f"rule {rule.name!r} by fragments", lambda: tuple(map(of, parts))
     )
     if begun is None:
-        jax.eval_shape(lambda: of_part(params, alone))  # or it does not take the whole
+        jax.eval_shape(lambda: of_part(params, alone))  # raises if the whole fails too
         raise errors.InvalidArgumentError(
             f"rule {rule.name!r} cannot begin with a fragment of the parameters, where "
             "None is in place of the other leaves. A mask or labels of its center "
             "optimizer must be functions of the parameters, and not trees"
         )
-    # Of a copy: some optimizers keep the parameters that they are shown.
+    # A copy, because some optimizers keep the parameters passed to their init.
     return FragmentsState(inner.init(trees.copy(params)), begun)
 
 
 def check_state(
     fragments: Fragments, state: FragmentsState, params: PyTree, layout: Layout
 ) -> None:
-    """State and parameters belong together, and to these fragments.
+    """Check that a state and parameters match, and that they match these fragments.
 
     Raises:
-      TreeMismatchError: they do not.
+      TreeMismatchError: they do not match.
     """
     if len(state.fragments) != len(fragments):
         raise errors.TreeMismatchError(
@@ -380,11 +391,11 @@ def each(
     state: FragmentsState,
     numbers: Sequence[int],
 ) -> tuple[PyTree, FragmentsState]:
-    """``exchange`` of some fragments, each with its part of the parameters.
+    """Call ``exchange`` for some fragments, each with its part of the parameters.
 
     Raises:
-      TreeMismatchError: the state is of fragments with a delay, and these have none, or
-        the other way round.
+      TreeMismatchError: the state is of fragments with a delay and ``fragments`` have
+        none, or the reverse.
     """
     parts = fragments.divide(params)
     cut, own = parts.cut(params), list(state.fragments)
@@ -399,7 +410,11 @@ def each(
 
 
 def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
-    """What is in flight, and the states without it, wherever wrappers have put them."""
+    """Split off the messages in flight of all states, inside any wrappers.
+
+    Returns:
+      The messages, and the states without them.
+    """
     flying = [node.departed for _, node in trees.nodes(state, ExchangeState)]
     return flying, trees.map_nodes(
         lambda node: node._replace(departed=None), state, ExchangeState
@@ -407,7 +422,7 @@ def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
 
 
 def put_back(flying: list[Any], state: PyTree) -> PyTree:
-    """The reverse of `taken_out`, of states that have made local steps since."""
+    """Put messages back into states: the reverse of `taken_out`, after local steps."""
     order = iter(flying)
     return trees.map_nodes(
         lambda node: node._replace(departed=next(order)), state, ExchangeState
@@ -426,7 +441,9 @@ def local_step_of_fragments(
     extra_args: dict[str, Any],
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, PyTree, list[LocalState]]:
-    """As `_exchange.local_step`: each fragment records, and the inner one sees all.
+    """Make one local step of the whole tree, like `_exchange.local_step`.
+
+    Each fragment records its part of the gradients, and the inner optimizer sees all.
 
     Returns:
       Updates, and the new states of the inner optimizer and of the fragments.

@@ -1,10 +1,10 @@
-"""Exchanges of a few leaves at a time, where that saves memory and its traffic.
+"""Exchanges of a few leaves at a time, where that saves memory and memory traffic.
 
-A loop over the whole model carries what it changes: updates that would otherwise never
-be written down, or the difference by which two arrays move. That is memory of the
-model's size, which the operating system gives anew at every call, and it takes longer
-to be given memory than to fill it. With a loop for every few leaves, one after the
-other, there is never more than these leaves need.
+A loop over the whole model carries everything that it changes: updates that would
+otherwise never be written to memory, or the difference by which two arrays move. These
+need memory of the model's size, which the operating system allocates anew at every
+call, and allocating it takes longer than filling it. With one loop for every few
+leaves, one loop after the other, only the memory for these leaves is needed at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agn_optax.round._parts import Parts
 
 PyTree = Any
 
-LEAST = 16 << 20  # bytes that a group changes; the allocator keeps less for the next
-_MOST_GROUPS = 64  # every one is a loop to compile
+LEAST = 16 << 20  # bytes per group at least; the allocator reuses smaller buffers
+_MOST_GROUPS = 64  # each group is a loop to compile
 
 
 def owners_in(initializes: Any, state: PyTree, numbers: PyTree) -> PyTree:
-    """To which leaf each array in the state of an optimizer or codec belongs.
+    """Return the owner of each array in the state of an optimizer or codec.
 
-    As `Parts.cut` takes it.
+    An owner is the index of a leaf, or `SHARED`, as `Parts.cut` takes it.
     """
     return optax.tree.map_params(
         initializes,
@@ -49,20 +49,21 @@ def when(
     owners: Callable[[PyTree], PyTree],
     count: jax.Array,
 ) -> PyTree:
-    """``act(carry, params)`` where ``due``, else ``carry``, by groups of leaves or all.
+    """Return ``act(carry, params)`` where ``due``, else ``carry``.
 
-    By groups on a CPU, for large trees, if what ``act`` makes of a leaf depends on that
-    leaf alone. On accelerators a loop waits for the host, and memory costs nothing.
+    The act runs by groups of leaves on a CPU, for large trees, if its result for a leaf
+    depends on that leaf alone. Otherwise it runs on the whole tree: on accelerators a
+    loop waits for the host, and memory allocation is cheap.
 
     Args:
-      due: whether to act; None always does, and needs no loop for the whole.
-      act: makes a new carry, also of trees that have None in place of some leaves.
-      carry: what it changes: a tree like the parameters (where ``due`` is given, one
-        that nobody has written down yet), and a state.
-      params: what it reads besides; the tree whose leaves are grouped.
-      owners: of a tree of the leaves' numbers: to which leaf each array in the state
-        belongs, as `Parts.cut` takes it.
-      count: an int32 that is never negative, which XLA does not know.
+      due: whether to act; None acts always, without a loop for the whole tree.
+      act: makes a new carry, also from trees with None in place of some leaves.
+      carry: the values that ``act`` changes: a tree like the parameters (if ``due`` is
+        given, one that has not been written to memory yet), and a state.
+      params: a tree that ``act`` reads as well; its leaves are grouped.
+      owners: function from a tree of the leaves' indices to the owners of the state's
+        arrays, as `Parts.cut` takes them.
+      count: an int32 scalar that is never negative, which XLA cannot know.
     """
     plan = _plan(act, carry, params, owners)
     if plan is None:
@@ -76,8 +77,9 @@ def when(
         def body(state: Any, reads: PyTree = reads) -> Any:
             return act(state[0], reads), state[1] + 1
 
-        # Each loop counts on from the one before. Without that, XLA would first compute
-        # what all of them are given, and keep it until they are done.
+        # Each loop's counter continues that of the loop before. Without this
+        # dependency, XLA would first compute the inputs of all loops, and keep them
+        # until all loops are done.
         tree, state = plan.groups.take(i, carry, plan.owners)
         always = count >= 0
         if due is not None:
@@ -95,10 +97,10 @@ def when(
 
 
 class _Plan(NamedTuple):
-    """What moves together."""
+    """Groups of leaves that are exchanged together."""
 
     groups: Parts
-    owners: PyTree  # to which leaf each array of the carry belongs
+    owners: PyTree  # owner of each array of the carry
 
 
 def _plan(
@@ -107,7 +109,7 @@ def _plan(
     params: PyTree,
     owners: Callable[[PyTree], PyTree],
 ) -> _Plan | None:
-    """How an act may be done by groups of leaves; None where it may not."""
+    """Plan how to run an act by groups of leaves; None if it must run on all."""
     if jax.default_backend() != "cpu":
         return None
     size = sum(
@@ -115,7 +117,7 @@ def _plan(
     )
     count = min(_MOST_GROUPS, size // LEAST)
     parts = _parts.balanced(params, max(count, 1), rows=False)
-    groups = Parts(sorted(part for part in parts if part))  # the first leaf comes first
+    groups = Parts(sorted(part for part in parts if part))  # by their first leaves
     if len(groups) < 2:
         return None
 
@@ -136,11 +138,11 @@ def _plan(
 def _made(
     act: Callable[[PyTree, PyTree], PyTree], trees: tuple[PyTree, PyTree], owners: Any
 ) -> dict[str, tracing.Value]:
-    """How ``act`` makes each array of a new carry, which is of one leaf alone.
+    """Return how ``act`` computes each array of the new carry, by the array's path.
 
     Raises:
-      tracing.UnfitError: it is not, or the new carry has other shapes or dtypes than
-        the old one, as no loop allows.
+      tracing.UnfitError: an array depends on several leaves, or the new carry has other
+        shapes or dtypes than the old one, which a loop does not allow.
     """
     of = jax.tree.leaves(owners)
     given = [

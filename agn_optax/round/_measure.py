@@ -1,4 +1,4 @@
-"""What can be said of an exchange in numbers, before it is made: pure functions."""
+"""Diagnostics of an exchange, computed before it is made by pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agn_optax.rules import Rule, codecs
 
 PyTree = Any
 
-# Where optimizers keep a moving mean of what they descend along.
+# State fields in which optax optimizers keep their momentum.
 _MOMENTA = ("trace", "mu")
 
 
@@ -27,9 +27,9 @@ def measure(
     center_state: PyTree,
     anchor: PyTree,
 ) -> dict[str, jax.Array]:
-    """Of the exchange that a worker would make now; see `Phases.measure`.
+    """Return diagnostics of the exchange that a worker would make now.
 
-    ``anchor`` is that of a state that keeps none.
+    `Phases.measure` describes them. ``anchor`` is used if the state keeps no anchor.
     """
     sent, _ = contribute(rule, state, params, anchor)
     message = message_of(rule, sent, center)
@@ -45,12 +45,12 @@ def measure(
 
 
 def norm(tree: PyTree) -> jax.Array:
-    """The global norm, in float32 at least."""
+    """Return the global norm of a tree, in float32 or wider."""
     return jnp.sqrt(_dot(tree, tree))
 
 
 def distance(params: PyTree, center: PyTree) -> jax.Array:
-    r""":math:`\|x - c\|`, in the wider of their dtypes."""
+    r"""Return :math:`\|x - c\|`, in the wider of their dtypes and float32."""
 
     def difference(x: jax.Array, c: jax.Array) -> jax.Array:
         wide = trees.wider(x.dtype, c.dtype, jnp.float32)
@@ -62,9 +62,10 @@ def distance(params: PyTree, center: PyTree) -> jax.Array:
 def codec_error(
     rule: Rule, state: LocalState, params: PyTree, center: PyTree
 ) -> jax.Array:
-    r""":math:`\|\hat k - k\| / \|k\|`: what arrives of a contribution, and what it was.
+    r"""Return the codec's relative error, :math:`\|\hat k - k\| / \|k\|`.
 
-    ``center`` is the anchor where the state keeps none.
+    :math:`k` is the contribution and :math:`\hat k` the decoded one. ``center`` is the
+    anchor if the state keeps none.
     """
     if rule.codec.is_identity:
         return jnp.zeros(())
@@ -86,7 +87,10 @@ def _dot(a: PyTree, b: PyTree) -> jax.Array:
 
 
 def _momentum(center_state: PyTree, center: PyTree) -> PyTree:
-    """The center optimizer's momentum, if it keeps one for every parameter."""
+    """Return the center optimizer's momentum, or None.
+
+    None if the optimizer does not keep one for every parameter.
+    """
     for name in _MOMENTA:
         for _, kept in optax.tree.get_all_with_path(center_state, name):
             structure: Any = jax.tree.structure(kept)

@@ -1,7 +1,7 @@
-"""Messages of several members that cannot be added up on their way.
+"""Combination of messages that an all-reduce cannot sum on the way.
 
-What is encoded must be decoded first, and what is not trusted must be seen beside the
-others, so each of them travels, and whoever has all of them makes one.
+Encoded messages must be decoded before they are summed, and a robust rule must compare
+all messages. So every message travels by itself, and the receiver combines them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ PyTree = Any
 
 
 def summed(message: Callable[[Any], PyTree], count: int) -> PyTree:
-    """``message(0) + ... + message(count - 1)``, in float32 or wider.
+    """Return ``message(0) + ... + message(count - 1)``, in float32 or wider.
 
-    One after the other, in their order: whoever adds up the same gets the same.
+    The sum is taken in the order of the indices, so every device that adds the same
+    messages gets the same bits.
     """
     total = jax.tree.map(trees.widened, message(0))
     if count == 1:
@@ -36,7 +37,7 @@ def summed(message: Callable[[Any], PyTree], count: int) -> PyTree:
 
 
 def stacked(message: Callable[[Any], PyTree], count: int) -> PyTree:
-    """``message(0), ..., message(count - 1)`` as [count, ...], float32 or wider."""
+    """Stack messages 0 to ``count - 1`` as [count, ...], in float32 or wider."""
     return jax.lax.map(
         lambda i: jax.tree.map(trees.widened, message(i)), jnp.arange(count)
     )

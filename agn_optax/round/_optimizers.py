@@ -1,4 +1,4 @@
-"""The rules as drop-in optimizers: each is `exchange_every` with its rule."""
+"""Drop-in optimizers: each is `exchange_every` with one rule."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def agn(
     Args:
       inner: the inner optimizer; its state is kept across exchanges.
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
-      center: the center optimizer; None is the inner one, with a state of its own, at
-        the rate that its schedules give the local step before
-        (`agn_optax.by_local_steps`). The center makes one step where a worker makes
-        :math:`\lambda`. Adam's steps are as large as its rate whatever the gradients:
-        with it, give a center optimizer of up to :math:`\lambda` times the inner rate.
+      center: the center optimizer; None is the inner one with a separate state, whose
+        schedules count local steps (`agn_optax.by_local_steps`). The center makes one
+        step where a worker makes :math:`\lambda`. The size of Adam's steps depends on
+        its rate and not on the size of the gradients: with Adam, give a center
+        optimizer with up to :math:`\lambda` times the inner rate.
       axis_name: mesh axis of the workers, whose mean gradients are summed; None for one
         worker.
       record_dtype: floating dtype of the gradient sum; None keeps the parameters'.
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -75,7 +75,7 @@ def agn(
     """
     inner = check.optimizer(inner, "inner")
     if center is None:
-        center = rules.by_local_steps(inner)  # at the rate of the local steps
+        center = rules.by_local_steps(inner)  # the learning rate of the local steps
     rule = rules.agn(center, record_dtype=record_dtype, codec=codec)
     return _drop_in(inner, rule, period, axis_name, center_dtype, placement, fragments)
 
@@ -90,7 +90,7 @@ def agn_window(
     codec: codecs.Codec | None = None,
     fragments: Fragments | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Accumulated gradient normalization in the paper's form, without a record.
+    r"""AGN in the paper's form: displacements divided by the period, without a record.
 
     .. math:: \text{every } \lambda \text{ steps: }
         c \leftarrow c - \sum_i (c - x_i) / \lambda, \; x_i \leftarrow c
@@ -103,7 +103,7 @@ def agn_window(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -148,7 +148,7 @@ def downpour(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -184,9 +184,9 @@ def dynsgd(
     .. math:: \text{every } \lambda \text{ steps: }
         c \leftarrow c - \sum_i (c - x_i) / (\tau_i + 1), \; x_i \leftarrow c
 
-    With the center in the optimizer state no message is stale, and the numbers are
-    DOWNPOUR's; the rule shows its difference on a center that several workers share
-    (`agn_optax.LocalCenter`).
+    With the center in the optimizer state no message is stale, and the results are
+    those of DOWNPOUR. The rules differ on a center that several workers share
+    asynchronously (`agn_optax.LocalCenter`).
 
     Args:
       inner: the inner optimizer.
@@ -196,7 +196,7 @@ def dynsgd(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -240,7 +240,7 @@ def average(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -292,7 +292,7 @@ def diloco(
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 
@@ -340,16 +340,16 @@ def easgd(
       period: :math:`\lambda`, local steps between exchanges; see `exchange_every`.
       moving_rate: :math:`\alpha` in (0, 1]; None is ``0.9 / period / num_workers``, as
         in TensorFlow.
-      num_workers: workers of the axis, a positive int, which only the default of
-        ``moving_rate`` reads. None is one worker where there is no axis.
+      num_workers: number of workers on the axis, a positive int, used only for the
+        default of ``moving_rate``. None is one worker if there is no axis.
       rho: :math:`\rho \ge 0`, the elastic penalty in the local gradients. TensorFlow's
         default is ``moving_rate / learning_rate``.
       axis_name: mesh axis of the workers, whose forces on the center are summed; None
-        for one.
+        for one worker.
       center_dtype: floating dtype of the center; None keeps the parameters'.
       placement: where on a mesh the center lives, a `Placement`; None keeps it whole on
         every device.
-      codec: how contributions travel, one of `agn_optax.codecs`; None as they are.
+      codec: encoding of contributions, one of `agn_optax.codecs`; None for none.
       fragments: parts of the parameters that exchange by turns, a `Fragments`; None
         exchanges all at once.
 

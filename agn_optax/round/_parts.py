@@ -1,8 +1,8 @@
-"""Parts of a tree: who keeps what of a model, or what of it is computed at a time.
+"""Division of a tree into parts, which are kept or computed separately.
 
-A part is a tree like the whole, with None where a leaf is elsewhere, so that paths and
-dimensions mean there what they mean in the whole. It has leaves, or rows of them: a
-leaf may be cut along its first dimension.
+A part is a tree with the structure of the whole, with None in place of the leaves of
+other parts, so paths and dimensions keep their meaning. It holds whole leaves, or rows
+of leaves: a leaf may be cut along its first dimension.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from agn_optax import errors
 
 PyTree = Any
 
-SHARED: Any = -1  # in place of a leaf's number: what belongs to all leaves
+SHARED: Any = -1  # owner of an array that belongs to all leaves, see `Parts.cut`
 
 
 class Piece(NamedTuple):
-    """Rows of one leaf, or all of it."""
+    """Rows of one leaf, or a whole leaf."""
 
-    leaf: int  # its number
-    rows: slice | None = None  # None: all, of a leaf that is not cut
+    leaf: int  # index among the tree's leaves
+    rows: slice | None = None  # None for the whole leaf
 
 
 class Parts(tuple[tuple[Piece, ...], ...]):
@@ -36,17 +36,18 @@ class Parts(tuple[tuple[Piece, ...], ...]):
     __slots__ = ()
 
     def cut(self, tree: PyTree, owners: PyTree = None) -> list[PyTree]:
-        """The parts of a tree.
+        """Divide a tree into its parts.
 
         Args:
-          tree: like the one that was divided.
-          owners: of a tree that is not: the number of the leaf that each array belongs
-            to, or `SHARED`, which is in all parts.
+          tree: a tree with the structure of the one that was divided.
+          owners: for a tree with another structure: for each of its arrays, the index
+            of the leaf to which it belongs, or `SHARED` for an array that all parts
+            get.
         """
         return [self.take(part, tree, owners) for part in range(len(self))]
 
     def take(self, part: int, tree: PyTree, owners: PyTree = None) -> PyTree:
-        """One part of a tree, see `cut`."""
+        """Return one part of a tree, see `cut`."""
         rows = {piece.leaf: piece.rows for piece in self[part]}
 
         def piece(leaf: Any, owner: int) -> Any:
@@ -58,7 +59,7 @@ class Parts(tuple[tuple[Piece, ...], ...]):
 
 
 def join(parts: Sequence[PyTree]) -> PyTree:
-    """The tree of its parts: the reverse of `Parts.cut`."""
+    """Join the parts of a tree: the reverse of `Parts.cut`."""
 
     def joined(*pieces: Any) -> Any:
         there = [piece for piece in pieces if piece is not None]
@@ -68,22 +69,22 @@ def join(parts: Sequence[PyTree]) -> PyTree:
 
 
 def numbers(tree: PyTree) -> PyTree:
-    """The leaves of a tree, numbered."""
+    """Replace each leaf of a tree by its index."""
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, range(len(leaves)))
 
 
 def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
-    """Parts with about the same number of elements each.
+    """Divide a tree into parts with about the same number of elements each.
 
-    They are the same for everybody who knows the shapes. Leaves larger than a fair
-    share are cut into as many pieces as it takes, of about equal numbers of rows; then
-    the largest piece goes to the emptiest part, and so on. The pieces of one leaf are
-    in parts in the order of their rows.
+    The result depends on the shapes only. A leaf larger than a fair share is cut into
+    as many pieces as needed, with about the same number of rows each. Leaves are
+    assigned from the largest to the smallest, each to the parts with the fewest
+    elements so far. The pieces of one leaf go to parts in the order of their rows.
 
     Args:
-      tree: to be divided; its leaves may be abstract.
-      count: of parts, some of which may be empty.
+      tree: the tree to divide; its leaves may be abstract.
+      count: number of parts, some of which may be empty.
       rows: whether leaves may be cut.
     """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
@@ -94,7 +95,7 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
     for leaf in sorted(range(len(sizes)), key=lambda leaf: -sizes[leaf]):
         length = shapes[leaf][0] if shapes[leaf] else 1
         cuts = min(-(-sizes[leaf] // share), length, count) if rows else 1
-        cuts = cuts or 1  # of a leaf without elements
+        cuts = cuts or 1  # 0 for a leaf without elements
         emptiest = sorted(range(count), key=lambda part: load[part])[:cuts]
         bounds = [length * i // cuts for i in range(cuts + 1)]
         for i, part in enumerate(sorted(emptiest)):
@@ -105,10 +106,10 @@ def balanced(tree: PyTree, count: int, *, rows: bool = True) -> Parts:
 
 
 def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
-    """``given`` if these are regular expressions, at least one.
+    """Return ``given`` as a tuple, checked to be regular expressions, at least one.
 
     Raises:
-      InvalidArgumentError: they are not.
+      InvalidArgumentError: ``given`` is empty, or one is not a regular expression.
     """
     if not given:
         raise errors.InvalidArgumentError(f"{argument} must be at least one, got none")
@@ -123,10 +124,10 @@ def patterns(given: Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 def by_path(tree: PyTree, patterns: Sequence[str]) -> Parts:
-    """Parts by the paths of leaves: a leaf is in that of the first pattern found there.
+    """Divide a tree by paths: each leaf goes to the part of the first matching pattern.
 
     Raises:
-      InvalidArgumentError: no pattern is found in a path, or one in none.
+      InvalidArgumentError: a path matches no pattern, or a pattern gets no leaf.
     """
     parts: list[list[Piece]] = [[] for _ in patterns]
     text = ""

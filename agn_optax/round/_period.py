@@ -1,4 +1,4 @@
-"""Periods: how many local steps stand between two exchanges."""
+"""Periods: the number of local steps between two exchanges."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import check
 
-# Exchanges made so far -> local steps of the round that begins.
+# Exchanges made so far -> local steps of the next round.
 PeriodSchedule = Callable[[Any], Any]
 
 
 def as_schedule(period: Any) -> PeriodSchedule:
-    """``period`` as a function of the exchanges made so far; a constant is checked now.
+    """Return ``period`` as a function of the exchanges made so far.
 
-    Of a schedule only the first round can be checked before it runs.
+    A constant is checked now. For a schedule, only the first round can be checked
+    before it runs.
     """
     if isinstance(period, DynamicPeriod):
         raise errors.InvalidTypeError(
@@ -40,42 +41,48 @@ class DynamicPeriod:
     """Periods that follow a worker's speed: see `dynamic_period`.
 
     Attributes:
-      longest: local steps of the fastest worker.
-      first: those of a worker whose speed is not known yet.
+      longest: local steps in a round of the fastest worker.
+      first: local steps in a round of a worker whose speed is not known yet.
     """
 
     longest: int
     first: int
 
     def __call__(self, pace: float | None) -> int:
-        """Local steps at a speed that is such a share of the fastest worker's."""
+        """Return the local steps of a round at a pace relative to the fastest worker.
+
+        ``pace`` is None as long as the center has not measured it.
+        """
         return self.first if pace is None else max(1, int(pace * self.longest))
 
 
 def dynamic_period(longest: int, *, first: int | None = None) -> DynamicPeriod:
-    r"""Rounds of as many local steps as a worker can make while the fastest makes its.
+    r"""Make a period that follows the speed of each worker.
+
+    In a round, a worker makes as many local steps as it can make while the fastest
+    worker makes ``longest``:
 
     .. math:: \lambda_w = \max(1, \lfloor v_w / \max_i v_i \cdot H \rfloor)
 
-    where :math:`v_w` is the speed of worker w in local steps a second. The center
-    measures it, from the answer to an exchange until the next message is there: the
-    median of the last three rounds. Each answer says what share of the fastest worker's
-    speed its worker has, among those that are there, and the round that begins is so
-    long.
+    where :math:`v_w` is the speed of worker w in local steps per second. The center
+    measures it from its answer to an exchange until the next message arrives, and takes
+    the median of the last three rounds. Each answer carries the worker's speed as a
+    share of the fastest present worker's, which sets the length of the next round.
 
     Args:
-      longest: :math:`H`, local steps of the fastest worker.
-      first: local steps of a worker's rounds before the center knows its speed, which
-        are two; None is ``longest``.
+      longest: :math:`H`, local steps in a round of the fastest worker.
+      first: local steps in a worker's rounds (the first two) before the center knows
+        its speed; None is ``longest``.
 
     Returns:
-      For the argument ``period`` of a `Worker`, and of no optimizer: in one program all
-      workers make their steps together. A worker with fragments refuses it, as these
-      have their turns within one period.
+      A value for the argument ``period`` of a `Worker`. Optimizers do not take it,
+      because all workers of one program make their steps together. A worker with
+      fragments does not take it either, because fragments have their turns within one
+      period.
 
     Raises:
-      InvalidArgumentError: one of them is not a positive int, or ``first`` is more than
-        ``longest``.
+      InvalidArgumentError: ``longest`` or ``first`` is not a positive int, or ``first``
+        is more than ``longest``.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -99,14 +106,14 @@ def dynamic_period(longest: int, *, first: int | None = None) -> DynamicPeriod:
 
 
 def steps_of(period: Any) -> Any:
-    """A period, as whole steps to compare a counter with."""
+    """Round a period up to whole steps, as an int32 array."""
     if jnp.issubdtype(jnp.result_type(period), jnp.floating):
         period = jnp.ceil(period)
     return jnp.asarray(period, jnp.int32)
 
 
 def _either(condition: Any, if_true: int, if_false: int) -> Any:
-    """``if_true`` or ``if_false``: an int for ints, an array for arrays."""
+    """Select an int: as an int for a concrete condition, as an array for an array."""
     if isinstance(condition, bool | np.bool_):
         return if_true if condition else if_false
     return jnp.where(condition, jnp.int32(if_true), jnp.int32(if_false))
@@ -121,7 +128,7 @@ def _check_warmup(period: Any, steps: Any) -> None:
 
 
 def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
-    r"""A period schedule that trains alone for ``steps`` steps before the first round.
+    r"""Make a period schedule with ``steps`` local-only steps before the first round.
 
     .. math:: \lambda(k) = \begin{cases} \text{steps} + \text{period} & k = 0 \\
               \text{period} & k > 0 \end{cases}
@@ -134,8 +141,8 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
 
     Returns:
       A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer here. Make ``period`` static under ``inject_hyperparams``, which would
-      call it with steps.
+      optimizer of this package. Make ``period`` static under ``inject_hyperparams``,
+      which would otherwise call it with the step count.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.
@@ -150,19 +157,19 @@ def local_warmup(period: int, *, steps: int) -> PeriodSchedule:
 
 
 def synchronous_warmup(period: int, *, steps: int) -> PeriodSchedule:
-    r"""A period schedule that first exchanges at every step (post-local SGD).
+    r"""Make a period schedule that first exchanges at every step (post-local SGD).
 
     .. math:: \lambda(k) = \begin{cases} 1 & k < \text{steps} \\
               \text{period} & k \ge \text{steps} \end{cases}
 
     Args:
       period: local steps of every later round, a positive int.
-      steps: steps, and so exchanges, before the first longer round.
+      steps: number of steps, each with an exchange, before the first longer round.
 
     Returns:
       A function of the exchanges made so far, for the argument ``period`` of any
-      optimizer here. Make ``period`` static under ``inject_hyperparams``, which would
-      call it with steps.
+      optimizer of this package. Make ``period`` static under ``inject_hyperparams``,
+      which would otherwise call it with the step count.
 
     Raises:
       InvalidArgumentError: ``period`` is not positive or ``steps`` is negative.

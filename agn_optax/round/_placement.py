@@ -1,18 +1,19 @@
-"""Where the center of a mesh lives: whole on every tower, in shards, or on the host.
+"""Placement of the center on a mesh: whole on every tower, in shards, or on the host.
 
-Or nowhere: with every worker one of its own, which meet in pairs.
+With gossip there is no common center: every worker has its own, and workers exchange in
+pairs.
 
-`Placement` is the caller's choice, `Layout` the same with the axis of the workers. The
-round (`_exchange`) asks the layout for what it needs and knows of no case:
+`Placement` is the caller's choice, and `Layout` is a placement with the axis of the
+workers. The round (`_exchange`) calls the layout's methods and distinguishes no cases:
 
-    part        what this tower keeps of a tree that its worker's towers all have alike
-    piece       the part of a part that is this worker's; what is kept of the center
-    combine     the messages of all workers as one, each tower its piece; also of what
-                workers have sent encoded, and of two workers that meet
-    unite       the part back from the workers' pieces
-    whole       the tree back from the towers' parts
+    part        cut a tree that all towers of a worker have alike to this tower's part
+    piece       cut the center to this tower's piece: the worker's share of a part
+    combine     combine the messages of all workers to one, of which each tower gets its
+                piece; also for encoded contributions, and for two workers in gossip
+    unite       join the workers' pieces to a part
+    whole       join the towers' parts to the tree
 
-Without shards all of them are the identity, but for those that combine.
+Without shards, all but ``combine`` are the identity.
 """
 
 from __future__ import annotations
@@ -37,55 +38,61 @@ How = robust.Combine | Literal["sum", "mean"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    r"""Where a center that is part of an optimizer state lives.
+    r"""Placement of a center that is part of an optimizer state.
 
     With ``shard_axis``, each of the n towers of that axis keeps 1/n of the center and
     of the center optimizer's state, and moves that part only. Over the axis of the
-    workers, messages are reduce-scattered and the new center is all-gathered (as much
-    as the all-reduce of a whole center moves); rules that read the anchor or the live
-    center gather it once more before. Over the towers of a data-parallel worker, whose
-    gradients are alike, 1/n of the record is kept too, and only the gathering is left.
+    workers, messages are reduce-scattered and the new center is all-gathered, which
+    together move as much data as the all-reduce of a whole center. Rules that read the
+    anchor or the current center gather the center once more before the exchange. Over
+    the towers of a data-parallel worker, which have the same gradients, each tower also
+    keeps 1/n of the record only, and no reduction is needed.
 
-    The center optimizer and the rule must then work element by element; what looks at
-    a whole tree or a whole leaf (global-norm clipping, trust ratios, matrix
-    orthogonalization) is refused by name when the state is made.
+    The center optimizer and the rule must then work element by element. A rule or
+    optimizer that reads a whole tree or a whole leaf (global-norm clipping, trust
+    ratios, matrix orthogonalization) raises an error that names it when the state is
+    made.
 
-    With ``gossip``, there is no center that all have. Every worker i keeps one of its
-    own, and at an exchange meets one other worker j:
+    With ``gossip``, there is no common center. Every worker i keeps its own center, and
+    exchanges with one other worker j at a time:
 
     .. math::
         m_i = \tfrac12 (m(x_i, c_i) + m(x_j, c_j))
             + \gamma \left(c_i - \tfrac12 (c_i + c_j)\right); \qquad
         c_i' = c_i + \text{center}(m_i); \qquad x_i \leftarrow c_i'
 
-    (a rule that sums has the sum of the two messages). No collective is of more than
-    two workers, and each sends one model in float32, or in the center's dtype if that
-    is wider, however many there are. With ``rules.average()`` and 1 this is gossip
-    averaging, :math:`c_i' = (x_i + x_j) / 2`; with 1 and DiLoCo's rule under plain
+    (for a rule that sums, the sum of the two messages takes the place of their mean).
+    No collective has more than two workers, and each worker sends one model in float32,
+    or in the center's dtype if that is wider, whatever the number of workers. With
+    ``rules.average()`` and a gossip of 1 this is gossip averaging,
+    :math:`c_i' = (x_i + x_j) / 2`. With a gossip of 1 and DiLoCo's rule under plain
     momentum, ``rules.diloco(optax.sgd(0.7, momentum=0.5))``, it is NoLoCo. Partners
-    change by turns: of n = 2, 4, 8, ... workers everyone has heard of everyone after
-    log2(n) exchanges, of other numbers nearly so (and of an odd number one at a time
-    meets nobody). NoLoCo draws its pairs at random; by turns the program has about
-    log2(n) ways of sending and not n - 1.
+    change in a fixed order: with n = 2, 4, 8, ... workers, information from each worker
+    has reached all others after log2(n) exchanges, and with other numbers it has
+    reached most of them. (With an odd number, one worker at a time has no partner.)
+    NoLoCo draws its pairs at random. The fixed order needs only about log2(n) different
+    permutations in the program instead of n - 1.
 
-    The pull goes through the center optimizer, as in NoLoCo, so momentum can swing
-    centers apart. With 0.9 and a rate of 0.7, a gossip of 1 does so with 5 workers
-    (with random pairs: 6), and 0.3 holds 64 together; with 0.5, a gossip of 1 holds as
-    many as were tried (96), and without momentum any below 2 does, at rates up to 1.
+    The pull goes through the center optimizer, as in NoLoCo, so momentum can drive the
+    centers apart. With a momentum of 0.9 and a rate of 0.7, a gossip of 1 drives them
+    apart from 5 workers on (with random pairs: 6), and a gossip of 0.3 keeps 64 workers
+    together. With a momentum of 0.5, a gossip of 1 keeps as many as were tried (96)
+    together. Without momentum any gossip below 2 does, at rates up to 1.
 
-    The centers stay different, so parameters and states do, too: keep them with a row
-    for each worker, as `Towers` does; a checkpoint of the rows goes on as it was.
-    `Towers.center_params` gives their mean. `Towers.unreplicate` and an elastic load go
-    on from the means of centers and of their optimizers' states.
+    The centers stay different, and so do parameters and states: keep them with a row
+    for each worker, as `Towers` does. A checkpoint of the rows restores exactly.
+    `Towers.center_params` gives the mean of the centers. `Towers.unreplicate` and an
+    elastic load continue from the means of the centers and of their optimizers' states.
 
     Args:
       shard_axis: mesh axis, or tuple of axes, over which the center is divided; None
         keeps it whole on every tower. Leaves with fewer elements than towers stay
         whole.
-      memory: ``"device"``, or ``"host"``: center and center optimizer's state wait in
-        the host's pinned memory and visit the device for the exchange.
-      gossip: :math:`\gamma > 0`, how far two centers that meet pull at each other, as
-        part of the message; None for one center that all workers have.
+      memory: ``"device"`` or ``"host"``. On the host, the center and the center
+        optimizer's state are kept in pinned memory and copied to the device for an
+        exchange.
+      gossip: :math:`\gamma > 0`, the strength of the pull between the centers of two
+        partners, as part of the message; None for one center common to all workers.
 
     Raises:
       InvalidArgumentError: ``memory`` is neither, or ``gossip`` is out of range or
@@ -114,7 +121,8 @@ class Placement:
       of the centers goes through the center optimizer with the message).
 
       Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, *Exponential
-      Graph is Provably Efficient for Decentralized Deep Training*, 2021 (the turns).
+      Graph is Provably Efficient for Decentralized Deep Training*, 2021 (the order of
+      partners).
     """
 
     shard_axis: Any = None
@@ -144,11 +152,11 @@ class Placement:
 class ShardedCenter:
     """One tower's pieces of a center, as an optimizer state keeps them."""
 
-    pieces: PyTree  # as the parameters; leaves [1, ..., 1, elements of a piece]
-    shapes: tuple[tuple[int, ...], ...]  # of the whole leaves
-    # The worker's own, and those of the workers.
+    pieces: PyTree  # like the parameters; leaves [1, ..., 1, elements of a piece]
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the whole leaves
+    # The axes of the shards within a worker, and those across workers.
     axes: tuple[_collectives.Axes, _collectives.Axes]
-    cut: tuple[int, int]  # into how many pieces by each
+    cut: tuple[int, int]  # number of pieces over each of the two
 
 
 @functools.partial(
@@ -156,41 +164,41 @@ class ShardedCenter:
 )
 @dataclasses.dataclass(frozen=True)
 class OwnCenter:
-    """One worker's own center, where each has another one."""
+    """One worker's own center, with gossip."""
 
-    center: PyTree  # as the parameters
-    axes: _collectives.Axes  # of the workers
+    center: PyTree  # like the parameters
+    axes: _collectives.Axes  # axes of the workers
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """What an optimizer state keeps in the memory of the host."""
+    """A tree that an optimizer state keeps in the memory of the host."""
 
     tree: PyTree  # leaves [1, 1, 1, 1, 1, 1, ...], see `for_host`
 
 
-# JAX gives the buffer of a donated argument to the first output with its shape and
-# dtype, whatever memory the two lie in; where a buffer of the host becomes an output on
-# the device, the process aborts (JAX 0.10). So what lies on the host has a shape that
-# nothing on the device has: these dimensions come before its own.
+# JAX gives the buffer of a donated argument to the first output with the same shape and
+# dtype, whatever the memory of the two. If a buffer on the host becomes an output on
+# the device, the process aborts (JAX 0.10). Therefore arrays on the host have shapes
+# that no array on the device has: these dimensions come before their own.
 HOST_SHAPE = (1,) * 6
 
 
 def for_host(tree: PyTree) -> PyTree:
-    """``tree`` in the shapes that it has on the host."""
+    """Reshape the arrays of a tree to the shapes that they have on the host."""
     return jax.tree.map(
         lambda leaf: jnp.reshape(leaf, (*HOST_SHAPE, *jnp.shape(leaf))), tree
     )
 
 
 def from_host(tree: PyTree) -> PyTree:
-    """The reverse of `for_host`, also of rows of such trees, where each lies."""
+    """Undo `for_host`, also for rows of such trees; arrays stay in their memory."""
 
     def shaped(leaf: Any) -> jax.Array:
         shape, count = jnp.shape(leaf), len(HOST_SHAPE)
         found = (i for i in range(len(shape)) if shape[i : i + count] == HOST_SHAPE)
-        if (first := next(found, None)) is None:  # behind the rows, if there are any
+        if (first := next(found, None)) is None:  # after the dimensions of the rows
             raise errors.TreeMismatchError(
                 f"a leaf of shape {list(shape)} cannot be from the host, where all "
                 f"shapes begin with {list(HOST_SHAPE)}"
@@ -213,19 +221,19 @@ class Layout:
 
     @property
     def within(self) -> _collectives.Axes:
-        """Axes of the shards whose towers are one worker together."""
+        """Axes of the shards whose towers belong to one worker."""
         shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name not in self.workers)
 
     @property
     def across(self) -> _collectives.Axes:
-        """Axes of the shards whose towers are workers of their own."""
+        """Axes of the shards whose towers are different workers."""
         shards = _collectives.names(self.placement.shard_axis)
         return tuple(name for name in shards if name in self.workers)
 
     @property
     def beside(self) -> _collectives.Axes:
-        """Axes of workers that all keep the same shards."""
+        """Axes of the workers that keep the same shards."""
         return tuple(name for name in self.workers if name not in self.across)
 
     @property
@@ -241,14 +249,14 @@ class Layout:
         return self.placement.gossip is not None
 
     def own(self, tree: PyTree) -> PyTree:
-        """What every worker has for itself, where the center is one of its own."""
+        """Mark ``tree`` as varying over the workers, if each has its own center."""
         bound = all(map(check.is_bound, self.workers))
         if not (self.in_pairs and bound):
             return tree
         return _collectives.apart(tree, self.workers)
 
     def check_bound(self) -> None:
-        """Every axis that this needs is bound where this is traced."""
+        """Check that every axis of this layout is bound while tracing."""
         hint = None
         if self.sharded:
             hint = (
@@ -259,10 +267,10 @@ class Layout:
         check.axis_bound(self.placement.shard_axis, hint)
 
     def check_met(self, rule: str) -> None:
-        """All workers of the mesh around this take part in its exchanges.
+        """Check that all workers of the enclosing mesh take part in exchanges.
 
         Raises:
-          InvalidArgumentError: each would train a model of its own.
+          InvalidArgumentError: some do not, and would each train a separate model.
         """
         if unmet := _collectives.unmet(self.workers):
             (name,) = unmet
@@ -273,15 +281,15 @@ class Layout:
             )
 
     def part(self, tree: PyTree) -> PyTree:
-        """What this tower keeps of ``tree``, which its worker's towers have alike."""
+        """Cut ``tree``, which a worker's towers have alike, to this tower's part."""
         return self._own(tree, self.within, _collectives.size(self.across))
 
     def piece(self, tree: PyTree) -> PyTree:
-        """What this tower keeps of the center ``tree``."""
+        """Cut the center ``tree`` to the piece that this tower keeps."""
         return self._own(tree, (*self.within, *self.across), 1)
 
     def _own(self, tree: PyTree, axes: _collectives.Axes, pieces: int) -> PyTree:
-        """This tower's share of every leaf that is cut: so many ``pieces`` of it."""
+        """Cut every leaf that is sharded to this tower's ``pieces`` of it."""
 
         def own(leaf: Any) -> jax.Array:
             leaf, length = jnp.asarray(leaf), self._length(leaf)
@@ -292,27 +300,27 @@ class Layout:
         return jax.tree.map(own, tree)
 
     def count(self, turn: jax.Array) -> Any:
-        """Workers that an exchange brings together."""
+        """Return the number of workers that take part in one exchange."""
         workers = _collectives.size(self.workers)
         if not self.in_pairs or workers == 1:
             return workers
         return 2 - _collectives.is_alone(self.workers, turn).astype(jnp.int32)
 
     def mean(self, number: jax.Array, turn: jax.Array) -> jax.Array:
-        """Of a scalar that each worker has, over those of an exchange."""
+        """Return the mean of a scalar over the workers of one exchange."""
         count = _collectives.size(self.workers)
-        if self.in_pairs and count > 1:  # who is alone meets itself
+        if self.in_pairs and count > 1:  # a worker without a partner is its own
             return (number + _collectives.met(number, self.workers, turn)) / 2
         return _collectives.psum(number, self.workers) / count
 
     def combine(
         self, message: PyTree, how: How, like: PyTree, center: PyTree, turn: jax.Array
     ) -> PyTree:
-        """This tower's piece of all workers' messages, each given as a part.
+        """Combine all workers' messages, given as parts, to this tower's piece.
 
-        Where they cannot be summed on their way, pieces of them go all to all, so that
-        each tower has all messages of its piece. Where workers meet in pairs, ``turn``
-        says who meets whom, and their centers pull at each other.
+        If an all-reduce cannot combine them, an all-to-all gives each tower all
+        messages for its piece. With gossip, ``turn`` determines the partners, and the
+        combined message includes the pull of their centers.
         """
         if self.in_pairs:
             return self._combine_two(message, how, center, turn)
@@ -336,11 +344,12 @@ class Layout:
     def _combine_two(
         self, message: PyTree, how: How, center: PyTree, turn: jax.Array
     ) -> PyTree:
-        """As `combine`, of two workers that meet, with the pull of their centers.
+        """Combine the messages of two partners, with the pull of their centers.
 
-        What pulls at the other goes with the message, so that one model travels: with
-        gossip 1, a sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. The other's message is
-        rounded to the last bit of its center, one's own is not.
+        The pull is sent as part of the message, so that only one model is sent: with a
+        gossip of 1, the sum is ``m_i + ((m_j - c_j / 2) + c_i / 2)``. The partner's
+        message is thereby rounded to the precision of its center; the own message is
+        not.
         """
         if _collectives.size(self.workers) == 1:
             return message
@@ -368,19 +377,19 @@ class Layout:
         like: PyTree,
         share: jax.Array | None = None,
     ) -> PyTree:
-        """As `combine`, of what cannot be summed before it is decoded.
+        """Combine encoded contributions, which must be decoded before they are summed.
 
-        Every tower gets what each worker has sent of the piece that it keeps, and adds
-        up the messages in float32 or wider: all in the same order, so that towers that
-        keep the same get the same.
+        Every tower gets all workers' contributions to the piece that it keeps, and adds
+        up the messages in float32 or wider. All towers use the same order, so that
+        towers with the same piece get the same result.
 
         Args:
-          encoded: what this tower's worker sends: for each leaf of the part, a tree of
-            arrays; these have the leaf's shape where the center is in shards.
-          message: ``encoded -> message``, of a piece.
-          how: as the rule combines them.
+          encoded: the contribution of this tower's worker: for each leaf of the part, a
+            tree of arrays. These have the leaf's shape if the center is in shards.
+          message: ``encoded -> message``, for a piece.
+          how: the rule's way to combine messages.
           like: a tree with the shapes of the whole.
-          share: of this tower's worker: how much its message counts, scalar; None where
+          share: weight of this worker's message relative to the mean, scalar; None if
             all count alike.
         """
         shares = None if share is None else self._gather(share)
@@ -407,7 +416,7 @@ class Layout:
         if isinstance(how, robust.Combine):
 
             def own(whole: jax.Array, m: jax.Array) -> jax.Array:
-                """All that this tower looks at of a message."""
+                """Return the elements of a message that this tower combines."""
                 if self.sharded:
                     return m
                 return _collectives.cut(m, count)[_collectives.index(self.workers)]
@@ -420,15 +429,15 @@ class Layout:
         return jax.tree.map(lambda t: t / count, total) if how == "mean" else total
 
     def _gather(self, part: jax.Array) -> jax.Array:
-        """Every worker's: [workers, ...]."""
+        """Gather an array from all workers: [workers, ...]."""
         axes = (*self.beside, *self.across)
         return _collectives.gather(part[None], axes, same=True)
 
     def _collect(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        """This tower's piece of every worker's part: [workers, ...].
+        """Collect this tower's piece of every worker's part: [workers, ...].
 
-        Of a center that is whole, this tower looks at one of as many pieces as there
-        are workers.
+        If the center is whole, it is cut into as many pieces as there are workers, and
+        this tower gets one of them.
         """
         if not self.sharded:
             return _collectives.pieces(part, self.workers)
@@ -442,7 +451,10 @@ class Layout:
         return _collectives.gather(pieces, self.beside)
 
     def _together(self, pieces: PyTree, how: robust.Combine, like: PyTree) -> PyTree:
-        """The message that all workers' messages are, of which pieces are here."""
+        """Combine all workers' messages by a robust rule, from this tower's pieces.
+
+        The rule's global sums are taken over the towers that have the other pieces.
+        """
 
         def total(parts: PyTree) -> jax.Array:
             cut = jax.tree.map(
@@ -464,11 +476,11 @@ class Layout:
         return jax.tree.map(finish, like, how.of(pieces, total))
 
     def _is_whole(self, leaf: Any) -> bool:
-        """Whether all towers look at the same elements of a leaf, which are all."""
+        """Return whether all towers combine all elements of a leaf."""
         return self.sharded and self._length(leaf) is None
 
     def unite(self, pieces: PyTree, like: PyTree) -> PyTree:
-        """The part of the center that this worker's tower keeps, from all workers."""
+        """Join the pieces of all workers to this tower's part of the center."""
 
         def unite(piece: jax.Array, whole: Any) -> jax.Array:
             if self._length(whole) is None:
@@ -481,7 +493,7 @@ class Layout:
         return jax.tree.map(unite, pieces, like)
 
     def whole(self, parts: PyTree, like: PyTree) -> PyTree:
-        """The whole tree, from the parts of all towers of this worker."""
+        """Join the parts of all towers of this worker to the whole tree."""
 
         def whole(part: jax.Array, whole: Any) -> jax.Array:
             if self._length(whole) is None:
@@ -492,19 +504,19 @@ class Layout:
         return jax.tree.map(whole, parts, like)
 
     def _length(self, leaf: Any) -> int | None:
-        """Elements of a piece; None for a leaf that stays whole."""
+        """Return the number of elements of a piece; None if the leaf stays whole."""
         pieces = _collectives.size((*self.within, *self.across))
         return piece_length(jnp.shape(leaf), pieces)
 
     def _cut(self) -> Any:
-        """The axes of the pieces, and into how many pieces each of them cuts."""
+        """Return the axes of the pieces (within, across), and the pieces over each."""
         axes = (self.within, self.across)
         return axes, tuple(map(_collectives.size, axes))
 
     def store(self, center: PyTree, center_state: PyTree, like: PyTree) -> Any:
-        """Pieces and center optimizer's state as an optimizer state keeps them.
+        """Wrap a center and its optimizer's state as an optimizer state keeps them.
 
-        ``like`` is the whole center, or what was stored before.
+        ``like`` is the whole center, or the center as it was stored before.
         """
         if self.sharded:
             _, like = unwrapped(like)
@@ -521,20 +533,20 @@ class Layout:
         return self.settle(center, center_state)
 
     def settle(self, center: PyTree, center_state: PyTree) -> Any:
-        """Moves what `store` made, and a checkpoint gave back, to where it belongs."""
+        """Move a stored center and state to their memory, such as after a restore."""
         if self.on_host:
             return _to(jax.memory.Space.Host, (center, center_state))
         return center, center_state
 
     def load(self, center: PyTree, center_state: PyTree) -> Any:
-        """The reverse of `store`."""
+        """Undo `store`: return the center and its optimizer's state, on the device."""
         if self.on_host:
             both = _to(jax.memory.Space.Device, (center.tree, center_state.tree))
             center, center_state = from_host(both)
         return held(center), center_state
 
     def check_memory(self) -> None:
-        """The backend has the memory that was asked for."""
+        """Check that the backend supports the placement's memory."""
         if not self.on_host:
             return
         device = jax.local_devices()[0]
@@ -551,7 +563,7 @@ class Layout:
             )
 
     def check_center(self, params: PyTree, center: PyTree) -> None:
-        """Parameters and the center of a state belong together."""
+        """Check that the center of a state matches this layout and the parameters."""
         on_host, center = unwrapped(center)
         sharded = isinstance(center, ShardedCenter)
         is_own = isinstance(center, OwnCenter)
@@ -572,7 +584,7 @@ class Layout:
         check.same_tree(params, whole, "params", "center")
 
     def check_cut(self, center: ShardedCenter) -> PyTree:
-        """A tree like the whole of a center that was cut as here."""
+        """Check that this layout made the pieces; return a tree of the whole shapes."""
         here = self._cut()
         if (center.axes, center.cut) != here:
             raise errors.TreeMismatchError(
@@ -587,19 +599,19 @@ class Layout:
 
 
 def piece_length(shape: tuple[int, ...], pieces: int) -> int | None:
-    """Elements of each of so many pieces of a leaf; None if that stays whole."""
+    """Return the elements of each piece of a leaf; None if the leaf stays whole."""
     elements = math.prod(shape)
     if pieces == 1 or not shape or elements < pieces:
         return None
     return -(-elements // pieces)
 
 
-# Of a center that is whole, on the device, and has one worker.
+# The layout of a whole center on the device, with one worker.
 WHOLE = Layout()
 
 
 def whole_center(center: PyTree) -> PyTree:
-    """The center of an optimizer state, as the parameters, on the device."""
+    """Return the center of an optimizer state, like the parameters, on the device."""
     on_host, center = unwrapped(center)
     if on_host:
         center = _to(jax.memory.Space.Device, center)
@@ -617,9 +629,9 @@ def whole_center(center: PyTree) -> PyTree:
 
 
 def _mean_center(center: OwnCenter) -> PyTree:
-    """Of all workers where they can be heard, else this one's."""
+    """Return the workers' mean center if their axes are bound, else this worker's."""
     if not any(map(check.is_bound, center.axes)):
-        return center.center  # the rows of a state, or one of them
+        return center.center  # all rows of a state, or one of them
     check.axis_bound(center.axes, "or leave all of them out for this worker's own")
     workers = _collectives.size(center.axes)
 
@@ -631,10 +643,10 @@ def _mean_center(center: OwnCenter) -> PyTree:
 
 
 def _check_apart(axes: _collectives.Axes, center: PyTree) -> None:
-    """Of centers that workers have of their own, no mesh takes them for one.
+    """Check that a mesh treats the workers' own centers as different arrays.
 
     Raises:
-      InvalidArgumentError: one does.
+      InvalidArgumentError: a shard_map treats them as one replicated array.
     """
     for leaf in jax.tree.leaves(center) if _collectives.checked(axes) else []:
         if missing := [n for n in axes if n not in _collectives.varying(leaf)]:
@@ -648,21 +660,24 @@ def _check_apart(axes: _collectives.Axes, center: PyTree) -> None:
 
 @functools.cache
 def _stays_on_host() -> bool:
-    """Whether what a program puts into the host's memory is there when it ends."""
+    """Return whether outputs that a program puts into host memory stay there."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
     program = jax.jit(functools.partial(_to, jax.memory.Space.Host)).lower(number)
     return bool(program.compile().output_shardings.memory_kind == "pinned_host")
 
 
 def unwrapped(center: PyTree) -> tuple[bool, PyTree]:
-    """Whether a stored center is on the host, and what it is there."""
+    """Return whether a stored center is on the host, and the center without wrapper."""
     if isinstance(center, OnHost):
         return True, from_host(center.tree)
     return False, center
 
 
 def held(center: PyTree) -> PyTree:
-    """What a state holds of a center, as a tree like the parameters."""
+    """Return the arrays of a stored center, as a tree like the parameters.
+
+    For a sharded center, these are this tower's pieces.
+    """
     _, center = unwrapped(center)
     if isinstance(center, OwnCenter):
         return center.center
@@ -670,10 +685,10 @@ def held(center: PyTree) -> PyTree:
 
 
 def _slice(leaf: jax.Array, index: Any, length: int, ndim: int) -> jax.Array:
-    """The ``index``-th piece of ``length`` elements, filled up with zeros."""
+    """Return the ``index``-th piece of ``length`` elements, padded with zeros."""
     pieces = -(-leaf.size // length)
     flat = _padded(leaf, pieces * length)
-    # Beyond the last one a slice would be moved back into the array.
+    # A slice beyond the last piece would be clamped into the array.
     piece = jax.lax.dynamic_slice_in_dim(flat, index * length, length)
     return _line(jnp.where(index < pieces, piece, 0), ndim)
 
@@ -684,15 +699,16 @@ def _padded(x: jax.Array, length: int) -> jax.Array:
 
 
 def _line(flat: jax.Array, ndim: int) -> jax.Array:
-    """With the dimensions of its leaf, which optimizers may look at.
+    """Give a flat array as many dimensions as its leaf has.
 
-    A weight decay for matrices only does, say.
+    Optimizers may read the number of dimensions, such as for a weight decay of matrices
+    only.
     """
     return flat.reshape((1,) * (ndim - 1) + (-1,))
 
 
 def _shaped(flat: jax.Array, like: Any) -> jax.Array:
-    """A line, and perhaps zeros behind it, in the shape of ``like``."""
+    """Reshape a flat array, without its padding, to the shape of ``like``."""
     return flat[: math.prod(like.shape)].reshape(like.shape)
 
 

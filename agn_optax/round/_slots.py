@@ -1,4 +1,4 @@
-"""The slots of an optimizer state by name, wherever wrappers have put them."""
+"""Lookup of the slots of an optimizer state by name, inside any wrappers."""
 
 from __future__ import annotations
 
@@ -22,50 +22,52 @@ PyTree = Any
 
 
 def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
-    """What an optimizer state keeps for each parameter, by name.
+    """Return the slots of an optimizer state by name.
 
-    A *slot* is a tree like the parameters: a moment, a momentum, a sum of gradients,
-    the center. It is named after its field in the state, such as ``"mu"``, ``"nu"`` and
-    ``"trace"``. What belongs to a rule has the part of the round before it:
+    A *slot* is a tree like the parameters, kept for each parameter: a moment, a
+    momentum, a sum of gradients, the center. It is named after its field in the state,
+    such as ``"mu"``, ``"nu"`` and ``"trace"``. The slots of a rule have a prefix that
+    names the part of the round:
 
     ========================  ===================================================
     ``inner/...``             of the inner optimizer: ``inner/mu``
     ``record/...``            of the record: AGN's gradient sum is ``record/sum``
-    ``anchor``                the center as this worker adopted it, if it is kept
+    ``anchor``                the center as last adopted, if the state keeps it
     ``codec/...``             of the codec: ``codec/residual``
     ``center``                the center
-    ``public``                the center as workers adopt it, if it is another
+    ``public``                the broadcast parameters, if workers adopt these
     ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
-    ``departed/...``          of messages with a delay: ``departed/message``
+    ``departed/...``          of messages in flight: ``departed/message``
     ========================  ===================================================
 
-    Labels of ``multi_transform`` and names of ``named_chain`` stand before that
-    (``"decoder/inner/mu"``); wrappers that only have a state inside leave no trace.
-    Where two slots would have one name, both get their positions as well (``"0/trace"``
-    and ``"2/trace"``), so no slot hides another. What fragments keep, each of its part,
-    is put together.
+    Labels of ``multi_transform`` and names of ``named_chain`` come before this prefix
+    (``"decoder/inner/mu"``). Wrappers that only contain another state add nothing to
+    the name. If two slots would have the same name, both names also get their positions
+    (``"0/trace"`` and ``"2/trace"``), so that no slot hides another. The slots of
+    fragments are joined to whole trees.
 
     Args:
       opt_state: state of any optax optimizer, of one of this package's, or of a
-        `Worker`; also a state that contains it. Of `Towers`, its arrays have a row for
-        every tower.
+        `Worker`; also a state that contains one. In a state of `Towers`, arrays have a
+        row for every tower.
       params: the parameters, or a tree with their structure. None takes the structure
-        from the center, anchor or gradient sum in the state; there must be one that no
-        mask has holes in.
+        from the center, anchor or gradient sum in the state, one of which must be
+        complete, without masked leaves.
 
     Returns:
-      A dictionary from names to trees, in the order of the state. These are the arrays
-      of the state itself: copy them if you donate it. Leaves that a mask keeps away are
-      ``optax.MaskedNode()``; a center in shards, and what belongs to it, are this
-      tower's pieces. Arrays of floating numbers that are no part of such a tree, like
-      those of a factored moment, have an entry each. Counts, keys and hyperparameters
-      are left out: integers outside of such trees, and scalars. (Unless the parameters
-      are one scalar: then floating scalars cannot be told from slots, and all of them
-      are here.)
+      A dictionary from names to trees, in the order of the state. The arrays are those
+      of the state itself: copy them if you donate it. Masked leaves are
+      ``optax.MaskedNode()``. The slots of a sharded center, and of its optimizer, are
+      this tower's pieces. Floating arrays outside of such trees, such as those of a
+      factored moment, have an entry each. Counts, keys and hyperparameters are left
+      out: integers outside of such trees, and scalars. (If the parameters are one
+      scalar, floating scalars cannot be distinguished from slots, and all of them are
+      returned.)
 
     Raises:
-      MissingArgumentError: ``params`` is None, and the state does not tell.
-      TreeMismatchError: ``params`` is another tree than the center.
+      MissingArgumentError: ``params`` is None, and the state has no complete tree like
+        the parameters, or several different ones.
+      TreeMismatchError: ``params`` has another structure than the center.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -97,14 +99,14 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
 
 
 def _put_together(state: FragmentsState) -> ExchangeState:
-    """The states of all fragments as that of a whole tree."""
+    """Join the states of all fragments to the state of the whole tree."""
     apart = [
         each._replace(
             center=held(each.center), center_state=unwrapped(each.center_state)[1]
         )
         for each in state.fragments
     ]
-    # Counts, which all of them have, are no slots.
+    # For the counts, which all fragments have, any will do: they are no slots.
     whole: ExchangeState = jax.tree.map(
         lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
         *apart,
@@ -114,7 +116,7 @@ def _put_together(state: FragmentsState) -> ExchangeState:
 
 
 def _known(opt_state: PyTree) -> Iterator[PyTree]:
-    """Trees in a state that are like the parameters, but for masks."""
+    """Yield the trees in a state that are like the parameters, except for masks."""
     for _, state in trees.nodes(opt_state, ExchangeState):
         yield held(state.center)
     for _, local in trees.nodes(opt_state, LocalState):
@@ -136,12 +138,12 @@ def _structure_of(known: list[PyTree]) -> PyTree:
 
 
 def _children(node: PyTree) -> list[tuple[Any, Any]]:
-    """The nodes directly below one, with their keys; the node itself if a leaf."""
+    """Return a node's children with their keys; for a leaf, the leaf itself."""
     return tree_flatten_with_path(node, is_leaf=lambda other: other is not node)[0]
 
 
 def _is_like(tree: PyTree, like: PyTree) -> bool:
-    """Whether a tree has the structure of another, but for what masks keep away."""
+    """Return whether a tree has the structure of another, except for masked nodes."""
     if isinstance(tree, optax.MaskedNode):
         return True
     parts, parts_like = _children(tree), _children(like)
@@ -156,7 +158,7 @@ def _is_like(tree: PyTree, like: PyTree) -> bool:
 
 
 class _Test:
-    """Whether a node of a state is a slot."""
+    """Test whether a node of a state is a slot."""
 
     def __init__(self, like: PyTree) -> None:
         self._like = like
@@ -164,7 +166,7 @@ class _Test:
         self._is_scalar = self._is_bare and not jnp.shape(like)
 
     def leaf(self, leaf: Any) -> bool:
-        """An array by itself: by its form alone it could be anything."""
+        """Return whether an array outside of trees like the parameters is a slot."""
         is_float = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
         return is_float and (self._is_scalar or bool(jnp.shape(leaf)))
 
@@ -174,7 +176,7 @@ class _Test:
 
 
 class _Step(NamedTuple):
-    """One key on the way from a state to a slot."""
+    """One key in the path from a state to a slot."""
 
     key: Any
     text: str
@@ -190,7 +192,7 @@ class _Slot(NamedTuple):
 
 
 def _found(node: PyTree, path: _Path, is_slot: _Test) -> Iterator[_Slot]:
-    """All slots at a node and below it."""
+    """Yield all slots at a node and below it."""
     if isinstance(node, ExchangeState | LocalState):
         yield from _of_round(node, path, is_slot)
         return
@@ -208,7 +210,7 @@ def _found(node: PyTree, path: _Path, is_slot: _Test) -> Iterator[_Slot]:
 def _of_round(
     state: ExchangeState | LocalState, path: _Path, is_slot: _Test
 ) -> Iterator[_Slot]:
-    """The slots of a rule's state, whose parts have names of their own."""
+    """Yield the slots of a rule's state, which have names of their own."""
 
     def within(name: str, field: str, tree: PyTree) -> Iterator[_Slot]:
         step = _Step(GetAttrKey(field), name, "label")
@@ -242,7 +244,7 @@ def _step(key: Any) -> _Step:
 
 
 def _short(path: _Path) -> str:
-    """Labels, the last field, and all that is behind it."""
+    """Join the labels, the last field, and all keys after it."""
     return _joined(path, ("label",))
 
 
@@ -256,12 +258,12 @@ def _joined(path: _Path, kinds: tuple[str, ...]) -> str:
 
 
 def _full(path: _Path) -> str:
-    """As JAX writes it: no two places in a tree are written alike."""
+    """Return the whole path as JAX writes it, which is unique in a tree."""
     return keystr(tuple(step.key for step in path))
 
 
 def _named(found: list[_Slot]) -> dict[str, PyTree]:
-    """Each slot by the shortest name that is its own."""
+    """Give each slot the shortest name that is unique."""
     forms = (_short, _longer, _full)
     chosen = [0] * len(found)
     while True:
