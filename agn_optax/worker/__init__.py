@@ -1,6 +1,6 @@
 """The worker's side of a center outside the program: one class for every center.
 
-What is imported `as` itself is for the layers above.
+Names imported `as` themselves are for the layers above.
 """
 
 from agn_optax.worker._processes import from_first_process

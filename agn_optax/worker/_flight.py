@@ -1,4 +1,4 @@
-"""An exchange of a worker, from its departure until its answer is adopted."""
+"""An exchange of a worker, from sending its message until its answer is adopted."""
 
 from __future__ import annotations
 
@@ -20,68 +20,69 @@ from agn_optax.worker._programs import Left
 
 PyTree = Any
 
-_PAUSE = 0.5  # seconds between attempts, which have pauses of their own
+_PAUSE = 0.5  # s between attempts, in addition to the pauses inside an attempt
 
 
 @dataclasses.dataclass(eq=False)
 class Message:
-    """An exchange that has begun: kept until its answer is adopted.
+    """An exchange that has begun, kept until its answer is adopted.
 
-    If it fails, the same message is sent again, with the same sequence number, for the
-    center may have applied it.
+    If it fails, the same message is sent again with the same sequence number, because
+    the center may have applied it.
     """
 
-    send: Callable[[], Snapshot]  # returns when the answer is there
+    send: Callable[[], Snapshot]  # sends the message and waits for the answer
     contribution: PyTree
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
-    codec_state: PyTree = None  # once it is sent; where local steps go on, they have it
+    codec_state: PyTree = None  # after sending; None if the local state has it already
     answer: Snapshot | None = None
     left: Left | None = None  # None unless local steps go on meanwhile
-    flight: Future[Snapshot] | None = None  # its way on a thread of its own
-    attempt: Future[Snapshot] | None = None  # to send it, which nobody waits for yet
+    flight: Future[Snapshot] | None = None  # the exchange in the background, retried
+    attempt: Future[Snapshot] | None = None  # one attempt, begun by `send_ahead`
     abandoned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def send_ahead(self) -> None:
-        """Begin what `exchange` does, which then waits for the answer only."""
+        """Begin to send in the background; `exchange` then waits for the answer."""
         if self.attempt is None and self.answer is None:
             self.attempt = in_background(self.sent, "agn-optax exchange")
 
     def exchange(self) -> Snapshot:
-        """Sends it, and waits for the answer."""
+        """Send the message unless `send_ahead` has, and wait for the answer."""
         if self.attempt is None:
             return self.sent()
-        wait([self.attempt])  # if this is broken off, the next call waits for it again
+        wait([self.attempt])  # if interrupted, the next call waits again
         attempt, self.attempt = self.attempt, None
         return _result_of(attempt)
 
     def ask_if_answered(self) -> bool:
-        """Return whether it has come back from its way, or its flight has failed.
+        """Return whether the message in flight has an answer or has failed.
 
-        A worker of several processes communicates: all of them must ask at once.
+        A worker of several processes communicates here: all of them must call this.
         """
         assert self.flight is not None
         return self.flight.done()
 
     def sent(self) -> Snapshot:
-        """Its answer, once it is sent from here; also says how long that took."""
+        """Send the message on this thread, measure the time, and return the answer."""
         begin = time.monotonic()
         answer = self.send()
         self.measured["seconds"] = time.monotonic() - begin
         return answer
 
     def take_off(self, give_up: float) -> None:
-        """Sends in the background until there is an answer, or no hope."""
+        """Send in the background, with retries for ``give_up`` seconds."""
         fly = functools.partial(self._fly, give_up)
         self.flight = in_background(fly, "agn-optax exchange")
 
     def land(self) -> Snapshot:
-        """Waits for the answer, and raises what the flight did."""
+        """Wait for the answer of the message in flight, or raise its error."""
         assert self.flight is not None
         return _result_of(self.flight)
 
     def _fly(self, give_up: float) -> Snapshot:
-        lost: float | None = None  # since when
-        # Whoever leaves before it is computed has left for the center, too.
+        lost: float | None = None  # time at which the center was lost
+        # Wait until the contribution is computed: if the worker leaves meanwhile,
+        # nothing may be sent.
         jax.block_until_ready(self.contribution)
         while True:
             try:
@@ -95,10 +96,10 @@ class Message:
 
 
 def is_settled(error: Exception) -> bool:
-    """Return whether an error says that a message has not been applied.
+    """Return whether an error means that the message has not been applied.
 
-    After any other it is sent again: under its number, the center would answer the old
-    message in place of a new one.
+    After any other error the message must be sent again. A new message with its
+    sequence number would get the answer of the old one.
     """
     unknown = isinstance(error, errors.CenterUnreachableError)
     return isinstance(error, errors.AgnOptaxError) and not (
@@ -107,9 +108,10 @@ def is_settled(error: Exception) -> bool:
 
 
 def _result_of(future: Future[Snapshot]) -> Snapshot:
-    """Wait for an answer, or raise what its thread did.
+    """Wait for an answer, or raise the error of its thread.
 
-    Callers may keep the error, and so it must not hold the arrays of that thread.
+    Callers may keep the error, so the frames of its traceback are cleared: they would
+    keep the arrays of that thread alive.
     """
     cause = future.exception()
     while cause is not None:

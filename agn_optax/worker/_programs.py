@@ -1,15 +1,15 @@
-"""What a worker compiles: its local phase, and the halves of its exchanges.
+"""The compiled programs of a worker: its local phase, and the halves of its exchanges.
 
-    start       adopt a first center
-    contribute  make what is sent
-    adopt       take the answer, where the worker has waited for it
-    give_in     take it in place of everything, where the message was refused
+    start       adopt the first center
+    contribute  make the contribution
+    adopt       adopt the answer for which the worker has waited
+    give_in     reset the worker to the center, after its message was rejected
 
-and where local steps go on meanwhile
+and if local steps go on while the message is in flight
 
-    depart      make what is sent, and begin the next round
-    stay        begin the next round; what is sent was made before
-    land        take the answer with the progress made since
+    depart      make the contribution, and begin the next round
+    stay        begin the next round; the contribution was made before
+    land        adopt the answer, and keep the progress made meanwhile
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ PyTree = Any
 
 
 class Left(NamedTuple):
-    """What tells the parameters as they were when a message left."""
+    """Data to recover the parameters as they were when a message was sent."""
 
-    params: PyTree  # a copy; None where the contribution tells them, or nobody asks
-    steps: jax.Array  # int32: local steps that it was made of
+    params: PyTree  # a copy; None if not needed or recovered from the contribution
+    steps: jax.Array  # int32: local steps of which the contribution was made
 
 
 class Landing(NamedTuple):
-    """How an answer is adopted that came while local steps went on."""
+    """Settings for answers that arrive while local steps go on."""
 
-    delay: int = 0  # so many of them after the message left; 0 as soon as it is there
-    mixing: float = 0.0  # how much stays of the parameters that it is adopted by
+    delay: int = 0  # adopt after so many local steps; 0 adopts as soon as it arrives
+    mixing: float = 0.0  # share of the worker's own parameters that stays
 
     def keeps_progress(self, rule: Rule) -> bool:
-        """Whether the local steps made meanwhile are kept, and not mixed."""
-        # Where worker and center move by one force, both do by that of the departure.
+        """Return whether the progress made meanwhile is kept in full, not mixed."""
+        # A rule that adopts the center before the message moves worker and center by
+        # the same force, which must be that at the time of sending.
         return not self.delay or rule.adopts == "before"
 
 
@@ -54,7 +55,7 @@ AT_ONCE = Landing()
 
 
 class InnerState(NamedTuple):
-    """Of the inner optimizer, and of what is done to gradients before it."""
+    """States of the inner optimizer, and of the transformation before it."""
 
     gradients: PyTree
     inner: PyTree
@@ -67,24 +68,24 @@ def programs(
     gradients: optax.GradientTransformation | None = None,
     landing: Landing = AT_ONCE,
 ) -> SimpleNamespace:
-    """Those of all workers with one rule, one inner optimizer, and what is before it.
+    """Return the programs of all workers with the same rule and transformations.
 
-    Nothing compiles before it is called.
+    A program is compiled at its first call.
 
     Raises:
       InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer.
     """
     inner = check.optimizer(inner, "inner")
     before = None if gradients is None else check.optimizer(gradients, "gradients")
-    # Only a penalty reads the anchor at every step, and then it travels with the state.
-    # For a contribution the worker holds on to the snapshot, which costs no copy.
+    # Only a penalty reads the anchor at every step, and then the state keeps it. For a
+    # contribution the worker keeps the last snapshot, which needs no copy.
     keep_anchor = rule.penalty is not None
     keeps_progress, mixing = landing.keeps_progress(rule), landing.mixing
-    # Whether a contribution tells the parameters that it was made of.
+    # True if the sent parameters can be recovered from the contribution.
     recovers = rounds.recovers(rule)
-    # Whether a copy of them is kept instead, for who adds the progress since.
+    # True if a copy of the sent parameters is kept, to compute the progress since.
     keeps_left = keeps_progress and not recovers
-    # Whether answers may be differences from what was adopted last.
+    # True if answers may be differences from the broadcast parameters adopted last.
     follows = rule.codec.answer_codec is not None
 
     def init(params: PyTree) -> LocalState:
@@ -122,7 +123,7 @@ def programs(
     def contribute(
         state: LocalState, params: PyTree, anchor: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array]:
-        # The steps are returned because the state is donated when an answer is adopted.
+        # The steps are returned because adopting an answer donates the state.
         contribution, codec_state = rounds.contribute(rule, state, params, anchor)
         return contribution, codec_state, state.local_steps
 
@@ -140,15 +141,15 @@ def programs(
         *,
         becomes: Literal["owed", "forgotten", "lost"],
     ) -> tuple[PyTree, LocalState]:
-        params = rounds.overwrite(params, center)  # also where rules adopt a part of it
+        params = rounds.overwrite(params, center)  # in full, whatever the rule adopts
         state = rounds.begin_round(rule, state, params, center)
         fresh = init(params)
-        # What is not finite any more would spoil the next round too.
+        # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
         if rule.codec.returned is not None and becomes == "owed":
             codec_state = rule.codec.returned(contribution, codec_state)
         elif becomes == "forgotten":
-            # What is not finite has left nothing behind.
+            # A message that is not finite has left nothing in the codec's residual.
             message = rule.codec.decode(contribution, center)
             is_finite = _all([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
             codec_state = jax.lax.cond(
@@ -162,8 +163,8 @@ def programs(
         owed = rule.codec.returned(contribution, state.codec_state)
         return state._replace(codec_state=owed)
 
-    # What local steps may not touch while it is on its way lies in buffers of its own,
-    # which the next departure writes over: fresh ones would take longer.
+    # A message in flight is kept in separate buffers, which local steps cannot change.
+    # The next message overwrites them, because allocating new ones would take longer.
     def depart(
         spare: tuple[PyTree, PyTree], params: PyTree, state: LocalState, anchor: PyTree
     ) -> tuple[PyTree, Left, LocalState]:
@@ -175,7 +176,7 @@ def programs(
         return contribution, left, state._replace(codec_state=codec_state)
 
     def stay(params: PyTree, state: LocalState) -> tuple[Left, LocalState]:
-        # Of parameters that go on, the program returns a copy, as of all its inputs.
+        # The parameters are not donated, so the program returns a copy of them.
         left = Left(params if keeps_left else None, state.local_steps)
         return left, rounds.empty_record(rule, state, params, params)
 
@@ -200,7 +201,7 @@ def programs(
         tx=optax.GradientTransformationExtraArgs(init, update),
         keeps_left=keeps_left,
         follows=follows,
-        # Whether contributions or answers read the anchor, and the state has none.
+        # True if contributions or answers need an anchor that the state does not keep.
         holds_anchor=follows or (rule.needs_anchor and not keep_anchor),
         start=jax.jit(start),
         contribute=jax.jit(contribute),
@@ -208,7 +209,7 @@ def programs(
         distance=jax.jit(rounds.distance),
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="becomes"),
-        # What a message had that the center has dropped; None where it is lost.
+        # Return a dropped message to the residual; None if the codec keeps none.
         take_back=jax.jit(take_back, donate_argnums=0) if rule.codec.returned else None,
         depart=jax.jit(depart, donate_argnums=(0, 2)),
         stay=jax.jit(stay, donate_argnums=1),
@@ -217,10 +218,10 @@ def programs(
 
 
 def check_local(inner_state: PyTree) -> None:
-    """An inner optimizer, of which this is the state, makes local steps alone.
+    """Check by its state that an inner optimizer makes local steps only.
 
     Raises:
-      InvalidArgumentError: it does not.
+      InvalidArgumentError: it exchanges with a center of its own.
     """
     if trees.nodes(inner_state, rounds.ExchangeState):
         raise errors.InvalidArgumentError(
@@ -231,7 +232,10 @@ def check_local(inner_state: PyTree) -> None:
 
 
 def sound(state: PyTree, fresh: PyTree) -> PyTree:
-    """A state; the fresh one if more of it is not finite than of that."""
+    """Return ``state``, or ``fresh`` if ``state`` has elements that are not finite.
+
+    Elements that are not finite in ``fresh`` either do not count.
+    """
     fresh = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), fresh, state)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True)
     finite = [
