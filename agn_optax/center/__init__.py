@@ -1,11 +1,11 @@
-"""The center outside the program.
+"""Centers outside the workers' programs.
 
-`_protocol` is the seam (`Center` and its `Session`). `_core` is the heart of every
-center: `_ledger` decides who is there and which message is next, `_store` makes one
-version after the other, and `durability` lets them outlive the process. `_local` is the
-center in this process, `_sharded` one center of several. What happens at an exchange is
-not written here but in `agn_optax.round`, whose pieces centers and workers call. What
-is imported `as` itself is for the layers above.
+`_protocol` is the interface (`Center` and its `Session`). `_core` is shared by every
+center: in it `_ledger` tracks the workers and decides which message is next, `_store`
+computes one version after another, and `durability` keeps them on disk. `_local` is the
+center in this process, and `_sharded` combines several centers into one. The
+computation of an exchange is in `agn_optax.round`, whose functions centers and workers
+call. Names that are imported `as` themselves are for the layers above.
 """
 
 from agn_optax.center._core import Answer as Answer

@@ -1,15 +1,15 @@
-"""A center's heart: one lock around a ledger, a store and a keeper; and its sessions.
+"""The core of every center: a ledger, a store and a keeper under one lock.
 
-    Ledger      decides: who is there, which message is next, who waits
-    Store       computes: one version of the center after the other
-    Keeper      remembers: what outlives the process, if anything does
+    Ledger      decides: registered workers, next message, waiting workers
+    Store       computes: one version of the center after another
+    Keeper      saves: the state on disk, if there is a durability
 
-Everybody who has to do with a center is a client of its `Core`, and has nothing of its
-own to decide: the embedded center, the service, and a center that is a worker of
-another one. The lock is held while programs are handed to the device, never while they
-run. Where the device must say first whether the center stays finite, somebody looks
-without the lock (`Core._look_at`): whoever has sent the last of the messages, or a
-thread. They keep their turn, and nothing else is applied meanwhile.
+The embedded center, the service, and a center that is a worker of another center are
+clients of a `Core`, and decide nothing themselves. The lock is held while programs are
+dispatched to the device, and never while they run. If the device must first report
+whether the center stays finite, a thread waits for it without the lock
+(`Core._look_at`): the thread that submitted the last of the messages, or a new one.
+These messages keep their turn, and no other message is applied meanwhile.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from agn_optax.rules import Rule, check_outside, check_rule
 PyTree = Any
 _log = logging.getLogger("agn_optax")
 
-_LOOKS = 1.0  # seconds after which whoever waits looks whether the disk has failed
+_LOOKS = 1.0  # s, interval at which a waiting worker checks whether the disk has failed
 
 
 @dataclasses.dataclass
 class Answer:
-    """The answer to one exchange, kept until its worker has it."""
+    """The answer to an exchange, kept until its worker has received it."""
 
     sequence: int
-    version: Version  # the one that the rule adopts
+    version: Version  # the version that the rule adopts
     staleness: int
     norm: jax.Array | None
     applied: bool
-    refused: str = ""  # why it was
-    recorded: int = 0  # what must be on disk before its worker has it
-    pace: float | None = None  # as of `Snapshot`
-    read: Any = None  # ready once nobody reads the contribution any more
+    refused: str = ""  # reason for the rejection; "" if the message was not rejected
+    recorded: int = 0  # number of records that must be on disk before it is sent
+    pace: float | None = None  # see `Snapshot`
+    read: Any = None  # arrays that are ready once the contribution has been read
 
 
 @dataclasses.dataclass
@@ -66,14 +66,15 @@ class _Message:
 
     contribution: PyTree
     norm: Any
-    size: Size | None  # where messages are measured
-    # Of its worker alone: a crowd that waits for a round would wake up for each other.
-    over: threading.Condition  # notified when it waits no longer
+    size: Size | None  # None if the message limits do not need it
+    # One condition per worker, because all workers of a round would wake up for one.
+    over: threading.Condition  # notified when the message no longer waits
 
     def read_until(self, version: Version) -> Any:
-        """Arrays that are ready once the programs that made a version have read this.
+        """Return arrays that are ready once the contribution has been read.
 
-        Programs read NumPy's arrays where they are, and their owner may write to them.
+        Programs read NumPy arrays in place, and the owner of an array may then write to
+        it. The returned arrays are results of the programs that made ``version``.
         """
         leaves = jax.tree.leaves(self.contribution)
         if any(isinstance(leaf, np.ndarray) for leaf in leaves):
@@ -83,29 +84,31 @@ class _Message:
 
 @dataclasses.dataclass(eq=False)
 class _Look:
-    """Messages to be applied, if the device says that the center stays finite."""
+    """Messages to be applied if the device reports that the center stays finite."""
 
     batch: Batch
     messages: list[_Message]
     prepared: Prepared
-    is_begun: bool = False  # a thread has been started that looks
-    looker: int | None = None  # the thread that does
+    is_begun: bool = False  # whether a thread was started to wait for the device
+    looker: int | None = None  # id of the thread that waits for the device
 
 
 class Core:
-    """The center variable, for clients that are not its users: see `LocalCenter`.
+    """The center variable as used by centers and services: see `LocalCenter`.
 
-    Args and raises as `LocalCenter`; ``decides`` are the settings of a `Ledger`.
+    Arguments and exceptions are those of `LocalCenter`; ``decides`` are the arguments
+    of `Ledger`.
 
     Attributes:
       rule: the rule.
-      life: of this center; a center that goes on where an earlier process left it, with
-        nothing lost, has the same.
-      ledger: what it decides by; read it under `atomically` only.
-      observer: called under the lock with every contribution that is applied, and what
-        its worker claims of it. It must not wait for the device, and returns an array
-        that is ready once it has read the contribution; None if it has not.
-      detached: why this center goes on without its parent; "" while it does not.
+      life: the center id. A center that continues from disk with no update lost keeps
+        its id.
+      ledger: the ledger; read it only under `atomically`.
+      observer: called under the lock with each applied contribution and its worker's
+        claim. Must not wait for the device. Returns an array that is ready once the
+        contribution has been read, or None if it was not read.
+      detached: why the center continues without its parent; "" while it is attached or
+        has none.
     """
 
     def __init__(
@@ -136,16 +139,16 @@ class Core:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._store: Store | None = None
-        self._messages: dict[str, _Message] = {}  # of the workers that wait
-        self._answers: dict[str, Answer] = {}  # of the workers that have theirs to come
-        self._failures: dict[str, tuple[int, Exception]] = {}  # and sequence
-        self._cuts: dict[str, Callable[[], None]] = {}  # of their connections
-        self._look: _Look | None = None  # at the messages whose turn it is
+        self._messages: dict[str, _Message] = {}  # of the waiting workers
+        self._answers: dict[str, Answer] = {}  # not yet acknowledged, by worker
+        self._failures: dict[str, tuple[int, Exception]] = {}  # sequence and error
+        self._cuts: dict[str, Callable[[], None]] = {}  # close a worker's connection
+        self._look: _Look | None = None  # the messages that wait for the device
         self.observer: Callable[[PyTree, Claim], Any] | None = None
         self.detached = ""
         self._closed = ""
-        # Who initialized: "" is whoever made this center, None (after a restore) nobody
-        # in this life.
+        # Name of the worker that initialized the center; "" if it was created with its
+        # parameters, None if it was restored.
         self._chief: str | None = None
         self._keeper: Keeper | None = None
         if durability is not None:
@@ -159,7 +162,7 @@ class Core:
             self.close("it could not be made")
             raise
 
-    # What it is.
+    # State.
 
     @property
     def is_initialized(self) -> bool:
@@ -168,7 +171,7 @@ class Core:
 
     @property
     def store(self) -> Store:
-        """What computes.
+        """The store.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
@@ -182,40 +185,40 @@ class Core:
 
     @property
     def outlives(self) -> bool:
-        """Whether anything of this center outlives its process by itself."""
+        """Whether the center has a durability, so that it outlives its process."""
         return self._keeper is not None
 
     @property
     def failure(self) -> str:
-        """Why this center cannot be kept on disk any more; "" while all is well."""
+        """Why the center can no longer be written to disk; "" if there is no error."""
         return "" if self._keeper is None else self._keeper.failure
 
     @property
     def degraded(self) -> str:
-        """Why less is on disk than was asked for, or sent to a parent; "" if not so."""
+        """Why updates are missing on disk, or were not sent to a parent; "" if none."""
         return (self._keeper.degraded if self._keeper else "") or self.detached
 
     @property
     def found(self) -> str:
-        """How it goes on from what an earlier process left; "" if there was nothing."""
+        """How the center continues from files found on disk; "" if there were none."""
         return "" if self._keeper is None else self._keeper.found
 
     @property
     def saved_version(self) -> int | None:
-        """Of the newest snapshot on disk that this process wrote; None without one."""
+        """Version of the newest snapshot that this process wrote; None without one."""
         return None if self._keeper is None else self._keeper.saved_version
 
     @property
     def room(self) -> Room | None:
-        """On the disk where it is kept; None as long as it is not."""
+        """Space on the disk of the durability; None without one."""
         return None if self._keeper is None else self._keeper.room()
 
     def atomically(self) -> threading.Condition:
-        """Around what nobody may come between; notified whenever something changed."""
+        """Return the condition around the lock, which is notified of every change."""
         return self._changed
 
     def members(self) -> tuple[int | None, dict[str, Member], set[str]]:
-        """Version (None: not initialized), workers that are there, and who waits."""
+        """Return the version (None: not initialized), members and waiting workers."""
         with self._changed:
             self._settle()
             version = None if self._store is None else self._store.current.number
@@ -229,16 +232,16 @@ class Core:
     def reading(
         self, version: Version | None = None, *, kept: bool = False
     ) -> Iterator[Version]:
-        """A version, which stays what it is meanwhile.
+        """Hold a version, whose arrays do not change within the context.
 
         Args:
-          version: of an answer; None takes the current one.
-          kept: for those whom the news may outlive: waits until all that is in it is on
-            disk, if exchanges are.
+          version: version of an answer; None for the current one.
+          kept: wait until the version is on disk, if exchanges are written there. Pass
+            this if a copy of the version may outlive this process.
 
         Raises:
-          WorkerStateError: the answer is kept no longer, as its worker has gone on or
-            has come back in another life; the version may have been written over.
+          WorkerStateError: the answer was released, because its worker has continued or
+            has joined again; the version's arrays may have been reused.
         """
         with self._changed:
             version = self._still_kept(version)
@@ -255,12 +258,12 @@ class Core:
     def snapshot(
         self, version: Version | None = None, *, public: bool = False, **answer: Any
     ) -> Snapshot:
-        """A version for somebody who need not say when it has been read.
+        """Return a version that can be read without a time limit.
 
         Args:
-          version: the answer to an exchange; None is the center as it is.
-          public: as workers have it, see `Center.pull`.
-          **answer: what else an answer says.
+          version: version of the answer to an exchange; None for the current one.
+          public: return the broadcast parameters, see `Center.pull`.
+          **answer: other fields of the `Snapshot`.
         """
         with self._changed:
             store = self.store
@@ -269,11 +272,11 @@ class Core:
                 read = store.answer
             version = self._still_kept(version)
             version.escaped = True
-        # Its arrays stay what they are, and may be waited for here.
+        # The arrays no longer change, so that the lock is not needed to wait for them.
         return Snapshot(read(version), version.number, **answer)
 
     def _still_kept(self, version: Version | None) -> Version:
-        """Return a version whose arrays are its own; the current one for None."""
+        """Return a version that is still held, or the current one for None."""
         current = self.store.current
         version = version or current
         if version is not current and not (version.readers or version.escaped):
@@ -284,18 +287,18 @@ class Core:
         return version
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
-        """See `Store.differences`."""
+        """Return the deltas between two versions: see `Store.differences`."""
         with self._changed:
             return self.store.differences(since, version)
 
     def save(self) -> CenterState:
-        """A copy of everything that the center is, consistent, for a checkpoint."""
+        """Return a consistent copy of the center's complete state, for a checkpoint."""
         with self._changed:
             store, copied = self.store, self.store.copy()
         return store.unpacked(copied)
 
     def write_snapshot(self) -> int:
-        """See `LocalCenter.write_snapshot`."""
+        """Write a snapshot now: see `LocalCenter.write_snapshot`."""
         if self._keeper is None:
             raise errors.DurabilityError(
                 "this center is kept nowhere: give it a durability (--journal, "
@@ -303,14 +306,14 @@ class Core:
             )
         return self._keeper.save()
 
-    # How it begins and ends.
+    # Start and end.
 
     def initialize(self, params: PyTree, *, worker: str | None) -> int:
-        """Gives the center its first parameters: see `Center.initialize`.
+        """Set the center's first parameters: see `Center.initialize`.
 
-        If ``worker`` is None they come from above, and a chief then adopts them.
-        Nobody has seen the version whose number is returned, so the first exchange may
-        move it in place.
+        If ``worker`` is None, the parameters come from a parent center, and a chief
+        adopts them. The version whose number is returned has no readers yet, so the
+        first exchange may reuse its arrays.
         """
         check.float_leaves(params, "params")
         with self._changed:
@@ -329,7 +332,7 @@ class Core:
             return self.store.current.number
 
     def restore(self, saved: CenterState) -> None:
-        """Goes on from what `save` returned: see `LocalCenter.restore`."""
+        """Continue from a state that `save` returned: see `LocalCenter.restore`."""
         with self._changed:
             store = Store.restore(self.rule, saved, self._device, packs=self._packs)
             self._begin(store, None)
@@ -338,17 +341,17 @@ class Core:
         """Return whether the center has parameters, now or within ``timeout`` seconds.
 
         Raises:
-          CenterClosedError: it has ended, and will never have any.
+          CenterClosedError: the center has ended without parameters.
         """
         return self._wait_while_open(lambda: self.is_initialized, timeout)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Whether ``condition`` holds, now or within ``timeout`` seconds."""
+        """Return whether ``condition`` holds, now or within ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(condition, timeout)
 
     def close(self, reason: str = "this center has been closed") -> None:
-        """Takes no more exchanges: see `LocalCenter.close`."""
+        """Take no more exchanges: see `LocalCenter.close`."""
         with self._changed:
             self._closed = self._closed or reason
             for message in self._messages.values():
@@ -358,10 +361,10 @@ class Core:
             self._keeper.close()
 
     def wait_until_closed(self, timeout: float | None = None) -> bool:
-        """Whether no more exchanges are taken, for whatever reason: now or in time."""
+        """Return whether the center has ended, now or within ``timeout`` seconds."""
         return self.wait_for(lambda: bool(self._ended), timeout)
 
-    # Who takes part.
+    # Workers.
 
     def join(
         self,
@@ -372,20 +375,21 @@ class Core:
         cut: Callable[[], None] | None = None,
         **how: Any,
     ) -> LocalSession:
-        """A worker joins, and does not wait for others: see `Ledger.join`.
+        """Register a worker without waiting for other workers: see `Ledger.join`.
 
         Args:
-          worker: its name.
-          incarnation: of this life of it; None for a new one.
-          params: what it will adopt the center into; None for what comes.
-          cut: ends the connection that it came over; called once the center has given
-            this life up, or it has come over another connection. Must not block.
+          worker: the worker's name.
+          incarnation: the session id; None for a new session.
+          params: the parameters that the worker will replace with the center's; None
+            skips the check.
+          cut: closes the worker's connection. Called once the session was given up, or
+            has joined over another connection. Must not block.
           **how: the other arguments of `Ledger.join`.
 
         Raises:
-          CenterClosedError: no more exchanges are taken.
-          TreeMismatchError: ``params`` does not belong to this center.
-          NameTakenError, CenterFullError, WorkerStateError: as `Ledger.join`.
+          CenterClosedError: the center takes no more exchanges.
+          TreeMismatchError: ``params`` does not match the center.
+          NameTakenError, CenterFullError, WorkerStateError: see `Ledger.join`.
         """
         incarnation = incarnation or uuid.uuid4().hex
         with self._changed:
@@ -394,7 +398,7 @@ class Core:
                 check.same_tree(params, self._store.like, "params", "center")
             now = time.monotonic()
             connection = self.ledger.join(worker, incarnation, now, **how)
-            if connection == 1:  # what became of another life is not its to hear
+            if connection == 1:  # a new session does not get an earlier one's error
                 self._failures.pop(worker, None)
             self._cut(worker)
             if cut is not None:
@@ -406,7 +410,7 @@ class Core:
         return LocalSession(self, worker, incarnation, connection, before)
 
     def hear(self, lives: Iterable[tuple[str, str]]) -> list[str]:
-        """Signs of life, by worker and incarnation; returns which workers are there."""
+        """Record heartbeats of sessions, and return the workers that are registered."""
         with self._changed:
             now = time.monotonic()
             there = [
@@ -416,39 +420,39 @@ class Core:
             return there
 
     def knows(self, worker: str, incarnation: str) -> bool:
-        """Whether that life of a worker is there, or may come back."""
+        """Return whether the center remembers a worker's session."""
         with self._changed:
             member = self.ledger.find(worker)
             return member is not None and member.incarnation == incarnation
 
     def leave(self, worker: str, incarnation: str) -> None:
-        """A worker goes, over another connection than that of its session."""
+        """End a worker's session, over another connection than the session's."""
         with self._changed:
             if self.ledger.leave(worker, incarnation):
                 self._remember(worker)
                 self._settle()
 
     def wait_for_barrier(self, timeout: float | None) -> bool:
-        """Return whether as many workers as the barrier wants have come.
+        """Return whether the barrier is reached, now or within ``timeout`` seconds.
 
         Raises:
-          CenterClosedError: no more workers will come.
+          CenterClosedError: the center has ended before the barrier was reached.
         """
         return self._wait_while_open(lambda: self.ledger.is_open, timeout)
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
-        """A version with ``adopted`` in place of ``sent``, and all progress since."""
-        # To be packed they are waited for, which nothing is under the lock.
+        """Rebase the center: ``adopted`` replaces ``sent``, later updates are kept."""
+        # Packing waits for the arrays, which is not allowed under the lock.
         adopted, sent = self.store.place(adopted), self.store.place(sent)
         with self._changed:
             self.store.shift(adopted, sent)
             self.ledger.shift()
             self._settle()
 
-    # What sessions need of it; all but `_examine` is called under the lock.
+    # For sessions. The lock is held when these are called, except for `_examine`.
 
     def _examine(self, contribution: PyTree) -> _Message:
-        """A contribution where the center is, and how large its message is."""
+        """Place a contribution on the center's device, and measure its message."""
         store, refuse, size = self.store, self.ledger.refusals.refuse, None
         contribution = store.take(contribution)
         with self.reading() as version:
@@ -462,9 +466,9 @@ class Core:
         return _Message(contribution, norm, size, threading.Condition(self._lock))
 
     def _late_answer(self, worker: str, member: Member) -> Answer:
-        """To an exchange whose first answer is not kept any more."""
+        """Return an answer to an exchange whose first answer has been released."""
         current, staleness = self.store.current, member.staleness or 0
-        current.escaped = True  # nobody says when it has been read
+        current.escaped = True  # its reader does not report the end of reading
         return Answer(
             member.sequence,
             current,
@@ -477,13 +481,13 @@ class Core:
         )
 
     def _settle(self, *, looks: bool = False) -> None:
-        """Applies whatever waits no longer, and lets go of what nobody waits for.
+        """Apply the messages that are due, and release the state of departed workers.
 
         Args:
-          looks: whether the caller looks at what must be looked at before, once it has
-            let the lock go; else a thread of its own does.
+          looks: whether the caller waits for the device, if necessary, once it has
+            released the lock; otherwise a new thread waits.
         """
-        if not self._ended:  # during a look, too
+        if not self._ended:  # even while a thread waits for the device
             self.ledger.expire(time.monotonic())
         while (
             not self._ended
@@ -499,10 +503,10 @@ class Core:
         if look and not (looks or look.is_begun or look.looker):
             act = functools.partial(self._look_at, look)
             in_background(act, "agn-optax look", unread=True)
-            look.is_begun = True  # had it not been started, the next one would try
+            look.is_begun = True  # after the start, so that a failed start is repeated
 
     def _begin_batch(self, batch: Batch) -> None:
-        """Applies messages, unless the center must be looked at first."""
+        """Apply messages, unless the device must first check that they are finite."""
         messages = [self._messages[entry.worker] for entry in batch.entries]
         batch = self.ledger.judge(batch, [message.size for message in messages])
         prepared = None
@@ -522,10 +526,10 @@ class Core:
             self._end_batch(batch, messages, prepared)
 
     def _look_at(self, look: _Look) -> None:
-        """Waits for what the device says of messages, and ends them; one thread does.
+        """Wait for the device's check of messages, then end it, on one thread only.
 
-        The lock is not held meanwhile, so that everything else goes on. Nothing else is
-        applied: turns stay as they are.
+        The lock is not held meanwhile, so that all other calls continue. No other
+        messages are applied, so that the messages keep their turns.
         """
         me = threading.get_ident()
         store, is_finite, known, failure = self.store, None, None, None
@@ -538,14 +542,14 @@ class Core:
                     is_finite, known = store.look(look.prepared)
                 except Exception as error:
                     failure = _kept(error)
-        finally:  # by Ctrl-C, too: then they still wait, and the next one looks
+        finally:  # after Ctrl-C the messages still wait, and another thread checks them
             with self._changed:
                 if look.looker == me:
                     self._look = None
                     if is_finite is not None or failure is not None:
                         self._seen(look, store, is_finite, known, failure)
                     self._settle()
-                    if self.ledger.round_grace is not None:  # rounds may end again
+                    if self.ledger.round_grace is not None:  # rounds may end by time
                         for message in self._messages.values():
                             message.over.notify_all()
 
@@ -557,10 +561,10 @@ class Core:
         known: Known | None,
         failure: Exception | None,
     ) -> None:
-        """Ends what has been looked at, unless the center or its workers have gone on.
+        """End the messages of a check, unless the center or its workers have changed.
 
-        It may have been shifted meanwhile, or restored, and workers may have left: then
-        the ledger is asked again what is due.
+        The center may have been rebased or restored meanwhile, and workers may have
+        left. Then the ledger decides again which messages are due.
         """
         is_current = self._store is store and store.current is look.prepared.before
         batch = look.batch
@@ -573,7 +577,7 @@ class Core:
         self._end_batch(batch, look.messages, look.prepared, failure)
 
     def _not_finite(self, batch: Batch) -> Batch:
-        """A batch, of which all that was to be applied is refused."""
+        """Return a batch in which all messages to be applied are rejected."""
         answers = self.rule.codec.answer_dtype or "unrounded"
         refusal = Refusal(
             "nonfinite",
@@ -590,7 +594,7 @@ class Core:
         prepared: Prepared | None,
         failure: Exception | None = None,
     ) -> None:
-        """Applies messages, or drops or refuses them: they wait no longer."""
+        """Apply, drop or reject messages, which then no longer wait."""
         store, before = self.store, self.store.current
         for entry in batch.entries:
             del self._messages[entry.worker]
@@ -600,10 +604,10 @@ class Core:
                 store.move(prepared)
         except Exception as error:
             failure = _kept(error)
-        finally:  # by Ctrl-C, too
+        finally:  # also after Ctrl-C
             for message in messages:
                 message.over.notify_all()
-            if failure is not None:  # whoever called, it is these workers' to hear
+            if failure is not None:  # raised to these workers, whoever called
                 for entry in batch.entries:
                     self._failures[entry.worker] = entry.sequence, failure
             if batch.taken and store.current is before:
@@ -612,12 +616,12 @@ class Core:
                 self._answer(batch, messages, before)
 
     def _answer(self, batch: Batch, messages: list[_Message], before: Version) -> None:
-        """Messages have been applied, dropped or refused."""
+        """Store the answers to messages that were applied, dropped or rejected."""
         store = self.store
         self.ledger.settle(batch, time.monotonic())
         exchange: tuple[Any, ...] = ()
         seen = []
-        reads: dict[int, Any] = {}  # by the numbers of their messages
+        reads: dict[int, Any] = {}  # by the message's index in the batch
         if batch.taken and (self.observer or self._keeper):
             contributions, staleness, weights = _parts(batch, messages)
             seen = [store.unplace(contribution) for contribution in contributions]
@@ -648,7 +652,7 @@ class Core:
                     ),
                 )
                 continue
-            # Whoever is refused starts from what others have made of the round.
+            # A rejected worker adopts the center with the other messages of the round.
             adopts_before = self.rule.adopts == "before" and i in taken
             adopted = before if adopts_before else current
             adopted.readers += 1
@@ -665,7 +669,7 @@ class Core:
             )
 
     def _prune(self, worker: str) -> None:
-        """Lets go of what is kept for a worker that is in another state by now."""
+        """Release state of a worker that no longer belongs to its ledger state."""
         member = self.ledger.present().get(worker)
         state = State.GONE if member is None else member.state
         message = self._messages.get(worker)
@@ -685,10 +689,10 @@ class Core:
         if answer := self._answers.pop(worker, None):
             answer.version.readers -= 1
 
-    # What of it outlives the process, if anything does.
+    # Durability.
 
     def _go_on(self, keeper: Keeper, params: PyTree) -> None:
-        """With the center that an earlier process has left."""
+        """Continue with the center found on disk, if there is one."""
         store = keeper.restore(
             self.ledger, params, self._dtype, self._device, self._packs
         )
@@ -698,7 +702,7 @@ class Core:
                 self._begin(store, keeper.chief)
 
     def _begin(self, store: Store, chief: str | None) -> None:
-        """Has a center from now on; nobody has seen it before it is on disk."""
+        """Set the center's store, and write it to disk before it has readers."""
         first, self._chief = self._chief, chief
         self._store, self.ledger.version = store, store.current.number
         try:
@@ -711,11 +715,11 @@ class Core:
 
     def _image(self) -> Image:
         store, copied = self.store, self.store.copy()
-        state = functools.partial(store.unpacked, copied)  # without the lock
+        state = functools.partial(store.unpacked, copied)  # called without the lock
         return state, self.ledger.memory(), self._chief
 
     def _remember(self, *workers: str, exchange: tuple[Any, ...] = ()) -> int:
-        """What has happened to some workers; returns what to wait for."""
+        """Record a change of workers; return the record number to wait for."""
         if self._keeper is None:
             return 0
         return self._keeper.record(self.ledger.memory(workers), *exchange)
@@ -727,16 +731,16 @@ class Core:
         keeper = self._keeper
         if keeper is None:
             return
-        with self._changed:  # a center that is closed still writes what it has
+        with self._changed:  # a closed center still writes the records that it has
             self._changed.wait_for(lambda: keeper.is_kept(recorded) or self.failure)
             if not keeper.is_kept(recorded):
                 self._check_open()
 
-    # How it has ended: whoever asks a center that takes no more is told so here.
+    # The end of the center, reported to each later caller.
 
     @property
     def _ended(self) -> str:
-        """Why no more exchanges are taken; "" as long as they are."""
+        """Why the center takes no more exchanges; "" while it does."""
         return self.failure or self._closed
 
     def _check_open(self) -> None:
@@ -757,7 +761,7 @@ class Core:
 def _parts(
     batch: Batch, messages: list[_Message]
 ) -> tuple[list[PyTree], list[int], list[float] | None]:
-    """Contributions, staleness and weights of the messages to be applied."""
+    """Return contributions, staleness and weights of the messages to be applied."""
     weights = batch.weights
     return (
         [messages[i].contribution for i in batch.taken],
@@ -767,37 +771,37 @@ def _parts(
 
 
 def _claims(batch: Batch) -> tuple[list[Claim], int]:
-    """What is said of the messages to be applied, and how many workers there are."""
+    """Return the claims of the messages to be applied, and the number of workers."""
     return [batch.entries[i].claim for i in batch.taken], batch.workers
 
 
 def _kept(error: Exception) -> Exception:
-    """An error to keep: its traceback, whose frames hold arrays, as a note."""
+    """Return a copy of an error with its traceback as text, which holds no arrays."""
     kept = _again(error)
     kept.add_note("".join(traceback.format_exception(error)))
     return kept
 
 
 def _again(error: Exception) -> Exception:
-    """An equal error to raise: what raises one is held by its traceback."""
+    """Return an equal error to raise; the traceback of a raised error keeps frames."""
     try:
         return copy.copy(error)
-    except Exception:  # of a class that takes other arguments than it keeps
+    except Exception:  # its constructor takes other arguments than `args`
         return errors.CenterError(f"it failed: {error!r}")
 
 
 @dataclasses.dataclass(eq=False)
 class LocalSession(Session):
-    """One life of one worker at a `Core`; made by `Core.join`.
+    """A worker's session at a `Core`; made by `Core.join`.
 
-    A server, which sends versions as they are kept, asks for an `answer` where a user
-    of an embedded center collects.
+    A user of an embedded center calls `collect`. A server, which sends versions as the
+    store keeps them, calls `answer`.
     """
 
     _core: Core
     worker: str
     incarnation: str
-    connection: int  # 1, 2, 3, ... of this life
+    connection: int  # 1, 2, 3, ... within the session
     before: Any = None
 
     def submit(
@@ -811,10 +815,10 @@ class LocalSession(Session):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """As `Session.submit`; a contribution may be packed as the center is."""
-        del reported, anchor  # its answers are whole
+        """Submit an exchange, see `Session.submit`; a contribution may be packed."""
+        del reported, anchor  # answers are always whole
         core = self._core
-        # Numbers of Python, as the journal writes them; what is none, the ledger says.
+        # Python ints, which the journal can write; the ledger rejects other types.
         sequence, steps = _as_int(sequence), _as_int(steps)
         claim = Claim(steps, weight)
         message = core._examine(contribution)
@@ -833,7 +837,7 @@ class LocalSession(Session):
             core._look_at(look)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
-        """As `Session.collect`."""
+        """Return the answer to an exchange: see `Session.collect`."""
         answer = self.answer(sequence, timeout)
         if answer is None:
             return None
@@ -850,9 +854,9 @@ class LocalSession(Session):
         return snapshot
 
     def answer(self, sequence: int, timeout: float | None = None) -> Answer | None:
-        """The answer to an exchange as the center keeps it; None if it still waits.
+        """Return the answer to an exchange as the center keeps it; None if it waits.
 
-        The worker may have it, or its end at least, after `wait_until_kept`.
+        Call `wait_until_kept` before the worker gets the answer, or its last part.
         """
         core, worker = self._core, self.worker
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -882,23 +886,23 @@ class LocalSession(Session):
 
     @property
     def life(self) -> Any:
-        """As `Session.life`."""
+        """The center id and the session id: see `Session.life`."""
         return [self._core.life, self.incarnation]
 
     def wait_until_kept(self, answer: Answer) -> None:
-        """Until an answer will not be forgotten: with a journal, until it is on disk.
+        """Wait until an answer is on disk, if exchanges are written there.
 
         Raises:
-          CenterClosedError: it cannot be kept.
+          CenterClosedError: the answer cannot be written.
         """
         self._core._wait_until_kept(answer.recorded)
 
     def replace(self, answer: Answer, params: PyTree) -> Answer:
-        """The same answer with a copy of its version, which then need not be kept.
+        """Copy the version of an answer, so that the store may reuse its arrays.
 
         Args:
-          answer: to the last exchange; nobody reads its contribution any more.
-          params: the copy, as the version keeps them.
+          answer: the answer to the last exchange, whose contribution has been read.
+          params: the copy, as the version keeps its parameters.
         """
         core = self._core
         with core.atomically():
@@ -913,13 +917,13 @@ class LocalSession(Session):
         return copied
 
     def acknowledge(self, sequence: int) -> None:
-        """As `Session.acknowledge`."""
+        """Release the answer to an exchange: see `Session.acknowledge`."""
         with self._core.atomically():
             self._core.ledger.acknowledge(self.worker, self.incarnation, sequence)
             self._core._prune(self.worker)
 
     def disconnect(self) -> None:
-        """As `Session.disconnect`."""
+        """Report a broken connection: see `Session.disconnect`."""
         core = self._core
         with core.atomically():
             now = time.monotonic()
@@ -927,10 +931,10 @@ class LocalSession(Session):
             core._settle()
 
     def leave(self) -> None:
-        """As `Session.leave`."""
+        """End the session: see `Session.leave`."""
         self._core.leave(self.worker, self.incarnation)
 
 
 def _as_int(number: Any) -> Any:
-    """A whole number of NumPy as one of Python; anything else as it is."""
+    """Return an integer of NumPy as an int, and any other value as it is."""
     return int(number) if isinstance(number, np.integer) else number

@@ -1,22 +1,22 @@
-"""Who takes part, what was applied, and who waits: decisions, and nothing else.
+"""The ledger: decides which workers are registered and which messages come next.
 
-The ledger holds no arrays, no lock, no socket and no clock: `now`, in seconds, is an
-argument. Its owner tells it what happened, and asks it what to do:
+The ledger holds no arrays, no lock, no socket and no clock: the time ``now``, in
+seconds, is an argument. Its owner reports events, and asks for decisions:
 
-    join, leave                 a worker comes or goes
-    connect, disconnect, hear   its connection does; a sign of life came
-    submit                      its message is there
-    due -> Batch | None         the messages to apply (or to drop) next, as one exchange
-    judge -> Batch              ... and which of them are refused for what they are
-    settle, refuse              they have been; they could not be. They wait no longer
-    acknowledge                 the worker has its answer
-    shift                       the center moved, and no message moved it
-    memory, recall              what outlives the process
+    join, leave                 register a worker, or remove it
+    disconnect, hear            record the loss of its connection, or a heartbeat
+    submit                      take a worker's message
+    due -> Batch | None         return the messages to apply or drop next, as a batch
+    judge -> Batch              decide which of them are rejected
+    settle, refuse              record that they were applied, or that applying failed
+    acknowledge                 record that the worker has its answer
+    shift                       record a change of the center by no message
+    memory, recall              save and restore the state
 
-A worker is known by its name. Each time that it starts, it begins a new life, which is
-known by its incarnation. The exchanges of a life are numbered 1, 2, 3, ... The table
-`NEXT` says what may happen in which state of a life; anything else is refused, or has
-no effect.
+A worker is identified by its name. Each time it starts, it starts a new session, which
+is identified by its session id, the ``incarnation``. The exchanges of a session are
+numbered 1, 2, 3, ... The table `NEXT` has the allowed events for each state of a
+session; other events are rejected, or have no effect.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ from agn_optax.center._refusals import (
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous:
-    """Every message is applied when it comes; nobody waits for anybody."""
+    """Every message is applied on arrival; no worker waits for another."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundedStaleness:
-    """Messages are applied when they come, unless their worker is too far off.
+    """Messages are applied on arrival, within bounds on staleness or on rounds ahead.
 
-    With both bounds, a message that waits for slower workers grows old meanwhile, and
-    is dropped as soon as it is too old: nothing older than ``versions`` is ever
-    applied. A message that is dropped is no round of its worker's, so the others wait
-    for that worker at ``rounds`` ahead, and one of its messages is in time.
+    With both bounds, a message that waits for slower workers ages meanwhile, and is
+    dropped as soon as it is older than ``versions``. No older message is ever applied.
+    A dropped message does not count as a round of its worker. The other workers
+    therefore wait for that worker when they are ``rounds`` ahead of it, and one of its
+    messages is then in time.
 
     Args:
-      versions: a message whose anchor is more than so many versions old when it would
-        be applied is dropped, and its worker goes on from the center as it is. None for
-        no bound.
-      rounds: a worker that is more than so many rounds ahead of the slowest one waits
-        for it. None for no bound.
+      versions: maximum age of a message's anchor, in versions, when the message is
+        applied. Older messages are dropped, and their workers continue from the current
+        center. None for no bound.
+      rounds: maximum number of rounds by which a worker may be ahead of the slowest
+        one; beyond that it waits. None for no bound.
 
     Raises:
-      InvalidArgumentError: a bound is negative, or there is none.
+      InvalidArgumentError: a bound is negative, or no bound is given.
 
     Example:
       >>> from agn_optax.center import BoundedStaleness
@@ -89,19 +90,19 @@ class BoundedStaleness:
 
 @dataclasses.dataclass(frozen=True)
 class Synchronous:
-    """Rounds: the messages of all workers become one, as on a mesh, by the rule.
+    """Rounds: the rule combines the messages of all workers into one, as on a mesh.
 
-    A round ends when every worker that is there has sent its message. It also ends when
-    a quorum has, and the grace period is over. Nobody waits for a worker that died.
+    A round ends when every registered worker has sent its message, or when a quorum has
+    sent theirs and the grace period is over. Workers that died are not waited for.
 
     Args:
-      quorum: messages that are enough once the grace period is over; None waits for
-        all workers that are there.
-      grace: seconds from the first message of a round after which a quorum is enough.
-      late: what becomes of a message that missed its round: ``"next"`` uses it in the
-        next one, ``"weighted"`` too, divided by the rounds that it missed + 1 (unless
-        the rule itself discounts messages by their staleness), and ``"drop"`` leaves it
-        out, and its worker goes on from the center as it is.
+      quorum: number of messages that end a round once the grace period is over; None
+        waits for all registered workers.
+      grace: grace period in seconds, from the first message of a round.
+      late: use of a message that missed its round: ``"next"`` applies it in the next
+        round; ``"weighted"`` does too, divided by the number of missed rounds + 1
+        (unless the rule itself discounts messages by their staleness); ``"drop"`` drops
+        it, and its worker continues from the current center.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -127,11 +128,11 @@ class Synchronous:
 
 Mode = Asynchronous | BoundedStaleness | Synchronous
 
-MOST_STEPS = 2**31 - 1  # local steps of a message: programs count in int32
+MOST_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 
 
 class State(enum.Enum):
-    """Of one life of a worker."""
+    """The states of a worker's session."""
 
     IDLE = "no exchange is under way"
     WAITING = "its message waits to be applied"
@@ -139,23 +140,23 @@ class State(enum.Enum):
     GONE = "it left, or was given up"
 
 
-# The state of a life after an event, by its state before and the event.
+# The state of a session after an event, by its state before and the event.
 NEXT = {
     (State.IDLE, "join"): State.IDLE,
     (State.IDLE, "submit"): State.WAITING,
-    (State.IDLE, "repeat"): State.IDLE,  # answered with the center as it is
+    (State.IDLE, "repeat"): State.IDLE,  # answered with the current center
     (State.IDLE, "acknowledge"): State.IDLE,
     (State.IDLE, "disconnect"): State.IDLE,
     (State.IDLE, "leave"): State.GONE,
     (State.WAITING, "join"): State.WAITING,
     (State.WAITING, "repeat"): State.WAITING,
     (State.WAITING, "settle"): State.ANSWERED,
-    (State.WAITING, "refuse"): State.IDLE,  # as if the message had never come
+    (State.WAITING, "refuse"): State.IDLE,  # as if the message had not been sent
     (State.WAITING, "acknowledge"): State.WAITING,
     (State.WAITING, "disconnect"): State.WAITING,
     (State.WAITING, "leave"): State.GONE,
     (State.ANSWERED, "join"): State.ANSWERED,
-    (State.ANSWERED, "submit"): State.WAITING,  # the next: so it has the answer
+    (State.ANSWERED, "submit"): State.WAITING,  # the next message acknowledges, too
     (State.ANSWERED, "repeat"): State.ANSWERED,
     (State.ANSWERED, "acknowledge"): State.IDLE,
     (State.ANSWERED, "disconnect"): State.ANSWERED,
@@ -166,49 +167,49 @@ NEXT = {
 
 @dataclasses.dataclass
 class Member:
-    """What the ledger knows of one worker."""
+    """The ledger's record of a worker."""
 
     incarnation: str
-    turn: int  # version of the center with which its current round began
-    clock: int  # rounds made; a newcomer begins with those of the slowest worker
-    joined: float  # when
-    seen: float  # when it was last heard of
-    recent: Recent  # of its settled exchanges: those applied, and local steps
+    turn: int  # version at which its current round began
+    clock: int  # number of rounds; a new worker starts with those of the slowest one
+    joined: float  # time, s
+    seen: float  # time of its last message or heartbeat, s
+    recent: Recent  # its recent exchanges: applied messages and local steps
     state: State = State.IDLE
     connection: int = 0  # number of its newest connection: 1, 2, 3, ...
     connected: bool = True
-    # Seconds without a sign of life after which it is given up; None: it gives none.
+    # Seconds without a heartbeat after which its session ends; None: it sends none.
     silence: float | None = None
-    expires: float = math.inf  # when it is given up, if it is not heard of before
-    sequence: int = 0  # of its last settled exchange
+    expires: float = math.inf  # time at which the session ends without a heartbeat
+    sequence: int = 0  # of its last completed exchange
     exchanges: int = 0
     dropped: int = 0
     staleness: int | None = None
-    applied: bool = True  # its last exchange was; else it was dropped, or refused
-    why: str = ""  # its last exchange was refused
+    applied: bool = True  # whether its last message was applied
+    why: str = ""  # reason if its last message was rejected
     refused: int = 0
-    in_a_row: int = 0  # refused, the last ones
-    moved: float = 0.0  # the norms of its messages that were applied, and have faded
-    began: float | None = None  # its round; None if that is not known
-    speeds: Sequence[float] = ()  # local steps a second, in its last rounds
-    speed: float = 0.0  # their median; 0 as long as there are none
-    # Of the last life before this one that has settled an exchange: its incarnation,
-    # and that exchange. Where none has, of the first that the center knew, and 0.
+    in_a_row: int = 0  # number of its last messages that were rejected in a row
+    moved: float = 0.0  # decayed sum of the norms of its applied messages
+    began: float | None = None  # time at which its round began; None if unknown
+    speeds: Sequence[float] = ()  # local steps per second, in its last rounds
+    speed: float = 0.0  # median of `speeds`; 0 if empty
+    # Id and last exchange of the last earlier session that completed an exchange; if
+    # there is none, the id of the first session that the center knew, and 0.
     before: tuple[Any, ...] | None = None
 
     @property
     def gone(self) -> bool:
-        """It left, or was given up; it is remembered for its last exchange."""
+        """Whether the session has ended; its last exchange is still remembered."""
         return self.state is State.GONE
 
 
-# Fields of a member that say nothing in the next process, which has other connections.
+# Fields without a meaning in the next process, which has other connections.
 _LOST = {"joined", "seen", "state", "connection", "connected", "silence", "expires"}
 _LOST |= {"recent", "began", "speed"}
 _KEPT = [each.name for each in dataclasses.fields(Member) if each.name not in _LOST]
-_ROUNDS = 3  # by which a worker's speed is known
-# How many lives that are gone are remembered, the last ones. They may come back with
-# the exchange that they were in; any other one must start again.
+_ROUNDS = 3  # rounds over which a worker's speed is measured
+# Number of ended sessions to remember, the last ones. A remembered session can be
+# resumed with the exchange that was in flight; older ones must start again.
 _MOST_GONE = 1024
 
 
@@ -226,39 +227,39 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Messages to apply together as one exchange, or to drop."""
+    """Messages to be applied together as one exchange, or to be dropped."""
 
-    entries: tuple[Entry, ...]  # in the order of their workers' names
+    entries: tuple[Entry, ...]  # sorted by worker
     staleness: tuple[int, ...]
     weights: tuple[float, ...] | None  # of the messages of a round; else None
-    applies: bool  # False: they are to be dropped
-    # Those that are not to be applied with the others, by worker.
+    applies: bool  # False if the messages are to be dropped
+    # Rejections by worker; these messages are not applied with the others.
     refused: Mapping[str, Refusal] = dataclasses.field(default_factory=dict)
     norms: tuple[float, ...] = ()  # of the messages; empty if they were not measured
-    workers: int = 1  # that are there
+    workers: int = 1  # number of registered workers
 
     @property
     def taken(self) -> list[int]:
-        """Which of the messages are to be applied."""
+        """Indices of the messages to be applied."""
         entries = enumerate(self.entries) if self.applies else ()
         return [i for i, entry in entries if entry.worker not in self.refused]
 
 
 class Ledger:
-    """The decisions of a center.
+    """The decisions of a center on workers and their messages.
 
     Args:
       mode: when messages are applied.
-      lease: seconds after which a worker that lost its connection is given up.
-      max_workers: workers that may be there at a time; None for any number.
-      barrier: workers that must have joined before any may start.
-      refuse: which messages are refused.
-      version: exchanges applied in an earlier process.
+      lease: seconds after which a worker that lost its connection is removed.
+      max_workers: maximum number of registered workers; None for no limit.
+      barrier: number of workers that must have joined before any may start.
+      refuse: message limits; a message that exceeds one is rejected.
+      version: number of exchanges applied in an earlier process.
 
     Attributes:
-      refusals: decides that.
-      version: exchanges applied.
-      pending: the messages that wait, by worker.
+      refusals: the decisions on rejections.
+      version: number of exchanges applied.
+      pending: the waiting messages, by worker.
       is_open: whether the barrier is open.
     """
 
@@ -298,43 +299,43 @@ class Ledger:
         self.refusals = Refusals(refuse)
         self.version = version
         self.pending: dict[str, Entry] = {}  # by worker, in order of arrival
-        # Whether as many workers as the barrier wants have been there at a time.
+        # Whether at some time as many workers were registered as the barrier needs.
         self.is_open = barrier == 0
         self._present: dict[str, Member] = {}
-        self._gone: dict[str, Member] = {}  # in the order in which they went
+        self._gone: dict[str, Member] = {}  # in the order in which they left
         self._departed: dict[str, None] = {}  # names, in the order of departures
-        self._earliest = math.inf  # time before which nobody expires
+        self._earliest = math.inf  # time before which no session expires
         self._looked = -math.inf  # time of the last call of `expire`
-        # Seconds: if `expire` is not called for longer, the center was not running.
+        # Longest pause between calls of `expire`, in s, for which the process had run.
         self._nap = math.inf
-        self._fastest: float | None = None  # speed; None where it must be looked for
+        self._fastest: float | None = None  # highest speed; None if to be computed
 
     @property
     def round_grace(self) -> float | None:
-        """Seconds in which the others may follow a quorum; None without one."""
+        """Grace period of a round in seconds; None without a quorum."""
         mode = self.mode
         if not isinstance(mode, Synchronous) or mode.quorum is None:
             return None
         return mode.grace
 
     def present(self) -> Mapping[str, Member]:
-        """The workers that are there, or may still come back within their leases."""
+        """Return the registered workers, including those that may reconnect."""
         return self._present
 
     def departed(self) -> list[str]:
-        """Who has left, or was given up, since this was last asked, and is not back."""
+        """Return the workers that have left since the last call and are not back."""
         departed, self._departed = [*self._departed], {}
         return departed
 
     def find(self, worker: str) -> Member | None:
-        """A worker that is there, or is remembered."""
+        """Return a worker that is registered or remembered; else None."""
         return self._present.get(worker) or self._gone.get(worker)
 
     def member(self, worker: str, incarnation: str) -> Member:
-        """A life of a worker that is there.
+        """Return a registered worker by its name and session id.
 
         Raises:
-          WorkerStateError: it is not, or another life of it is.
+          WorkerStateError: the worker is not registered, or has another session.
         """
         member = self._present.get(worker)
         if member is None:
@@ -357,23 +358,23 @@ class Ledger:
         silence: float | None = None,
         room: int | None = None,
     ) -> int:
-        """A worker is there: new, or back. Returns the number of its connection.
+        """Register a new or returning worker; return the number of its connection.
 
         Args:
-          worker: its name.
-          incarnation: of this life.
-          now: seconds.
-          replace: takes the name from a worker that seems to be there.
-          back: this life has been there before; if it is not known, it is refused.
-          silence: seconds without a sign of life after which it is given up; None for a
-            worker that gives none.
-          room: workers for whom there is memory; None for any number.
+          worker: the worker's name.
+          incarnation: the session id.
+          now: time in seconds.
+          replace: take the name from a worker that still seems to be connected.
+          back: resume a session; an unknown session is rejected.
+          silence: seconds without a heartbeat after which the session ends; None for a
+            worker that sends no heartbeats.
+          room: number of workers for which there is memory; None for no limit.
 
         Raises:
           NameTakenError: a connected worker has that name.
-          CenterFullError: there are ``max_workers`` already, or as many as there is
-            room for.
-          WorkerStateError: this life was replaced by another one, or is forgotten.
+          CenterFullError: the number of registered workers has reached ``max_workers``
+            or ``room``.
+          WorkerStateError: the session was replaced by another one, or is forgotten.
         """
         self.expire(now)
         old, there = self.find(worker), len(self._present)
@@ -404,15 +405,15 @@ class Ledger:
             self.pending.pop(worker, None)
             clock = min(others, default=0)
             member = Member(incarnation, self.version, clock, now, now, Recent(now, 2))
-            if old is not None:  # by the same name most likely on the same machine
+            if old is not None:  # a worker of that name is likely on the same machine
                 self._measured(member, old.speeds)
-                # Of a life that has settled nothing, the one before it says more: a
-                # worker whose attempts to join fail halfway still finds its last one.
+                # If the old session completed no exchange, keep the one before it, so
+                # that a worker that fails while joining still finds its last session.
                 member.before = old.incarnation, old.sequence
                 if old.sequence == 0 and old.before is not None:
                     member.before = old.before
             moved = [self._moved(m) for n, m in self._present.items() if n != worker]
-            member.moved = sum(moved) / max(len(moved), 1)  # it has its share
+            member.moved = sum(moved) / max(len(moved), 1)  # starts with an equal share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
         self._departed.pop(worker, None)
@@ -425,7 +426,7 @@ class Ledger:
         return member.connection
 
     def leave(self, worker: str, incarnation: str) -> bool:
-        """A worker goes for good; False if that life is not there."""
+        """Remove a worker; return False if the session is not registered."""
         member = self._life(worker, incarnation)
         if member is not None:
             self._give_up(worker, member)
@@ -434,9 +435,9 @@ class Ledger:
     def disconnect(
         self, worker: str, incarnation: str, connection: int, now: float
     ) -> None:
-        """A connection of a worker broke; it has until its lease ends to be back.
+        """Record a broken connection; the worker has until its lease ends to return.
 
-        Unless it is back already: then this is not its newest connection.
+        A connection that is not the worker's newest one is ignored.
         """
         member = self._life(worker, incarnation)
         if member is not None and member.connection == connection:
@@ -445,7 +446,7 @@ class Ledger:
             self._expect(member, now + self.lease)
 
     def hear(self, worker: str, incarnation: str, now: float) -> bool:
-        """A sign of life came; False if that life is not there."""
+        """Record a heartbeat; return False if the session is not registered."""
         self.expire(now)
         member = self._life(worker, incarnation)
         if member is not None and member.connected:
@@ -453,15 +454,15 @@ class Ledger:
         return member is not None
 
     def expire(self, now: float) -> None:
-        """Gives up the workers whose leases are over."""
+        """Remove the workers whose leases have ended."""
         pause, self._looked = now - self._looked, now
         if now < self._earliest and pause <= self._nap:
             return
         self._earliest = self._nap = math.inf
         for worker, member in list(self._present.items()):
             if member.connected and member.silence is not None:
-                # This was not called for so long that this process cannot have been
-                # running. So it could not hear anybody, and nobody was silent.
+                # After so long without a call this process cannot have been running.
+                # It could receive no heartbeats, so that none counts as missing.
                 if pause > member.silence / 2:
                     member.expires = max(member.expires, now + member.silence)
                 self._nap = min(self._nap, member.silence / 2)
@@ -478,16 +479,16 @@ class Ledger:
         now: float,
         claim: Claim = UNSAID,
     ) -> bool:
-        """A worker's message is there; it was made from version ``anchor``.
+        """Take a worker's message, computed from version ``anchor`` of the center.
 
         Returns:
-          True if it is still to be applied; False if it was settled before.
+          True if the message is still to be applied, False if it was already settled.
 
         Raises:
-          WorkerStateError: the worker is not there, or another life of it is, or its
+          WorkerStateError: the worker is not registered or has another session, or the
             sequence number is neither the last one nor the next.
-          InvalidArgumentError: its anchor is not a version that the center has had, or
-            what it claims is out of range.
+          InvalidArgumentError: the center never had version ``anchor``, or the claim is
+            out of range.
         """
         self.hear(worker, incarnation, now)
         member = self.member(worker, incarnation)
@@ -517,14 +518,14 @@ class Ledger:
         return not is_last
 
     def is_waiting(self, batch: Batch) -> bool:
-        """Return whether all messages of a batch still wait: no worker has gone."""
+        """Return whether all messages of a batch still wait: no worker has left."""
         return all(self.pending.get(each.worker) is each for each in batch.entries)
 
     def due(self, now: float) -> Batch | None:
-        """The messages to deal with next; None if all must wait. They wait until then.
+        """Return the messages to apply or drop next; None if all must wait.
 
-        What was due may be dealt with later, as long as it `is_waiting`: messages that
-        come meanwhile are for the next batch.
+        They wait until `settle` or `refuse` is called, which may be later, as long as
+        `is_waiting` is true. Messages that arrive meanwhile are for the next batch.
         """
         self.expire(now)
         mode = self.mode
@@ -542,18 +543,18 @@ class Ledger:
         return None
 
     def judge(self, batch: Batch, sizes: Sequence[Size | None]) -> Batch:
-        """A batch, and which of its messages are refused.
+        """Return a batch with the rejections of its messages.
 
         Args:
-          batch: that `due` has returned.
-          sizes: of its messages; None where they were not measured.
+          batch: result of `due`.
+          sizes: sizes of its messages; None for those that were not measured.
         """
         if not batch.applies:
             return batch
         refused = {}
         own, everybody, exchanges = {}, 0.0, 0
         share = self.refusals.refuse.share
-        # As many as 1 / share or fewer, alike, cannot keep below it.
+        # At most 1 / share equal workers could not stay below the limit.
         if share is not None and share * len(self._present) > 1:
             own = {name: self._moved(m) for name, m in self._present.items()}
             everybody = sum(own.values())
@@ -570,7 +571,7 @@ class Ledger:
         return self.refusing(dataclasses.replace(batch, norms=norms), refused)
 
     def refusing(self, batch: Batch, refused: Mapping[str, Refusal]) -> Batch:
-        """A batch of which these messages are refused, beside those that were."""
+        """Return a batch with further rejections."""
         most = self.refusals.refuse.in_a_row
         more = {
             worker: refusal._replace(is_last=self._present[worker].in_a_row + 1 >= most)
@@ -579,9 +580,9 @@ class Ledger:
         return dataclasses.replace(batch, refused={**batch.refused, **more})
 
     def pace(self, worker: str) -> float | None:
-        """A worker's speed as a share of the fastest one's; None if it is not known.
+        """Return a worker's speed divided by the highest one; None if unknown.
 
-        Of those that are there, or may still be back.
+        Registered workers count, including those that may reconnect.
         """
         member = self._present.get(worker)
         if member is None or not member.speed:
@@ -591,7 +592,7 @@ class Ledger:
         return member.speed / self._fastest
 
     def settle(self, batch: Batch, now: float) -> None:
-        """The messages of a batch have been applied, dropped or refused."""
+        """Record that the messages of a batch were applied, dropped or rejected."""
         taken = batch.taken
         self.version += bool(taken)
         for i, entry in enumerate(batch.entries):
@@ -606,7 +607,7 @@ class Ledger:
                 self.refusals.count(refusal)
                 member.refused += 1
                 member.in_a_row += 1
-                if refusal.is_last:  # as if it had never come
+                if refusal.is_last:  # as if the message had not been sent
                     member.state = NEXT[member.state, "refuse"]
                     continue
             member.state = NEXT[member.state, "settle"]
@@ -615,7 +616,7 @@ class Ledger:
             member.moved, member.turn = self._moved(member), self.version
             member.applied = i in taken
             member.why = "" if refusal is None else refusal.why
-            member.clock += batch.applies  # nobody waits for one that was refused
+            member.clock += batch.applies  # a rejected message counts as a round
             if member.applied:
                 member.exchanges += 1
                 member.in_a_row = 0
@@ -626,26 +627,26 @@ class Ledger:
         self.refusals.took([batch.norms[i] for i in taken if batch.norms])
 
     def refuse(self, batch: Batch) -> None:
-        """The messages of a batch could not be applied: as if they had never come."""
+        """Record that a batch failed, as if its messages had not been sent."""
         for entry in batch.entries:
             del self.pending[entry.worker]
             member = self._present[entry.worker]
             member.state = NEXT[member.state, "refuse"]
 
     def shift(self) -> None:
-        """The center moved, and no message moved it; this makes no message late."""
+        """Record a rebase of the center: a version that does not make messages late."""
         self.version += 1
         for member in (*self._present.values(), *self._gone.values()):
             member.turn += 1
 
     def acknowledge(self, worker: str, incarnation: str, sequence: int) -> None:
-        """A worker has the answer to an exchange, and will not ask for it again."""
+        """Record that a worker has received the answer to an exchange."""
         member = self._life(worker, incarnation)
         if member is not None and member.sequence == sequence:
             member.state = NEXT[member.state, "acknowledge"]
 
     def memory(self, workers: Iterable[str] | None = None) -> dict[str, Any]:
-        """What of some workers (None: of all) outlives a process, as JSON has it."""
+        """Return the state of some workers (None: all) to save, for JSON."""
         named = (*self._gone, *self._present) if workers is None else workers
         members = {
             name: {field: getattr(member, field) for field in (*_KEPT, "gone")}
@@ -656,20 +657,20 @@ class Ledger:
         return {"members": members, "open": self.is_open, "norms": norms}
 
     def recall(self, memory: dict[str, Any], now: float, *, gone: bool = False) -> None:
-        """Knows what it knew in an earlier process; nobody is connected, though.
+        """Restore state of an earlier process, with no worker connected.
 
         Args:
-          memory: what `memory` returned.
-          now: seconds.
-          gone: whether the center is another one, which its workers join anew: then it
-            is only known which of their exchanges it has.
+          memory: result of `memory`.
+          now: time in seconds.
+          gone: whether the center has a new id, so that its workers join again. Then
+            the ledger only remembers which of their exchanges the center has.
         """
         for name, told in memory["members"].items():
-            # An earlier release has had no speeds.
+            # Missing fields keep their defaults.
             fields = {field: told[field] for field in _KEPT if field in told}
             recent = Recent(now, 2)
             if fields.get("before") is not None:
-                fields["before"] = tuple(fields["before"])  # JSON has lists
+                fields["before"] = tuple(fields["before"])  # a list in JSON
             member = Member(**fields, joined=now, seen=now, recent=recent)
             self._measured(member, tuple(member.speeds))
             self._gone.pop(name, None)
@@ -684,36 +685,37 @@ class Ledger:
         self.refusals.recall(memory["norms"])
 
     def deadline(self, *, is_held: bool = False) -> float | None:
-        """When to call `due` again if nothing happens before; None: need not.
+        """Return when to call `due` again without an event; None if not needed.
 
         Args:
-          is_held: whether nothing is dealt with for now, so that only leases end.
+          is_held: whether no messages can be applied for now, so that only leases end.
         """
         times = [math.inf if is_held else self._round_ends()]
         for member in self._present.values():
             times.append(member.expires)
             if member.connected and member.silence is not None:
-                # Often enough to show that the center runs: see `expire`.
+                # Often enough to show that the process is running: see `expire`.
                 times.append(self._looked + member.silence / 4)
         first = min(times)
         return first if first < math.inf else None
 
     def _life(self, worker: str, incarnation: str) -> Member | None:
-        """A life of a worker; None if it is not there."""
+        """Return a worker's session; None if it is not registered."""
         member = self._present.get(worker)
         is_there = member is not None and member.incarnation == incarnation
         return member if is_there else None
 
     def _measured(self, member: Member, speeds: Sequence[float]) -> None:
-        """How fast a worker was in its last rounds."""
+        """Set a worker's speeds in its last rounds."""
         before, member.speeds = member.speed, speeds
-        # One of three may have been suspended, or have had its steps made before.
+        # The median, because in one round the process may have been suspended, or the
+        # local steps may have been made before the round began.
         member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
         if self._fastest is not None and max(before, member.speed) >= self._fastest:
             self._fastest = None
 
     def _moved(self, member: Member) -> float:
-        """The norms of what a worker was applied, as much as they still count."""
+        """Return a worker's recent movement, decayed to the current version."""
         return member.moved * FADES ** (self.version - member.turn)
 
     def _due_round(self, mode: Synchronous, now: float) -> Batch | None:
@@ -727,7 +729,7 @@ class Ledger:
         return self._batch(list(self.pending.values()))
 
     def _batch(self, entries: list[Entry], *, applies: bool = True) -> Batch:
-        """These messages, as one exchange."""
+        """Return messages as a batch."""
         entries = sorted(entries, key=lambda entry: entry.worker)
         staleness = tuple(self.version - entry.anchor_version for entry in entries)
         weights = None
@@ -738,21 +740,21 @@ class Ledger:
         return Batch(tuple(entries), staleness, weights, applies, workers=workers)
 
     def _missed(self, entry: Entry) -> int:
-        """Versions since the round of a worker began whose message waits.
+        """Return the number of versions since the round of a message began.
 
-        Not since its anchor, which may be older: some rules adopt the center as it was
-        before their own message.
+        The anchor may be older than that: under some rules a worker adopts the center
+        as it was before the worker's own message.
         """
         return self.version - self._present[entry.worker].turn - entry.ahead
 
     def _round_ends(self) -> float:
-        """When a round ends with the messages that are there; inf if they are few."""
+        """Return when a round ends with the messages so far; inf without a quorum."""
         mode, entries = self.mode, self.pending.values()
         if not isinstance(mode, Synchronous) or mode.quorum is None:
             return math.inf
         if len(entries) < mode.quorum:
             return math.inf
-        # A message that missed its round must not use up the grace of the next one.
+        # A late message must not use up the grace period of the next round.
         on_time = [entry.arrived for entry in entries if not self._missed(entry)]
         return min(on_time or [entry.arrived for entry in entries]) + mode.grace
 

@@ -1,4 +1,4 @@
-"""The center in this process. Every other center gives the same numbers as this one."""
+"""The center in this process. Every other center computes the same numbers."""
 
 from __future__ import annotations
 
@@ -22,49 +22,52 @@ class LocalCenter:
     """The center variable of the workers in this process, which may be threads.
 
     An exchange is atomic: its message, its staleness, the center optimizer's step and
-    the new version are made under one lock. The lock is held while programs are handed
-    to the device, and not while they run. A version never changes, so that readers keep
-    what they have, and hold nobody up.
+    the new version are computed under one lock. The lock is held while programs are
+    dispatched to the device, and not while they run. A version never changes, so that
+    readers may keep its arrays and delay no exchange.
 
     Args:
-      rule: a record of `agn_optax.rules`. One that combines messages by their mean, as
-        ``average`` and ``diloco``, is for ``mode=Synchronous()``: in any other mode n
-        workers move the center n times as far, and the log warns of that.
-      params: the first parameters, copied; None leaves it to a chief to `initialize`
+      rule: a rule of `agn_optax.rules`. A rule that combines messages by their mean,
+        such as ``average`` and ``diloco``, needs ``mode=Synchronous()``: in the other
+        modes n workers move the center n times as far, and a warning is logged.
+      params: the first parameters, which are copied; None if a chief will `initialize`
         them.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
-        parameters. float32 under workers with bfloat16 parameters is a master copy.
-      device: where the center lives; None leaves it where its first parameters are.
+        parameters. float32 for workers with bfloat16 parameters is a master copy.
+      device: device of the center; None leaves it where its first parameters are.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
-      barrier: workers that must have joined before any of them starts.
-      max_workers: workers that may be there at a time; None for any number.
-      lease: seconds after which a worker that lost its connection is given up. Workers
-        in this process have no connection, and are never given up.
-      refuse: which messages are refused, an `agn_optax.center.Refuse`; None for those
-        that are not finite, or after which the center would not be. To know how large
-        a message is, the center waits for the device at every exchange. With
-        ``Refuse(nonfinite=False)`` all are applied, and nobody waits.
+      barrier: number of workers that must have joined before any of them starts.
+      max_workers: maximum number of registered workers; None for no limit.
+      lease: seconds after which a worker that lost its connection is removed. Workers
+        in this process have no connection, and are never removed.
+      refuse: message limits, an `agn_optax.center.Refuse`; messages that exceed one are
+        rejected. None rejects messages that are not finite, and those after which the
+        center would not be finite. To measure a message, the center waits for the
+        device at every exchange. ``Refuse(nonfinite=False)`` applies all messages, and
+        waits for none.
       durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
-        the center outlives its process. If there is a center in the directory, it goes
-        on, and the values of ``params`` do not matter. None keeps the center in memory.
-      packs: keeps the parameters in two arrays, where the rule does the same to all
-        elements, so that an exchange over a wire costs nothing per leaf; `pull` then
-        takes them apart. Their numbers are the same.
+        the center outlives its process. If the directory has a center, that center
+        continues, and the values of ``params`` are not used. None keeps the center in
+        memory.
+      packs: flatten the parameters into two arrays, if the rule is elementwise, so that
+        the cost of an exchange over a network does not grow with the number of leaves.
+        `pull` then takes the arrays apart. The numbers are the same.
 
     Attributes:
       rule: the rule.
-      life: names this center for its workers. One that an earlier process kept on disk
-        has the same name again, unless something of it was lost.
-      core: for a server around this center, or a parent above it.
+      life: the center id, for workers. A center that continues from disk keeps its id,
+        unless updates were lost.
+      core: the core, for a server of this center or a parent center.
 
     Raises:
       InvalidTypeError: ``rule`` is not a rule, or ``mode`` not a mode.
-      InvalidArgumentError: another setting is out of range.
+      InvalidArgumentError: another argument is out of range.
       TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
-        center that was found is of another model.
-      RuleMismatchError: the center that was found is one of another rule.
-      DurabilityError: what was found cannot be read, or nothing can be written.
+        center on disk is of another model.
+      RuleMismatchError: the center on disk is of another rule.
+      DurabilityError: the center on disk cannot be read, or the directory cannot be
+        written.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -79,7 +82,7 @@ class LocalCenter:
       >>> print(center.pull().params, center.pull().version)
       [0. 1.] 1
 
-    It is a context manager, whose block ends with `close`:
+    A center is a context manager that calls `close` at the end of its block:
 
       >>> with agn_optax.LocalCenter(rule, jnp.zeros(2)) as center:
       ...     print(center.version)
@@ -130,22 +133,22 @@ class LocalCenter:
 
     @classmethod
     def restore(cls, rule: Rule, saved: CenterState, **settings: Any) -> LocalCenter:
-        """A center that goes on where `save` was called.
+        """Return a center that continues from a saved state.
 
         Args:
           rule: the rule of the saved center; its optimizer must have the same state.
-          saved: what `save` returned, or its arrays read back from a checkpoint.
-          **settings: of the center, as when it is made.
+          saved: the result of `save`, or its arrays as read from a checkpoint.
+          **settings: arguments of `LocalCenter`.
 
         Returns:
-          A center at the saved version, which further exchanges take where the saved
-          one would have gone, bit for bit.
+          A center at the saved version. Further exchanges give the same numbers as at
+          the saved center, bit for bit.
 
         Raises:
-          TreeMismatchError: the saved state is not one of this rule's center optimizer.
+          TreeMismatchError: the saved state does not match the rule's center optimizer.
           InvalidArgumentError: the saved version is negative.
-          AlreadyInitializedError: there is a center in the directory of a durability
-            that is one of the settings.
+          AlreadyInitializedError: ``durability`` is given, and its directory has a
+            center already.
 
         Example:
           >>> import jax.numpy as jnp, agn_optax
@@ -168,29 +171,31 @@ class LocalCenter:
 
     @property
     def version(self) -> int:
-        """Exchanges applied so far."""
+        """The number of exchanges applied so far."""
         return self.core.store.current.number
 
     @property
     def workers(self) -> frozenset[str]:
-        """Names of the workers that are there, or may still be back."""
+        """Names of the registered workers, including those that may reconnect."""
         return frozenset(self.core.members()[1])
 
     def save(self) -> CenterState:
-        """A copy of everything that the center is, consistent, for a checkpoint."""
+        """Return a consistent copy of the center's complete state, for a checkpoint."""
         return self.core.save()
 
     def write_snapshot(self) -> int:
-        """Writes a snapshot now, where its durability is; returns when it is on disk.
+        """Write a snapshot to the durability's directory; return when it is on disk.
 
-        Of a `Journal` it takes the place, so that a start has nothing to replay.
+        The snapshot replaces the records of a `Journal`, so that a start has nothing to
+        replay.
 
         Returns:
-          Its version, or that of another one that was written meanwhile.
+          The snapshot's version. Concurrent calls may share one snapshot.
 
         Raises:
-          DurabilityError: it cannot be written, or the center has no durability.
-          NotInitializedError: there are no parameters yet.
+          DurabilityError: the snapshot cannot be written, or the center has no
+            durability.
+          NotInitializedError: the center has no parameters yet.
           CenterClosedError: the center has ended meanwhile.
 
         Example:
@@ -208,12 +213,12 @@ class LocalCenter:
         return self.core.write_snapshot()
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
-        """Gives the center its first parameters: see `Center.initialize`."""
+        """Set the center's first parameters: see `Center.initialize`."""
         self.core.initialize(params, worker=worker)
         return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The center as it is, once it is initialized: see `Center.wait`."""
+        """Wait until the center is initialized, and return it: see `Center.wait`."""
         if not self.core.wait_until_initialized(timeout):
             raise errors.NotInitializedError(
                 f"no chief has initialized this center within {timeout} s; start "
@@ -222,7 +227,7 @@ class LocalCenter:
         return self.pull(public=True)
 
     def pull(self, *, public: bool = False) -> Snapshot:
-        """The center as it is: ``.params`` and ``.version``, at any time.
+        """Return the current version, at any time, as ``.params`` and ``.version``.
 
         See `Center.pull`.
         """
@@ -236,10 +241,10 @@ class LocalCenter:
         timeout: float | None = None,
         life: Any = None,
     ) -> Session:
-        """A worker is there: see `Center.join`.
+        """Register a worker: see `Center.join`.
 
-        A worker whose name is taken replaces the one that has it: within a process
-        nobody can tell whether that one still runs.
+        If the name is taken, the new worker replaces the old one, because within a
+        process the center cannot tell whether the old worker still runs.
         """
         center, incarnation = (self.life, None) if life is None else life
         if center != self.life:
@@ -253,7 +258,7 @@ class LocalCenter:
         try:
             if self.core.wait_for_barrier(timeout):
                 return session
-        except BaseException:  # by Ctrl-C, too
+        except BaseException:  # also after Ctrl-C
             session.leave()
             raise
         session.leave()
@@ -264,9 +269,9 @@ class LocalCenter:
         )
 
     def close(self, reason: str = "this center has been closed") -> None:
-        """Takes no more exchanges; those that wait are told so, and nothing is lost.
+        """Take no more exchanges; waiting workers get an error, and no update is lost.
 
-        With a ``durability``, writes down what is not yet on disk, and lets go of the
+        With a ``durability``, write the remaining records to disk, and release the
         directory.
         """
         self.core.close(reason)

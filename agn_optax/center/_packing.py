@@ -1,12 +1,13 @@
-"""A center whose parameters are packed in two arrays.
+"""A center whose parameters are flattened into two arrays.
 
-A store packs them where the rule treats all elements alike. A program then has two
-arguments for the center instead of one for every leaf, and what comes over a wire,
-whose buffer has the same layout, are these arguments as it is.
+A store flattens them if the rule treats all elements alike. A program then has two
+arguments for the center instead of one per leaf. A message from a transport, whose
+buffer has the same layout, needs no copy to become such arguments.
 
-Two, because the numbers must be those of the tree, bit for bit. What the leaves share,
-such as Adam's bias correction, XLA computes once and apart; but where there is only one
-array, it does so within the loop over it, with other instructions.
+There are two arrays because the numbers must be those of the tree, bit for bit. XLA
+computes a value that the leaves share, such as Adam's bias correction, once and
+separately. With a single array XLA computes it within the loop over the array, by other
+instructions.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ PyTree = Any
 
 
 class Packing:
-    """How the leaves of a tree lie in two arrays.
+    """The layout of a tree's leaves in two arrays.
 
     Args:
-      params: a tree of two leaves or more, all of one dtype, in the host's memory.
+      params: a tree with at least two leaves of one dtype, in host memory.
     """
 
     def __init__(self, params: PyTree) -> None:
@@ -43,7 +44,7 @@ class Packing:
         offsets, end = layout.offsets(sizes)
         middle = layout.middle(offsets, end)
         self.shapes = ((middle,), (end - middle,))
-        # Of every leaf: in which part it lies, and where there.
+        # For each leaf, the index of its array, and its slice there.
         self._places = [
             (1, slice(offset - middle, offset - middle + size))
             if offset >= middle
@@ -52,24 +53,24 @@ class Packing:
         ]
 
     def keep(self, params: PyTree) -> Packed:
-        """A packed copy of parameters, in arrays of JAX."""
+        """Return a flattened copy of parameters, as JAX arrays."""
         leaves, dtype = jax.tree.leaves(params), self._dtype
         return Packed(*(_owned(self._part(n, leaves, dtype)) for n in (0, 1)))
 
     def holds(self, contribution: PyTree) -> bool:
-        """Whether it came packed, as the center is, and not as a tree."""
+        """Return whether a contribution is flattened in this layout."""
         is_pair = isinstance(contribution, Packed)
         return is_pair and tuple(part.shape for part in contribution) == self.shapes
 
     def pack(self, tree: PyTree) -> Packed:
-        """The leaves of a tree in host memory, with zeros between them."""
+        """Flatten a tree in host memory, with zeros in the gaps between leaves."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         dtypes = {leaf.dtype for leaf in leaves}
         dtype = dtypes.pop() if len(dtypes) == 1 else self._dtype
         return Packed(*(self._part(n, leaves, dtype) for n in (0, 1)))
 
     def _part(self, number: int, leaves: Sequence[Any], dtype: Any) -> np.ndarray:
-        """One of the two arrays, by its number."""
+        """Return one of the two arrays, by its index."""
         part = np.zeros(self.shapes[number], dtype)
         for leaf, (own, place) in zip(leaves, self._places, strict=True):
             if own == number:
@@ -77,7 +78,7 @@ class Packing:
         return part
 
     def unpack(self, packed: Packed) -> PyTree:
-        """The tree of a packed one, whose leaves lie in it."""
+        """Return the tree of two flattened arrays, whose leaves are views of them."""
         parts = [np.asarray(part) for part in packed]
         leaves = [
             parts[own][place].reshape(shape)
@@ -86,11 +87,11 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer as it is of the packed center."""
+        """Convert a state of the center optimizer for a tree to flattened arrays."""
         return jax.tree.map(jnp.asarray, _map_params(rule, self.pack, state))
 
     def unpack_state(self, rule: Rule, state: PyTree) -> PyTree:
-        """The state of the center optimizer as it is of the tree."""
+        """Convert a state of the center optimizer for flattened arrays to a tree."""
         return _map_params(rule, self.unpack, state)
 
 
@@ -106,15 +107,15 @@ def _map_params(rule: Rule, of: Callable[[PyTree], PyTree], state: PyTree) -> Py
 
 
 def packing_of(rule: Rule, params: PyTree) -> Packing | None:
-    """The packing of ``params``, if ``rule`` moves a packed center the same way."""
+    """Return a layout for ``params`` if ``rule`` computes the same in it; else None."""
     tree = jax.eval_shape(lambda: params)
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) < 2 or len({leaf.dtype for leaf in leaves}) > 1:
         return None
-    if rule.codec.answer_codec is not None:  # differences are encoded leaf by leaf
+    if rule.codec.answer_codec is not None:  # deltas are encoded leaf by leaf
         return None
     packing = Packing(tree)
-    # What workers send is packed, too: one array for each leaf, which few codecs make.
+    # Contributions are flattened, too: the codec must keep one array per leaf.
     sent: Any = jax.tree.structure(contribution_like(rule, tree))
     if (0,) in packing.shapes or sent != treedef:
         return None
@@ -123,7 +124,7 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         return None
 
     def of_state() -> bool:
-        """The state can be taken apart, and put together again; zeros stay finite."""
+        """Check that the state converts both ways, and that zeros stay finite."""
         state = rule.center.init(
             Packed(*(np.zeros(part.shape, part.dtype) for part in parts))
         )
@@ -145,16 +146,16 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
 
 
 def _owned(part: np.ndarray) -> jax.Array:
-    """A copy that may be donated, after which JAX has let go of ``part``."""
+    """Return a copy that may be donated; JAX no longer refers to ``part``."""
     copy = jnp.array(part).block_until_ready()
     let_go()
     return copy
 
 
 def let_go() -> None:
-    """Has JAX let go of what programs that are over have read, such as a message.
+    """Make JAX release the arguments of finished programs, such as a message.
 
-    It does so when it begins to run a program, whichever that is.
+    JAX releases them when it starts to run a program, no matter which one.
     """
     _nothing(_nowhere())
 

@@ -1,4 +1,4 @@
-"""The seam between a worker and the center it shares: `Center`, and its `Session`."""
+"""The interface between a worker and its center: `Center` and `Session`."""
 
 from __future__ import annotations
 
@@ -10,44 +10,48 @@ from agn_optax.rules import Rule
 
 PyTree = Any
 
-MOST_REPORTED = 64  # numbers that a worker reports, and characters of a name
+MOST_REPORTED = 64  # most metrics of a worker, and most characters of a metric's name
 
 
 class Snapshot(NamedTuple):
-    """One version of the center, whole. Its arrays never change; do not donate them."""
+    """One complete version of the center. Its arrays never change: do not donate them.
+
+    A snapshot is the result of a pull, or the answer to the message of an exchange.
+    """
 
     params: PyTree
-    # Exchanges applied before this version was current. Of a center in shards, one
-    # number for each.
+    # int: number of exchanges applied before this version. A center in shards has a
+    # tuple with one int per shard.
     version: Any
-    staleness: int | None = None  # of the message that this answers; None for a pull
-    norm: Any = None  # float scalar: of the message that this answers; None for a pull
-    applied: bool = True  # False if the message was dropped: then this is a pull
-    refused: str = ""  # why the center did not want the message, if it did not
-    # The worker's speed as a share of the fastest one's, in local steps a second; None
-    # for a pull, and as long as the center does not know.
+    staleness: int | None = None  # of the answered message; None for a pull
+    norm: Any = None  # float scalar: norm of the answered message; None for a pull
+    applied: bool = True  # False if the message was dropped or rejected
+    refused: str = ""  # reason for the rejection; "" if the message was not rejected
+    # The worker's speed (local steps per second) divided by that of the fastest worker.
+    # None for a pull, and until the center has measured it.
     pace: float | None = None
-    # Whether shards have applied some of the message, and not all.
+    # True if some shards of the center applied the message and others did not.
     in_part: bool = False
-    received: int | None = None  # bytes that it came in; None if it did not travel
+    received: int | None = None  # bytes received; None if nothing was transferred
 
 
 class Session(abc.ABC):
-    """One life of one worker at a center, from `Center.join` until it leaves.
+    """A worker's session at a center, from `Center.join` until the worker leaves.
 
-    An exchange is known by its worker, the worker's incarnation and a sequence number,
-    and by nothing else. The exchanges of a life are numbered 1, 2, 3, ...; one of them
-    is under way at most. To repeat one is always safe: it is applied once.
+    An exchange is identified by the worker's name, the session id and a sequence
+    number, and by nothing else. The exchanges of a session are numbered 1, 2, 3, ...,
+    and at most one of them is in flight. Repeating an exchange is always safe: it is
+    applied once.
 
     Attributes:
       worker: the worker's name.
-      incarnation: of this life of it.
-      life: names this life, and the life of the center that it has joined: what
-        `Center.join` takes to go on with it in another process. JSON can write it.
-      before: the last life of that worker before this one that has settled an
-        exchange: its incarnation, and the last exchange of it that was settled. Where
-        none has, the first life that the center knew, and 0; None where it knew none.
-        Of a center in shards, a list of them; of another one, a tuple.
+      incarnation: the session id.
+      life: a JSON-serializable token that holds the center id and the session id.
+        `Center.join` takes it to resume the session in another process.
+      before: the last earlier session of this worker that completed an exchange: its
+        session id and the number of its last completed exchange. If no earlier session
+        completed an exchange, the first session that the center knew, and 0; None if
+        the center knew none. A tuple; for a center in shards, a list of tuples.
     """
 
     worker: str
@@ -67,62 +71,62 @@ class Session(abc.ABC):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """Hands in an exchange; `collect` has its answer.
+        """Submit an exchange; `collect` returns the answer.
 
         Args:
-          sequence: of the exchange: that of the last one, or one more.
-          contribution: as the rule's ``contribution`` made it, with the structure and
-            shapes of the center. It is read until the exchange is collected.
+          sequence: number of the exchange: that of the last exchange, or one more.
+          contribution: the result of the rule's ``contribution``, with the structure
+            and shapes of the center. It is read until the exchange is collected.
           anchor_version: version of the snapshot that the worker adopted last.
-          steps: local steps that the message was made of; 0 where nobody says so.
-          weight: what the worker says that its round counts, such as its tokens: a
-            positive number; None where it says nothing, which counts 1.
-          reported: numbers of the worker's own by their names, for whoever watches.
-          anchor: the public center of that version, as this life of the center has had
-            it. The answer may then travel as differences from it. None has it travel
-            whole.
+          steps: number of local steps in the message; 0 if unknown.
+          weight: weight that the worker claims for its round, such as a number of
+            tokens. Must be positive; None counts as 1.
+          reported: metrics of the worker by their names, for monitoring.
+          anchor: the broadcast parameters of ``anchor_version``, as a center with the
+            same center id returned them. With them, the answer may be sent as deltas.
+            With None it is sent whole.
 
         Raises:
           NotInitializedError: the center has no parameters yet.
-          TreeMismatchError: the contribution does not belong to this center.
-          InvalidArgumentError: ``anchor_version`` is of the future, or ``steps`` or
-            ``weight`` is out of range.
-          WorkerStateError: this life is over, or ``sequence`` is neither its last
+          TreeMismatchError: the contribution does not match the center.
+          InvalidArgumentError: ``anchor_version`` is later than the center's version,
+            or ``steps`` or ``weight`` is out of range.
+          WorkerStateError: the session is over, or ``sequence`` is neither its last
             exchange nor the next.
           CenterUnreachableError: a remote center does not answer.
         """
 
     @abc.abstractmethod
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
-        """The answer to an exchange: the version that the rule adopts.
+        """Return the answer to an exchange: the version that the rule adopts.
 
         Args:
-          sequence: of an exchange that was handed in.
-          timeout: seconds to wait at most; None waits for good.
+          sequence: number of a submitted exchange.
+          timeout: maximum time to wait, in seconds; None waits without a limit.
 
         Returns:
-          The version before or after the message, with the staleness and the norm of
-          the message, whether it was applied, and why not if it was refused; None if it
-          still waits.
+          The version before or after the message, depending on the rule, with the
+          message's staleness and norm, whether it was applied, and the reason if it was
+          rejected. None if the message still waits when the timeout is over.
 
         Raises:
-          MessageRefusedError: the center has refused too many messages of this worker
-            in a row. The exchange is as if it had never come.
-          WorkerStateError: this life is over.
+          MessageRefusedError: the center has rejected too many messages of this worker
+            in a row. The exchange has no effect, as if it had not been submitted.
+          WorkerStateError: the session is over.
           CenterUnreachableError: a remote center does not answer.
         """
 
     @abc.abstractmethod
     def acknowledge(self, sequence: int) -> None:
-        """The worker has the answer, which the center need not keep any more."""
+        """Confirm that the worker has the answer, so that the center may release it."""
 
     @abc.abstractmethod
     def disconnect(self) -> None:
-        """The connection broke; the worker has until its lease ends to be back."""
+        """Report a broken connection: the worker has until its lease ends to return."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """The worker goes, and nobody waits for it any more. May be said twice."""
+        """End the session, so that no other worker waits for this one. Idempotent."""
 
     def exchange(
         self,
@@ -135,7 +139,7 @@ class Session(abc.ABC):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> Snapshot:
-        """Submits, collects and acknowledges: a whole exchange. May be repeated."""
+        """Submit an exchange, collect and acknowledge its answer. May be repeated."""
         self.submit(
             sequence,
             contribution,
@@ -146,17 +150,17 @@ class Session(abc.ABC):
             anchor=anchor,
         )
         snapshot = self.collect(sequence)
-        assert snapshot is not None  # it waits for good
+        assert snapshot is not None  # there is no timeout
         self.acknowledge(sequence)
         return snapshot
 
 
 @runtime_checkable
 class Center(Protocol):
-    """The center variable, outside of any worker's program.
+    """The center variable, outside of the workers' programs.
 
     `agn_optax.LocalCenter` is the implementation in this process. Every implementation
-    MUST apply each exchange whole and alone (an exchange never sees half of another),
+    MUST apply each exchange atomically (an exchange never sees half of another one),
     MUST answer with one version of the center rather than a mixture, and MUST count
     staleness in the same critical section in which the message is applied.
     """
@@ -171,64 +175,65 @@ class Center(Protocol):
         timeout: float | None = None,
         life: Any = None,
     ) -> Session:
-        """A worker is there, and waits for the others if the center has a barrier.
+        """Register a worker; block until the barrier is reached, if there is one.
 
         Args:
-          worker: the worker's name, which no other one of this center has.
-          params: the parameters that it will adopt the center into, for their
-            structure, shapes and dtypes; None if it takes what comes.
-          timeout: seconds to wait at most for the others; None waits for good.
-          life: `Session.life` of a worker that is back, in another process, with the
-            exchange that it was in: what was applied of it is not applied again. None
-            begins a new one.
+          worker: the worker's name, unique at this center.
+          params: the parameters that the worker will replace with the center's. Their
+            structure, shapes and dtypes are checked; None skips the check.
+          timeout: maximum time to wait for the other workers, in seconds; None waits
+            without a limit.
+          life: the `Session.life` of a session to resume, for a worker that restarts in
+            another process in the middle of an exchange: if the exchange was applied,
+            it is not applied again. None starts a new session.
 
         Returns:
-          A new life of that worker, or the one that it goes on with.
+          The new or resumed session.
 
         Raises:
           NameTakenError: another worker has that name.
-          WorkerStateError: the center knows nothing of ``life``: it was started anew,
-            another life of the worker has begun, or too many workers left since.
-          CenterFullError: there is no room for one more.
-          TreeMismatchError: ``params`` does not belong to this center.
-          NotInitializedError: the others did not come in time.
+          WorkerStateError: the center does not know ``life``: the center was restarted,
+            the worker has started another session, or too many workers have left since.
+          CenterFullError: the center has no room for another worker.
+          TreeMismatchError: ``params`` does not match the center.
+          NotInitializedError: the other workers did not join in time.
         """
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
-        """Gives the center its first parameters, which it copies.
+        """Set the center's first parameters, which are copied.
 
-        The worker that did so may ask again (it may have crashed and come back): the
-        center stays as it is.
+        The worker that initialized the center may call this again, for example after a
+        crash: the center then keeps its parameters.
 
         Returns:
           The center as workers have it: see `pull`.
 
         Raises:
-          AlreadyInitializedError: somebody else initialized it.
-          TreeMismatchError: leaves that are not real floating arrays.
+          AlreadyInitializedError: another worker initialized the center.
+          TreeMismatchError: a leaf is not a real floating array.
         """
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The center as it is, once it is initialized.
+        """Wait until the center is initialized, and return its current version.
 
         Args:
-          timeout: seconds to wait at most; None waits for good.
+          timeout: maximum time to wait, in seconds; None waits without a limit.
 
         Returns:
           The center as workers have it: see `pull`.
 
         Raises:
-          NotInitializedError: nobody initialized the center in time.
+          NotInitializedError: the center was not initialized in time.
         """
 
     def pull(self, *, public: bool = False) -> Snapshot:
-        """The center as it is.
+        """Return the current version of the center.
 
         Args:
-          public: as all workers have it, where the rule's codec answers in differences
-            (`agn_optax.codecs.two_way`); with any other codec nothing changes. Without
-            it the center is exact.
+          public: return the broadcast parameters, which all workers have, instead of
+            the exact center. The two differ only with a codec that answers with deltas
+            (`agn_optax.codecs.two_way`).
 
         Raises:
-          NotInitializedError: it has no parameters yet.
+          NotInitializedError: the center has no parameters yet.
         """

@@ -1,12 +1,12 @@
-"""Bound how far messages can carry a center, by intervals in place of its arrays.
+"""Bounds on the center's movement, from interval arithmetic instead of its arrays.
 
 The norm of a message bounds its elements. The program of the center optimizer is
-followed with intervals in place of arrays, from the operands of each operation to its
-result. If the state of the optimizer stays within its own bounds, as Adam's moments do,
-every message of at most that norm moves the center by at most so much, and the center
-need not be looked at.
+evaluated with intervals in place of arrays, from the operands of each operation to its
+result. If the optimizer's state stays within its own bounds, as Adam's moments do, each
+message of at most that norm moves the center by at most a known amount, and the device
+need not be asked whether the center is finite.
 
-An operation that is not known here gives no bounds, and the center is looked at.
+Operations that are not in the table below give no bounds; the device is then asked.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from agn_optax._internal import tracing
 from agn_optax.rules import Rule, discounted, told
 
 PyTree = Any
-Range = tuple[float, float]  # all numbers of an array lie between, and are finite
+Range = tuple[float, float]  # lower and upper bound of the finite numbers of an array
 
-_WIDENINGS = 64  # of the state's bounds, twofold each
-_MOST_LEAVES = 16  # of a center: a program for more takes long to read
-_MOST_VERSIONS = 1 << 30  # that a center makes
+_WIDENINGS = 64  # times that the state's bounds may be widened, each time by a factor 2
+_MOST_LEAVES = 16  # of the center: programs of more leaves take long to evaluate
+_MOST_VERSIONS = 1 << 30  # most versions that a center is assumed to have
 _ANY_COUNT = (0.0, float(_MOST_VERSIONS))
-# What is said of a message. Nobody knows how large its weight may be.
+# Ranges of the extra arguments. `weight` has none, because it may be arbitrarily large.
 _SAID = {"staleness": _ANY_COUNT, "steps": (1.0, 2.0**31 - 1), "since": _ANY_COUNT}
 _SAID["workers"] = (1.0, float(_MOST_VERSIONS))
 
 
 class Bound(NamedTuple):
-    """A bound of what all messages up to a norm can do."""
+    """The bounds that hold for all messages up to a norm."""
 
-    message: float  # that norm
-    center: float  # the absolute value of the center's numbers, as long as it holds
-    update: float  # by how much a message moves each of them
+    message: float  # maximum norm of a message
+    center: float  # maximum absolute value of the center, up to which the bound holds
+    update: float  # maximum change of an element of the center by one message
 
 
 class Reach:
-    """The bounds of one rule's messages at one center.
+    """The bounds of a rule's messages at a center.
 
     Args:
-      rule: whose center optimizer it is.
-      center: its parameters, as they are kept.
-      state: of the center optimizer.
+      rule: the rule with the center optimizer.
+      center: the center's parameters, as the store keeps them.
+      state: the state of the center optimizer.
 
     Raises:
-      UnfitError: there are none to be told.
+      UnfitError: no bounds can be computed.
     """
 
     def __init__(self, rule: Rule, center: PyTree, state: PyTree) -> None:
@@ -80,12 +80,12 @@ class Reach:
     def bound(
         self, message: float, center: float, state: Sequence[Range | None]
     ) -> Bound | None:
-        """Bound what messages of at most this norm can do; None if that is not known.
+        """Return the bounds of messages up to a norm; None if none can be computed.
 
         Args:
-          message: the norm.
-          center: of whose numbers none is larger.
-          state: between which the numbers of the state's leaves lie.
+          message: the maximum norm.
+          center: the maximum absolute value of the center's numbers.
+          state: the ranges of the leaves of the optimizer's state.
         """
         boxes: list[Range] = []
         for box, leaf in zip(state, self._state, strict=True):
@@ -93,7 +93,7 @@ class Reach:
                 return None
             more = 0 if _is_float(leaf) else _MOST_VERSIONS
             boxes.append((box[0], box[1] + more))
-        most = 1.01 * message  # the norm is rounded
+        most = 1.01 * message  # allows for rounding in the norm
         for _ in range(_WIDENINGS):
             made = _follow(
                 self._program,
@@ -113,14 +113,14 @@ class Reach:
             ]
             if wider == boxes:
                 moves = [max(-low, high) for low, high in updates]
-                # Where it is added to a narrow center, rounding may double it.
+                # When the update is added to a narrow center, rounding may double it.
                 return Bound(message, center, 2.02 * max(moves, default=0.0))
             boxes = wider
         return None
 
 
 def extremes(leaves: Sequence[jax.Array]) -> list[Range | None]:
-    """Between which numbers those of arrays lie; None where some are not finite."""
+    """Return the ranges of arrays, with None for arrays that are not finite."""
     found = jax.device_get(_extremes(list(leaves)))
     return [
         (float(low), float(high)) if is_finite else None
@@ -133,26 +133,26 @@ def _extremes(leaves: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
     def of(leaf: jax.Array) -> tuple[jax.Array, ...]:
         if not leaf.size:
             return jnp.zeros(()), jnp.zeros(()), jnp.array(True)
-        # Some devices pass over NaN where they look for the least and the largest.
+        # On some devices, min and max ignore NaN.
         return leaf.min(), leaf.max(), jnp.isfinite(leaf).all()
 
     return [of(leaf) for leaf in leaves]
 
 
 def _wider(old: Range, new: Range, *, is_float: bool) -> Range:
-    """The bounds of a leaf, so that what is made of it may lie within."""
-    if not is_float:  # which counts messages, and need not hold for ever
+    """Return a leaf's range, widened if its new values lie outside of it."""
+    if not is_float:  # counts messages: it may grow by 1
         return (
             old if old[0] <= new[0] and new[1] <= old[1] + 1 else (-math.inf, math.inf)
         )
-    # What decays towards zero never comes to it in steps, but does not go beyond.
+    # A value that decays towards zero approaches it without crossing it.
     low = old[0] if new[0] >= old[0] else min(2 * new[0], 0.0)
     high = old[1] if new[1] <= old[1] else max(2 * new[1], 0.0)
     return low, high
 
 
 def _follow(program: Any, given: Sequence[Range | None]) -> list[Any]:
-    """The ranges of a program's results; None of those that are not known."""
+    """Return the ranges of a program's results, with None for unknown ones."""
     consts = getattr(program, "consts", ())
     program = getattr(program, "jaxpr", program)
     known: dict[Any, Range | None] = {
@@ -184,7 +184,7 @@ def _follow(program: Any, given: Sequence[Range | None]) -> list[Any]:
 
 
 def _made(operation: Any, boxes: list[Range | None]) -> Range | None:
-    """The range of what an operation makes, which has one result."""
+    """Return the range of an operation's only result; None if unknown."""
     name = operation.primitive.name
     if _is_bool(operation.outvars[0].aval):
         return _decided(name, boxes)
@@ -196,12 +196,12 @@ def _made(operation: Any, boxes: list[Range | None]) -> Range | None:
         return None
     try:
         return _RANGES[name](operation, *boxes)
-    except (ArithmeticError, ValueError):  # a division by zero, a root of less
+    except (ArithmeticError, ValueError):  # division by zero, root of a negative number
         return None
 
 
 def _decided(name: str, boxes: list[Range | None]) -> Range:
-    """Answer a question by yes (1) or no (0) where the ranges tell it, else by both."""
+    """Return the range of a comparison: 1 is true, 0 is false, (0, 1) is undecided."""
     if name not in _ORDERS or None in boxes:
         return 0.0, 1.0
     first, second = boxes if _ORDERS[name] == "less" else reversed(boxes)
@@ -211,7 +211,7 @@ def _decided(name: str, boxes: list[Range | None]) -> Range:
 
 
 def _fits(box: Range | None, aval: Any) -> Range | None:
-    """A range, rounded as its dtype rounds; None beyond what that can hold."""
+    """Return a range with the rounding of a dtype; None if the dtype may overflow."""
     dtype = getattr(aval, "dtype", None)
     if box is None or dtype is None or math.isnan(box[0]) or math.isnan(box[1]):
         return None
@@ -222,13 +222,13 @@ def _fits(box: Range | None, aval: Any) -> Range | None:
         whole = jnp.iinfo(dtype)
         if whole.min <= low and high <= whole.max:
             return float(math.trunc(low)), float(math.trunc(high))
-        return float(whole.min), float(whole.max)  # where it may begin anew
+        return float(whole.min), float(whole.max)  # integers may wrap around
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     info = jnp.finfo(dtype)
     eps, least = 2 * float(info.eps), float(info.smallest_normal)
     low, high = low - eps * abs(low), high + eps * abs(high)
-    # What is smaller may become zero, or lies between zero and that.
+    # Subnormal numbers may be flushed to zero.
     low = 0.0 if 0 < low < least else -least if -least < low < 0 else low
     high = 0.0 if -least < high < 0 else least if 0 < high < least else high
     return (low, high) if max(-low, high) < 0.75 * float(info.max) else None
@@ -283,7 +283,7 @@ def _power(box: Range, exponent: int) -> Range:
 
 
 def _decay(base: Range, exponent: Range) -> Range:
-    """Bound a factor to the power of a count."""
+    """Return the range of a base in [0, 1] to the power of a count."""
     if exponent[0] == exponent[1] == int(exponent[0]):
         return _power(base, int(exponent[0]))
     if not 0 <= base[0] <= base[1] <= 1 or exponent[0] < 0:
@@ -317,13 +317,13 @@ _smallest = _of(lambda a, b: (min(a[0], b[0]), min(a[1], b[1])))
 _unit = _of(lambda box: (-1.0, 1.0))
 
 _ORDERS = {"lt": "less", "le": "less", "gt": "greater", "ge": "greater"}
-# The range of an operation's result, by the operation and the ranges of its operands.
+# Functions from an operation and the ranges of its operands to the range of its result.
 _RANGES: dict[str, Callable[..., Range]] = {
     **dict.fromkeys(
         """
         broadcast_in_dim convert_element_type copy copy_p expand_dims pcast pvary
         reduce_max reduce_min reshape squeeze stop_gradient transpose
-        """.split(),  # noqa: SIM905 easier to read so
+        """.split(),  # noqa: SIM905 easier to read
         _same,
     ),
     "abs": _of(_absolute),
@@ -355,6 +355,6 @@ _RANGES: dict[str, Callable[..., Range]] = {
 
 
 def reach_of(rule: Rule, center: PyTree, state: PyTree) -> Reach | None:
-    """The bounds of a rule's messages; None if it has none."""
+    """Return the bounds of a rule's messages; None if there are none."""
     what = f"norms bound a center of rule {rule.name!r}"
     return tracing.unless_unfit(what, functools.partial(Reach, rule, center, state))

@@ -1,4 +1,4 @@
-"""Rates of what has happened lately, by the times at which it did: no clock."""
+"""Rates of recent events, computed from the events' times without a clock."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import itertools
 import operator
 from collections import deque
 
-_WINDOW = 10.0  # seconds that a rate is of
-_FEWEST = 6  # points that are kept however old they are: five intervals
-_GRAIN = 0.5  # seconds within which points become one
-_LATE = 2.0  # times as long as usual
+_WINDOW = 10.0  # s, time over which a rate is measured
+_FEWEST = 6  # points to keep whatever their age: five intervals
+_GRAIN = 0.5  # s, minimum distance of two points; closer points are merged
+_LATE = 2.0  # multiple of the usual interval after which an event is overdue
 
 
 class Recent:
-    """Rates of the last ten seconds, and whether what happens is overdue.
+    """Rates over the last ten seconds, and the time for which an event is overdue.
 
-    What happens less often is told by its last intervals: something that happens once
-    a minute has the rate of 1 / 60 all the time, and is not overdue for two minutes.
-    However much happens, few points are kept.
+    The rate of rarer events comes from their last intervals: an event that happens once
+    a minute has a constant rate of 1 / 60 per second, and is overdue after two minutes.
+    The number of stored points is small at any rate.
 
     Args:
-      now: seconds; when counting begins.
-      width: how many numbers are counted.
+      now: time at which counting begins, in seconds.
+      width: number of counted quantities.
     """
 
     def __init__(self, now: float, width: int) -> None:
@@ -29,17 +29,17 @@ class Recent:
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """The sums of all that was counted."""
+        """The totals of the counted quantities."""
         return self._points[-1][1:]
 
     def copy(self) -> Recent:
-        """Return one that goes on apart."""
+        """Return an independent copy."""
         made = Recent.__new__(Recent)
         made._points = self._points.copy()
         return made
 
     def add(self, now: float, *grown: float) -> None:
-        """Count what has happened: by how much each number has grown."""
+        """Add an event: the amount by which each quantity has grown."""
         points = self._points
         totals = map(operator.add, self.totals, grown)
         if len(points) > 1 and now - points[-2][0] < _GRAIN:
@@ -49,7 +49,7 @@ class Recent:
             points.popleft()
 
     def rates(self, now: float) -> tuple[float, ...] | None:
-        """Return what each number grows by a second; None before anything happened."""
+        """Return each quantity's growth per second; None before the first event."""
         if len(self._points) < 2:
             return None
         last, end = self._points[-1], self._points[-1][0]
@@ -62,9 +62,10 @@ class Recent:
         return tuple((b - a) / seconds for a, b in grown)
 
     def overdue(self, now: float) -> float | None:
-        """Return the seconds since something happened, if it should have since.
+        """Return the seconds since the last event if another is overdue; else None.
 
-        It should within ten seconds, or twice the longest of its last intervals.
+        An event is overdue after ten seconds and twice the longest of the last
+        intervals, whichever is later.
         """
         if len(self._points) < 2:
             return None
@@ -75,9 +76,9 @@ class Recent:
         return idle if idle > _LATE * longest else None
 
     def _since(self, begin: float) -> tuple[tuple[float, ...], int]:
-        """Return the newest point that is as old as that, and how many came after it.
+        """Return the newest point not after ``begin``, and how many points follow it.
 
-        It is the oldest there is where none is as old.
+        If all points are after ``begin``, return the oldest one.
         """
         for after, point in enumerate(reversed(self._points)):
             if point[0] <= begin:

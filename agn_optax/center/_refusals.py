@@ -1,7 +1,7 @@
-"""Which messages a center refuses: settings, and decisions from numbers alone.
+"""Message limits: their settings, and the decision which messages are rejected.
 
-Like the ledger, which asks and has its memory, this holds no arrays, no lock and no
-clock.
+Like the ledger, which calls it and saves its memory, this module holds no arrays, no
+lock and no clock.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from typing import NamedTuple
 from agn_optax import errors
 from agn_optax._internal import check
 
-_RECENT = 100  # messages that are recent
-_ENOUGH = 10  # messages that must have been applied before others are compared to them
-FADES = 1 - 1 / _RECENT  # how much of a movement counts one version later
+_RECENT = 100  # number of norms in the median; also the time scale of `FADES`, versions
+_ENOUGH = 10  # applied messages before a limit compares messages with each other
+FADES = 1 - 1 / _RECENT  # decay per version of a message's share of the movement
 
 
 @dataclasses.dataclass(frozen=True)
 class Refuse:
-    """Which messages a center refuses.
+    """Limits of messages; the center rejects the messages that exceed one.
 
-    A message that is refused does not move the center. Its worker is told why, forgets
-    what it has done since its last exchange, adopts the center and goes on.
+    A rejected message does not move the center. Its worker gets the reason, discards
+    its progress since its last exchange, adopts the center and continues.
 
     Args:
-      nonfinite: those with elements that are not finite, and those after which the
+      nonfinite: reject messages with nonfinite elements, and messages after which the
         center would not be finite.
-      norm: those with a larger global norm; None for no bound.
-      times_median: those whose norm is more than so many times the median of the last
-        100 that were applied, once there have been 10; None for no bound.
-      element: those with an element of a larger absolute value; None for no bound.
-      staleness: those made of a center that is more than so many versions old, as
-        `BoundedStaleness` counts them; None for no bound.
-      share: those after which their worker would have made more than this share, in
-        (0, 1), of all recent movement, the sum of the norms of what was applied, in
-        which a message counts 1 % less with every version since. Only of workers that
-        are there, once they have made 10 exchanges, and never of one alone. Of n equal
-        workers each has 1 / n, so a bound has to be well above that; while there are so
-        few that none could keep it (n <= 1 / share), it is not asked. None for no
-        bound.
-      steps: those that claim to be made of more local steps; None for no bound.
-      weight: those that claim a larger weight; None for no bound.
-      in_a_row: so many messages of a worker are refused, one after the other, until its
-        exchange raises `MessageRefusedError` instead.
+      norm: maximum global norm of a message; None for no limit.
+      times_median: maximum norm of a message as a multiple of the median norm of the
+        last 100 applied messages. Takes effect after 10 applied messages; None for no
+        limit.
+      element: maximum absolute value of an element; None for no limit.
+      staleness: maximum age of the message's anchor in versions, counted as in
+        `BoundedStaleness`; None for no limit.
+      share: maximum share, in (0, 1), of one worker in the recent movement of the
+        center. The movement of a worker is the sum of the norms of its applied
+        messages, each of which decays by 1 % with every later version. Only registered
+        workers count. The limit takes effect after 10 exchanges of all workers, and
+        only if another worker has moved the center. Each of n equal workers has a share
+        of 1 / n, so set the limit well above that; it is not checked while n <= 1 /
+        share, because equal workers would exceed it. None for no limit.
+      steps: maximum number of local steps that a message may claim; None for no limit.
+      weight: maximum weight that a message may claim; None for no limit.
+      in_a_row: number of rejected messages of a worker in a row at which its exchange
+        raises `MessageRefusedError`.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -96,34 +97,34 @@ class Refuse:
 
     @property
     def measures(self) -> bool:
-        """Whether it must be known how large messages are; else nobody waits for it."""
+        """Whether the limits need the norms of messages, to be read from the device."""
         bounds = (self.norm, self.times_median, self.element, self.share)
         return self.nonfinite or any(bound is not None for bound in bounds)
 
 
 class Claim(NamedTuple):
-    """What a worker says of its message, which nobody can check but for its range."""
+    """Numbers that a worker claims for its message; only their range can be checked."""
 
-    steps: int = 0  # local steps that it was made of; 0 where nobody says so
-    weight: float | None = None  # what it counts; None where nobody says so
+    steps: int = 0  # local steps in the message; 0 if unknown
+    weight: float | None = None  # weight of the message; None if not given
 
 
 UNSAID = Claim()
 
 
 class Size(NamedTuple):
-    """How large a message is."""
+    """The size of a message."""
 
     norm: float
-    largest: float | None  # of its elements; None where nobody asks
+    largest: float | None  # largest absolute value of an element; None if not measured
 
 
 class Refusal(NamedTuple):
-    """That a message was refused, and why."""
+    """The rejection of a message."""
 
-    kind: str  # the setting of `Refuse` that it was refused by
+    kind: str  # name of the exceeded limit in `Refuse`
     why: str
-    is_last: bool = False  # its worker is told by an error
+    is_last: bool = False  # whether the worker's exchange raises an error
 
 
 def _claims_more(kind: str, claimed: float | None, most: float) -> Refusal:
@@ -133,21 +134,21 @@ def _claims_more(kind: str, claimed: float | None, most: float) -> Refusal:
 
 
 class Refusals:
-    """The decisions of a center.
+    """The decisions of a center on rejections.
 
     Args:
-      refuse: by which.
+      refuse: the limits.
 
     Attributes:
-      refuse: by which.
-      counts: messages that were refused in this process, by the setting.
+      refuse: the limits.
+      counts: number of messages rejected in this process, by the exceeded limit.
     """
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
         self.counts: dict[str, int] = {}
         self._norms: deque[float] = deque(maxlen=_RECENT)
-        self._new: list[float] = []  # of them, since `memory` was asked
+        self._new: list[float] = []  # norms added since the last call of `memory`
 
     def judge(
         self,
@@ -158,15 +159,15 @@ class Refusals:
         exchanges: int,
         claim: Claim,
     ) -> Refusal | None:
-        """Whether a message is refused.
+        """Return the rejection of a message; None if the message is accepted.
 
         Args:
-          size: of it; None where it was not measured.
-          missed: versions that were made since its worker's round began.
+          size: size of the message; None if it was not measured.
+          missed: number of versions since the round of its worker began.
           own: recent movement of its worker.
-          others: recent movement of all others that are there.
-          exchanges: that all of them have made.
-          claim: of it.
+          others: recent movement of all other registered workers.
+          exchanges: number of exchanges of all registered workers.
+          claim: numbers that the worker claims for the message.
         """
         refuse = self.refuse
         if refuse.steps is not None and claim.steps > refuse.steps:
@@ -184,7 +185,7 @@ class Refusals:
         norm, largest = size
         if refuse.nonfinite and not math.isfinite(norm):
             return Refusal("nonfinite", f"it is not finite (its norm is {norm})")
-        # Each of these holds of NaN, too.
+        # `not a <= b` is also true for NaN.
         if refuse.norm is not None and not norm <= refuse.norm:
             return Refusal(
                 "norm",
@@ -217,20 +218,20 @@ class Refusals:
         return None
 
     def count(self, refusal: Refusal) -> None:
-        """A message has been refused."""
+        """Count a rejected message."""
         self.counts[refusal.kind] = self.counts.get(refusal.kind, 0) + 1
 
     def took(self, norms: Iterable[float]) -> None:
-        """Messages of these norms have been applied."""
+        """Record the norms of applied messages."""
         if self.refuse.times_median is not None:
             self._new = [norm for norm in norms if math.isfinite(norm)]
             self._norms.extend(self._new)
 
     def memory(self, *, whole: bool) -> list[float]:
-        """What outlives a process: all of it, or what is new since this was asked."""
+        """Return the state to save: all norms, or those added since the last call."""
         new, self._new = self._new, []
         return list(self._norms) if whole else new
 
     def recall(self, norms: Iterable[float]) -> None:
-        """What `memory` returned in an earlier process, from the first to the last."""
+        """Restore norms that `memory` returned in an earlier process, oldest first."""
         self._norms.extend(norms)

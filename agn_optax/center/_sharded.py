@@ -1,7 +1,7 @@
-"""A center in shards: one center of several, each with its part of the parameters.
+"""A center in shards: several centers as one, each with a part of the parameters.
 
-Leaves are assigned by size, and those above a server's share are cut along their first
-dimension (`parts.balanced`).
+Leaves are assigned to shards by size. Leaves above a shard's share are split along
+their first dimension (`parts.balanced`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 class ShardedCenter:
-    """Several centers as one; made by ``agn_optax.service.connect`` of many addresses.
+    """Several centers as one; ``agn_optax.service.connect`` makes it of addresses.
 
-    A worker pulls from all and exchanges with all of them in parallel. Each shard is
-    atomic and counts by itself: a version is a tuple, one number for each, and
-    staleness is that of the stalest part.
+    A worker pulls from all shards and exchanges with all of them in parallel. Each
+    shard is atomic and counts its own versions: a version is a tuple with one int per
+    shard, and the staleness is the largest of the shards.
 
     Args:
-      centers: the shards, in an order that is the same for every worker.
+      centers: the shards, in the same order for every worker.
       like: a tree with the containers in which `pull` returns the parameters.
-      fragments: what each shard keeps, one fragment for each; None divides by size.
-        For workers beside those that exchange by these fragments.
+      fragments: the parts of the parameters, one fragment per shard; None divides them
+        by size. Pass the fragments if other workers exchange by them.
 
     Raises:
-      InvalidArgumentError: there are no centers, or their rules differ or look at whole
-        messages, or there are not as many fragments.
+      InvalidArgumentError: there are no centers, their rules differ or combine whole
+        messages, or the number of fragments is not that of the centers.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class ShardedCenter:
         self.centers = tuple(centers)
         self.fragments = fragments
         self._like = like
-        self._checked: Any = None  # the kind of tree that the rule was checked with
-        # Once the center is known: it, what workers send, and who keeps what of it.
+        self._checked: Any = None  # the kind of tree that was checked with the rule
+        # Set on the first pull: abstract parameters, contribution, and parts of shards.
         self._model: PyTree = None
         self._message_like: PyTree
         self._own: parts.Parts
-        self._likes: list[PyTree]  # what each of them keeps, abstract
+        self._likes: list[PyTree]  # abstract parameters of each shard
 
     def __repr__(self) -> str:
-        """Its shards."""
+        """Return a description with all shards."""
         return f"ShardedCenter({', '.join(map(repr, self.centers))})"
 
     def divided_by(self, fragments: rounds.Fragments) -> ShardedCenter:
-        """The same shards, each of which keeps a fragment."""
+        """Return a center of the same shards, with one fragment per shard."""
         return ShardedCenter(self.centers, like=self._like, fragments=fragments)
 
     def join(
@@ -96,7 +96,7 @@ class ShardedCenter:
         timeout: float | None = None,
         life: Any = None,
     ) -> ShardedSession:
-        """A worker is there: see `Center.join`."""
+        """Register a worker at all shards: see `Center.join`."""
         own: list[PyTree] = [None] * len(self.centers)
         lives = own if life is None else life
         if len(lives) != len(own):
@@ -119,19 +119,19 @@ class ShardedCenter:
         return ShardedSession(self, sessions)
 
     def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
-        """Gives every shard its part of the parameters: see `Center.initialize`."""
+        """Set every shard's part of the first parameters: see `Center.initialize`."""
         check.float_leaves(params, "params")
-        # Who is the chief of the first shard is the chief of all.
+        # In order: the chief of the first shard is the chief of all shards.
         for center, part in zip(self.centers, self.cut(params), strict=True):
             center.initialize(part, worker=worker)
         return self.pull(public=True)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """The center as it is, once all shards are initialized."""
+        """Wait until all shards are initialized, and return the center."""
         return self.unite(self.all(lambda center: center.wait(timeout), self.centers))
 
     def pull(self, *, public: bool = False) -> Snapshot:
-        """The center as it is: every part is one version of its shard.
+        """Return the center, in which every part is one version of its shard.
 
         See `Center.pull`.
         """
@@ -140,17 +140,17 @@ class ShardedCenter:
 
     @property
     def address(self) -> str:
-        """Those of all shards, where they have any, as `connect` takes them."""
+        """The addresses of the shards, separated by commas, as `connect` takes them."""
         return ",".join(getattr(center, "address", "") for center in self.centers)
 
     def announce(self, address: str) -> None:
-        """Says to all shards where their workers are themselves a center."""
+        """Tell all shards the address at which their workers are centers themselves."""
         for center in self.centers:
             if hasattr(center, "announce"):
                 center.announce(address)
 
     def close(self) -> None:
-        """Closes the connections to all shards."""
+        """Close the connections to all shards."""
         for center in self.centers:
             if hasattr(center, "close"):
                 center.close()
@@ -162,7 +162,7 @@ class ShardedCenter:
         self.close()
 
     def all(self, call: Callable[..., T], *each: Sequence[Any]) -> list[T]:
-        """``call(...)`` for every shard at once; raises when all have ended."""
+        """Call a function for all shards in parallel; raise once all have ended."""
         futures = [
             in_background(functools.partial(call, *of_one), "agn-optax shard")
             for of_one in zip(*each, strict=True)
@@ -171,29 +171,30 @@ class ShardedCenter:
         return [future.result() for future in futures]
 
     def cut(self, tree: PyTree) -> list[PyTree]:
-        """A tree of parameters as the parts of the shards.
+        """Split a tree of parameters into the parts of the shards.
 
         Raises:
-          InvalidArgumentError: the rule cannot work on parts.
+          InvalidArgumentError: the rule cannot work on parts of the parameters.
         """
         whole, kind = jax.eval_shape(lambda: tree), trees.kinds(tree)
         divided = self._divided(whole)
-        if self._checked != kind:  # a chief joins and initializes with the same tree
+        if self._checked != kind:  # a chief joins and initializes with the same params
             elementwise.check(self.rule, whole, jax.eval_shape(divided.cut, whole))
             self._checked = kind
         return divided.cut(tree)
 
     def cut_message(self, contribution: PyTree) -> list[PyTree]:
-        """What a worker sends as the parts of the shards.
+        """Split a contribution into the parts of the shards.
 
         Raises:
-          TreeMismatchError: it does not belong to the center; its parts might.
+          TreeMismatchError: the contribution does not match the whole center, even if
+            its parts match those of the shards.
         """
         if self._model is None:
-            self.pull()  # or there is no center yet
+            self.pull()  # raises if the center has no parameters yet
         check.same_tree(contribution, self._message_like, "contribution", "center")
         check.same_kinds(contribution, self._message_like, "contribution")
-        # It has a tree of arrays for each leaf of the center.
+        # A contribution has a tree of arrays in place of each leaf of the center.
         owners = jax.tree.broadcast(parts.numbers(self._model), contribution)
         return [
             jax.tree.map(
@@ -207,12 +208,12 @@ class ShardedCenter:
         ]
 
     def cut_adopted(self, center: PyTree) -> list[PyTree]:
-        """A center that this one has given, as the parts of the shards: at no cost."""
-        assert self._own is not None  # it has given one
+        """Split parameters that this center returned, without checks."""
+        assert self._own is not None  # set by the pull that returned them
         return self._own.cut(center)
 
     def _check_model(self, params: PyTree) -> None:
-        """``params`` belong to the center: said of the whole, which its owner knows."""
+        """Check ``params`` against the whole center, with leaf paths of the model."""
         if self._model is None:
             with contextlib.suppress(errors.NotInitializedError):
                 self.pull()
@@ -221,7 +222,7 @@ class ShardedCenter:
             check.same_tree(params, self._model, "params", "center")
 
     def _divided(self, whole: PyTree) -> parts.Parts:
-        """Who keeps what; a leaf is cut only where the codec sends it as it is."""
+        """Return the parts of the shards; only leaves sent as they are may be split."""
         if self.fragments is not None:
             return self.fragments.divide(whole)
         sent: Any = jax.tree.structure(rounds.contribution_like(self.rule, whole))
@@ -230,7 +231,7 @@ class ShardedCenter:
         return parts.balanced(whole, len(self.centers), rows=rows)
 
     def unite(self, snapshots: Sequence[Snapshot]) -> Snapshot:
-        """The answers of all shards as one."""
+        """Combine the snapshots of all shards into one."""
         staleness = [s.staleness for s in snapshots if s.staleness is not None]
         norms = [s.norm for s in snapshots if s.norm is not None]
         paces = [s.pace for s in snapshots if s.pace is not None]
@@ -244,7 +245,7 @@ class ShardedCenter:
             self._message_like = rounds.contribution_like(self.rule, model)
             self._own = self._divided(model)
             self._likes = jax.eval_shape(self._own.cut, model)
-            self._model = model  # and only now another thread may look
+            self._model = model  # last, because other threads check it first
         return Snapshot(
             whole,
             tuple(snapshot.version for snapshot in snapshots),
@@ -259,10 +260,10 @@ class ShardedCenter:
 
 
 class ShardedSession(Session):
-    """A worker's life at all shards of a center; made by `ShardedCenter.join`.
+    """A worker's session at all shards of a center; made by `ShardedCenter.join`.
 
-    A message that reached some shards only reaches the others when the exchange is
-    repeated. If its worker is killed before that, it stays there alone.
+    If a message reached only some shards, repeating the exchange sends it to the
+    others. If the worker is killed before that, only some shards have applied it.
     """
 
     def __init__(self, center: ShardedCenter, sessions: Sequence[Session]) -> None:
@@ -270,11 +271,11 @@ class ShardedSession(Session):
         self.incarnation = sessions[0].incarnation
         self._center = center
         self._sessions = sessions
-        self._is_over = False  # a shard has refused what others may have applied
+        self._is_over = False  # whether a shard rejected what others may have applied
 
     @property
     def life(self) -> Any:
-        """As `Session.life`, of every shard."""
+        """The `Session.life` of every shard."""
         return [session.life for session in self._sessions]
 
     @property
@@ -293,7 +294,7 @@ class ShardedSession(Session):
         reported: Mapping[str, Any] | None = None,
         anchor: PyTree = None,
     ) -> None:
-        """Gives every shard its part of a contribution: see `Session.submit`."""
+        """Submit every shard's part of a contribution: see `Session.submit`."""
         shards = len(self._sessions)
         if self._is_over:
             raise errors.WorkerStateError(
@@ -310,7 +311,7 @@ class ShardedSession(Session):
         anchors = [None] * shards
         if anchor is not None:
             anchors = self._center.cut_adopted(anchor)
-        if not _is_finite(contribution):  # else one refuses it, and another takes it
+        if not _is_finite(contribution):  # so that every shard rejects its part
             own = jax.tree.map(_not_finite, own)
 
         def submit(
@@ -329,7 +330,7 @@ class ShardedSession(Session):
         self._center.all(submit, self._sessions, own, anchor_version, anchors)
 
     def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
-        """The answers of all shards as one: see `Session.collect`."""
+        """Return the combined answers of all shards: see `Session.collect`."""
         try:
             answers = self._center.all(
                 lambda session: session.collect(sequence, timeout), self._sessions
@@ -341,17 +342,17 @@ class ShardedSession(Session):
         return self._center.unite(there) if len(there) == len(answers) else None
 
     def acknowledge(self, sequence: int) -> None:
-        """As `Session.acknowledge`."""
+        """Acknowledge the answers of all shards: see `Session.acknowledge`."""
         for session in self._sessions:
             session.acknowledge(sequence)
 
     def disconnect(self) -> None:
-        """As `Session.disconnect`."""
+        """Report broken connections to all shards: see `Session.disconnect`."""
         for session in self._sessions:
             session.disconnect()
 
     def leave(self) -> None:
-        """As `Session.leave`."""
+        """End the session at all shards: see `Session.leave`."""
         for session in self._sessions:
             session.leave()
 

@@ -1,6 +1,6 @@
-"""What a center is: a chain of immutable versions, and the programs that make them.
+"""The store: the versions of a center, which do not change, and the compiled programs.
 
-Nobody else calls the rule where the center is. The store knows neither workers nor
+Only the store calls the rule's functions for the center. It knows neither workers nor
 locks: its owner calls it from one thread at a time.
 """
 
@@ -30,81 +30,83 @@ from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
 
 PyTree = Any
 
-_SMALL = 64 << 20  # bytes
-_BLOCK = 1 << 18  # numbers whose squares are added up in float32
-_MOST = (1 << 31) - _BLOCK  # numbers of an array whose blocks int32 can count
+_SMALL = 64 << 20  # bytes; the norm of smaller arrays is computed by NumPy
+_BLOCK = 1 << 18  # numbers whose squares are summed in float32
+_MOST = (1 << 31) - _BLOCK  # maximum size of an array whose blocks int32 can index
 _MOST_INT = (1 << 31) - 1
-_LEAST_NORM = 1e-12  # of smaller ones float32 has no squares
-_AT_ONCE = 16.0  # times the norm of a message, for which others may have bounds, too
+_LEAST_NORM = 1e-12  # squares of smaller numbers underflow in float32
+_AT_ONCE = 16.0  # multiple of a message's norm for which bounds are computed first
 _MOST_NORM = float(np.finfo(np.float32).max)
-_MISSES = 100  # looks at messages before bounds are looked for again
+_MISSES = 100  # number of finiteness checks after which bounds are computed again
 
 
 class CenterState(NamedTuple):
-    """All that a center is, as a pytree to save and to restore from."""
+    """The complete state of a center, as a pytree to save and restore."""
 
     params: PyTree  # the current version
-    center_state: PyTree  # the center optimizer's
+    center_state: PyTree  # state of the center optimizer
     version: Any  # int: exchanges applied
-    # As workers adopt it, with the codec's state, where the rule's codec answers in
-    # differences; else None.
+    # The broadcast parameters and the codec's state, if the rule's codec answers with
+    # deltas; else None.
     public: Public | None = None
 
 
 @dataclasses.dataclass
 class Version:
-    """One version of the center, and whether somebody may still look at it."""
+    """One version of the center, and its readers."""
 
-    params: PyTree  # as the store keeps them: `Store.tree` makes what they stand for
+    params: PyTree  # as the store keeps them; `Store.tree` returns them as a tree
     number: int
-    readers: int = 0  # who say when they have finished
-    escaped: bool = False  # given to somebody who need not say
-    public: Public | None = None  # of the same number; read and moved as this is
+    readers: int = 0  # number of readers that will report the end of reading
+    escaped: bool = False  # whether it has readers that will not report it
+    public: Public | None = None  # broadcast parameters of this version
 
 
 class Prepared(NamedTuple):
-    """All that makes one version of another: see `Store.prepare`."""
+    """The arguments that compute the next version: see `Store.prepare`."""
 
     before: Version
     program: SimpleNamespace
     one: PyTree  # a contribution, or the sum of a round's messages
-    about: Any  # what the center optimizer is told of it
-    norm: float  # that its messages have together, at most
+    about: Any  # extra arguments of the center optimizer
+    norm: float  # upper bound of the norm of all its messages together
 
 
 class Known(NamedTuple):
-    """A bound of messages at a center that has been looked at."""
+    """A bound of messages, at a center whose range is known."""
 
     bound: Bound
-    largest: float  # absolute value of its numbers, at most
+    largest: float  # upper bound of the absolute value of the center's numbers
 
     def after(self, norm: float) -> Known | None:
-        """The same after messages of that norm; None if they may be too much."""
+        """Return the bound after messages of a norm; None if they may exceed it."""
         reached = self.largest + self.bound.update
         fits = norm <= self.bound.message and reached < self.bound.center
         return Known(self.bound, reached) if fits else None
 
 
 class Store:
-    """The center variable of a rule, version after version.
+    """The versions of a rule's center variable.
 
     Args:
-      rule: whose center it is.
-      params: of the first version; copied.
+      rule: the rule.
+      params: parameters of the first version, which are copied.
       dtype: floating dtype of the center; None keeps that of ``params``.
-      device: where the center lives; None leaves it where ``params`` are.
-      packs: keeps the parameters packed, where the rule does the same to all elements.
-      center_state: of the rule's center optimizer, and of the tree; None for a new one.
-      version: of the parameters.
-      public: what workers have of it, where they hear of differences; None for all of
-        it.
+      device: device of the center; None leaves it where ``params`` are.
+      packs: flatten the parameters into two arrays, if the rule is elementwise.
+      center_state: state of the center optimizer, for the parameters as a tree; None
+        for a new state.
+      version: number of the first version.
+      public: broadcast parameters, if the codec answers with deltas; None to start with
+        the exact parameters.
 
     Attributes:
       current: the newest version.
-      packing: how the parameters are packed; None if they are kept as their tree.
-      like: the tree of parameters, abstract.
-      contribution_like: what workers send, abstract.
-      difference_like: between two public centers, abstract; None if none travel.
+      packing: the layout of flattened parameters; None if they are kept as a tree.
+      like: abstract tree of the parameters.
+      contribution_like: abstract tree of a worker's contribution.
+      difference_like: abstract tree of a delta between broadcast parameters; None if
+        the codec does not answer with deltas.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Store:
             params = jax.device_put(params, device)
         self.like = jax.eval_shape(lambda: trees.copy(params, dtype))
         self.contribution_like = rounds.contribution_like(rule, self.like)
-        # In the memory of the CPU that programs use when they are not told otherwise.
+        # Whether all leaves are in the memory of JAX's default CPU device.
         here, new = SingleDeviceSharding(jax.local_devices()[0]), jnp.zeros(()).sharding
         self._on_host = jax.default_backend() == "cpu" and all(
             getattr(leaf, "sharding", new) == here for leaf in jax.tree.leaves(params)
@@ -133,19 +135,20 @@ class Store:
         kept = trees.copy(params, dtype) if packing is None else packing.keep(params)
         self._rule, self._programs = rule, _programs(rule)
         self._known: Known | None = None  # of the current version
-        # The norm for which no bounds were found, and looks until they are looked for.
+        # The norm for which no bounds were found, and the number of finiteness checks
+        # until bounds are computed again.
         self._missed, self._misses = 0.0, 0
         if public is None:
             public = rounds.init_public(rule, kept)
         self.current = Version(kept, version, public=public)
         self.difference_like = rounds.difference_like(rule, self.like)
-        # The last differences, by the versions that they make: less than all of it.
+        # The last deltas by version, as long as they are smaller than the parameters.
         size, whole = map(trees.nbytes, (self.difference_like, self.like))
         most = (whole - 1) // size if 0 < size <= whole else 0
         self._differences: deque[tuple[int, PyTree]] = deque(maxlen=most)
         if center_state is None:
             self._check_answers()
-            # Of a copy: some optimizers keep the parameters that they are shown.
+            # From a copy, because some optimizers keep the parameters in their state.
             center_state = rule.center.init(trees.copy(kept))
         elif packing is not None:
             center_state = packing.pack_state(rule, center_state)
@@ -155,7 +158,7 @@ class Store:
     def restore(
         cls, rule: Rule, saved: CenterState, device: Any = None, *, packs: bool = False
     ) -> Store:
-        """The store that `save` was asked of; see `LocalCenter.restore`."""
+        """Return a store that continues from a state, see `LocalCenter.restore`."""
         check.float_leaves(saved.params, "saved.params")
         params, state, public = jax.device_put(
             (saved.params, saved.center_state, saved.public), device
@@ -186,7 +189,7 @@ class Store:
         )
 
     def _check_answers(self) -> None:
-        """Workers can adopt the first version, in the dtype that it travels in."""
+        """Raise if the first version overflows the dtype in which workers adopt it."""
         codec = self._rule.codec
         if codec.answer_dtype is None:
             return
@@ -201,15 +204,15 @@ class Store:
 
     @property
     def state_bytes(self) -> int:
-        """Of the center optimizer's state."""
+        """The size of the center optimizer's state in bytes."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._center_state))
 
     def save(self) -> CenterState:
-        """A copy of everything, for a checkpoint."""
+        """Return a copy of the complete state, for a checkpoint."""
         return self.unpacked(self.copy())
 
     def copy(self) -> CenterState:
-        """A copy of everything as it is kept, which nobody moves; see `unpacked`."""
+        """Return a copy of the state as the store keeps it; see `unpacked`."""
         current = self.current
         params, center_state, public = trees.copy(
             (current.params, self._center_state, current.public)
@@ -217,7 +220,7 @@ class Store:
         return CenterState(params, center_state, current.number, public)
 
     def unpacked(self, copied: CenterState) -> CenterState:
-        """Return a copy as a tree; wait for the device where it was packed."""
+        """Return a copied state as a tree; wait for the device if it was flattened."""
         if self.packing is None:
             return copied
         params, center_state, number, public = copied
@@ -226,26 +229,26 @@ class Store:
         return CenterState(params, jax.device_put(center_state), number, public)
 
     def tree(self, version: Version) -> PyTree:
-        """The parameters of a version, which must not be moved in place any more."""
+        """Return a version's parameters as a tree; its arrays must not be reused."""
         if self.packing is None:
             return version.params
         return jax.device_put(self.unplace(version.params))
 
     def answer(self, version: Version) -> PyTree:
-        """The parameters of a version as a worker adopts them at an exchange."""
+        """Return a version's parameters as a worker adopts them at an exchange."""
         params = self.public(version)
         if self._rule.codec.answer_dtype is None:
             return params
         return self._programs.answer(params)
 
     def public(self, version: Version) -> PyTree:
-        """The parameters of a version as all workers have it; the exact ones if so."""
+        """Return a version's broadcast parameters; the exact ones if there are none."""
         return self.tree(version) if version.public is None else version.public.params
 
     def differences(self, since: int, version: Version) -> list[PyTree] | None:
-        """By which the public center of a number becomes that of a version.
+        """Return the deltas from the broadcast parameters of ``since`` to a version.
 
-        None where they are not kept any more, or would be more than all of it.
+        None if they were released, or would be larger than the parameters.
         """
         if version.public is None:
             return None
@@ -253,10 +256,10 @@ class Store:
         return made if len(made) == version.number - since else None
 
     def take(self, contribution: PyTree) -> PyTree:
-        """A contribution, encoded, if it belongs to this center, where the center is.
+        """Check an encoded contribution, and place it on the center's device.
 
         Raises:
-          TreeMismatchError: it does not.
+          TreeMismatchError: the contribution does not match the center.
         """
         if self.packing is None or not self.packing.holds(contribution):
             like = self.contribution_like
@@ -267,31 +270,31 @@ class Store:
         return self.place(contribution)
 
     def place(self, contribution: PyTree) -> PyTree:
-        """A contribution where the center is, as the center is kept."""
+        """Return a contribution on the center's device, flattened if the center is."""
         if self.packing is not None:
             is_packed = self.packing.holds(contribution)
             return contribution if is_packed else self.packing.pack(contribution)
         leaves = jax.tree.leaves(contribution)
         if self._on_host and all(isinstance(leaf, np.ndarray) for leaf in leaves):
-            return contribution  # programs take it as it is, in less time
+            return contribution  # a program takes NumPy arrays directly, and faster
         return trees.place_like(contribution, self.current.params)
 
     def unplace(self, kept: PyTree) -> PyTree:
-        """As a tree, for others: a contribution, or parameters as this keeps them."""
+        """Return a contribution, or parameters of a version, as a tree."""
         return kept if self.packing is None else self.packing.unpack(kept)
 
     def norm(self, contribution: PyTree, center: PyTree) -> jax.Array:
-        """Global norm of the message that a contribution is to ``center``, float32.
+        """Return the global norm of a contribution's message to ``center``, in float32.
 
-        It is finite if, and only if, the message is: of a finite message whose norm is
-        beyond float32 it is float32's largest number.
+        The norm is finite if and only if the message is finite: a finite norm beyond
+        the range of float32 is replaced by the largest number of float32.
         """
         if (
             self._rule.message is None
             and isinstance(contribution, Packed)
             and all(p.dtype == np.float32 and p.nbytes < _SMALL for p in contribution)
         ):
-            # A program takes longer to call.
+            # NumPy takes less time than a call of a compiled program.
             norm = np.sqrt(np.float32(sum(map(_square, contribution))))
             if _LEAST_NORM < norm < math.inf:
                 return norm
@@ -300,7 +303,7 @@ class Store:
     def measure(
         self, contribution: PyTree, center: PyTree, *, elements: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The `norm`, and if asked for the largest absolute value of an element."""
+        """Return the `norm`, and the largest absolute element if ``elements``."""
         if elements:
             return self._programs.measure(contribution, center)
         return self.norm(contribution, center), None
@@ -313,7 +316,7 @@ class Store:
         claims: Sequence[Claim] | None = None,
         workers: int = 1,
     ) -> None:
-        """Makes the next version, whatever it is: `prepare`, and `move`."""
+        """Compute the next version without a finiteness check: `prepare` and `move`."""
         self.move(self.prepare(contributions, staleness, weights, claims, workers))
 
     def prepare(
@@ -325,17 +328,17 @@ class Store:
         workers: int = 1,
         norm: float = math.inf,
     ) -> Prepared:
-        """All that makes the next version of the current one; nothing moves yet.
+        """Prepare the next version, without changing the current one.
 
         Args:
-          contributions: one; or those of a round, whose messages become one, as the
-            rule combines them.
-          staleness: of each of them.
-          weights: of each message of a round; None if this is none. A rule that
-            discounts messages by their staleness needs no others.
-          claims: of their workers; None where nothing is said.
-          workers: that are there.
-          norm: that the messages have together, at most.
+          contributions: one contribution, or those of a round, whose messages the rule
+            combines.
+          staleness: staleness of each contribution.
+          weights: factor of each message of a round, ignored if the rule discounts
+            messages by their staleness; None if this is no round.
+          claims: claims of the workers; None if there are none.
+          workers: number of registered workers.
+          norm: upper bound of the norm of all messages together.
         """
         before, programs = self.current, self._programs
         claims = claims or [UNSAID] * len(contributions)
@@ -347,7 +350,7 @@ class Store:
             (one,) = contributions
             return Prepared(before, programs.move, one, abouts[0], norm)
         one, count = None, len(contributions)
-        # Of those that say nothing, 1.
+        # 1 for workers without a claim.
         steps = [max(1, claim.steps) for claim in claims]
         own = [1.0 if claim.weight is None else claim.weight for claim in claims]
         is_mean, mean = self._rule.combine == "mean", math.fsum(own) / count
@@ -366,16 +369,16 @@ class Store:
             _on_device(float(count if is_mean else 1)),
             _about(before.number, 0, mean_steps, mean, workers),
         )
-        # A discount may lengthen each message, and what is not a sum all of them.
+        # A discount may lengthen a message; a combined message may exceed the sum.
         if self._rule.discount is not None or not self._rule.is_summed:
             norm = math.inf
         return Prepared(before, programs.move_round, one, about, norm)
 
     def move(self, prepared: Prepared) -> None:
-        """Makes the version that was prepared, of the one that is still current."""
+        """Compute the prepared version from the current one."""
         before = prepared.before
         assert before is self.current
-        # Whoever was promised the old version keeps it; else it is written over.
+        # Reuse the arrays of the old version, unless it has readers.
         in_place = (
             not before.escaped and not before.readers and self._rule.adopts == "after"
         )
@@ -390,10 +393,10 @@ class Store:
         self._becomes(params, public, made)
 
     def look(self, prepared: Prepared) -> tuple[bool, Known | None]:
-        """Return whether a version would be finite, and the bound found with it.
+        """Return whether a prepared version would be finite, and a bound if found.
 
-        Waits for the device, so it is not for those who hold a lock; nobody may `move`
-        meanwhile. Changes nothing that others read: see `learn`.
+        This waits for the device, so do not call it under a lock. `move` must not be
+        called meanwhile. State that other methods read is unchanged: see `learn`.
         """
         before = prepared.before
         found = self._find_bound(before, prepared.norm)
@@ -409,11 +412,11 @@ class Store:
         return bool(is_finite), None
 
     def learn(self, known: Known | None) -> None:
-        """Keep the bound that `look` has found of the version that is made next."""
+        """Set the bound that `look` found for the next version."""
         self._known = known
 
     def _becomes(self, params: PyTree, public: Public | None, made: PyTree) -> None:
-        """The next version is there, and by which difference workers hear of it."""
+        """Set the next version, and the delta by which workers receive it."""
         number = self.current.number + 1
         self.current = Version(params, number, public=public)
         if public is not None:
@@ -421,21 +424,21 @@ class Store:
 
     @functools.cached_property
     def _reach(self) -> tuple[Reach | None, float]:
-        """The bounds of messages, if there are any; and how far these may go."""
+        """The bounds of messages if there are any, and the largest allowed number."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(self.current.params)]
         if self._rule.codec.answer_dtype is not None:
             dtypes.append(self._rule.codec.answer_dtype)
         most = min((float(jnp.finfo(dtype).max) for dtype in dtypes), default=0.0)
         if _is_narrower(self.difference_like, self.like):
-            return None, most / 2  # a difference may have no room
+            return None, most / 2  # a delta may overflow its narrower dtype
         reach = reach_of(self._rule, self.current.params, self._center_state)
         return reach, most / 2
 
     def is_bounded(self, prepared: Prepared) -> bool:
-        """Return whether a version is known to be finite; then it must be made.
+        """Return whether a prepared version must be finite; if so, `move` to it.
 
-        By how far all messages since can have carried the center from where `look` has
-        found it; nobody waits for the device.
+        The decision bounds the distance by which all messages since the last `look` can
+        have moved the center, and does not wait for the device.
         """
         after = self._known and self._known.after(prepared.norm)
         if after is not None:
@@ -443,7 +446,7 @@ class Store:
         return after is not None
 
     def _find_bound(self, before: Version, norm: float) -> Known | None:
-        """Bounds of messages of a norm and more, by looking at the center."""
+        """Return bounds for messages of at least a norm, from the center's range."""
         if not norm < _MOST_NORM:
             return None
         if self._misses > 0 and norm > self._missed / 2:
@@ -457,7 +460,7 @@ class Store:
         boxes, state = found[: len(params)], found[len(params) :]
         if None not in boxes:
             largest = max((max(-box[0], box[1]) for box in boxes if box), default=0.0)
-            # With a weight decay, less is known of a larger center.
+            # With a weight decay, updates are larger at a larger center.
             for message in (_AT_ONCE * norm, norm):
                 for center in (most, min(most, 2 * largest + 1)):
                     bound = reach.bound(message, center, state)
@@ -468,11 +471,11 @@ class Store:
         return None
 
     def shift(self, adopted: PyTree, sent: PyTree) -> None:
-        """Makes the next version: ``adopted`` in place of ``sent``, and all since.
+        """Rebase the center: ``adopted`` replaces ``sent``, and later progress stays.
 
         Args:
-          adopted: as `place` returns it.
-          sent: as `place` returns it.
+          adopted: parameters as `place` returns them.
+          sent: parameters as `place` returns them.
         """
         params = _with_progress(adopted, self.current.params, sent)
         self._becomes(params, *self._programs.publish(params, self.current.public))
@@ -483,7 +486,7 @@ _with_progress = jax.jit(rounds.with_progress)
 
 
 def _square(part: np.ndarray) -> float:
-    """The square of a norm, with little to round: blocks are added up in float64."""
+    """Return the square of a norm, with blocks summed in float64 to round less."""
     blocks = (part[i : i + _BLOCK] for i in range(0, part.size, _BLOCK))
     with np.errstate(over="ignore", invalid="ignore"):
         return sum(float(np.dot(block, block)) for block in blocks)
@@ -492,13 +495,13 @@ def _square(part: np.ndarray) -> float:
 def _by_blocks(
     square: Callable[..., jax.Array], arrays: Sequence[jax.Array], dtype: Any
 ) -> jax.Array:
-    """The sum of ``square`` of arrays of one length, some numbers at a time."""
+    """Return the sum of ``square`` over arrays of one length, block by block."""
     count = arrays[0].size
     size = min(_BLOCK, count)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         begin = i * size
-        start = jnp.minimum(begin, count - size)  # the last one goes back a little
+        start = jnp.minimum(begin, count - size)  # the last block overlaps its neighbor
         blocks = [jax.lax.dynamic_slice(a, (start,), (size,)) for a in arrays]
         is_new = jnp.arange(size, dtype=begin.dtype) >= begin - start
         return total + jnp.sum(jnp.where(is_new, square(*blocks), 0.0))
@@ -512,26 +515,26 @@ def _floats(tree: PyTree) -> list[Any]:
 
 
 def _is_narrower(difference: PyTree, center: PyTree) -> bool:
-    """Whether something of a difference has room for smaller numbers only."""
+    """Return whether a floating leaf of a delta has a smaller range than the center."""
     most = min((jnp.finfo(x.dtype).maxexp for x in _floats(center)), default=0)
     return any(jnp.finfo(x.dtype).maxexp < most for x in _floats(difference))
 
 
 class _About(NamedTuple):
-    """What a center optimizer is told of a message, as arrays of the device."""
+    """Extra arguments of the center optimizer for a message, on the device."""
 
     staleness: jax.Array
     steps: jax.Array
     weight: jax.Array
-    since: tuple[jax.Array, jax.Array]  # a multiple of a block, and the rest
+    since: tuple[jax.Array, jax.Array]  # a multiple of `_VERSIONS`, and the remainder
     workers: jax.Array
 
     def said(self) -> dict[str, Any]:
-        """As extra arguments, and that this is a center outside the program."""
+        """Return the extra arguments of a center outside the workers' programs."""
         return {**self._asdict(), "since": sum(self.since), "outside": True}
 
 
-_VERSIONS = 256  # in a block: so rarely something new goes to the device
+_VERSIONS = 256  # parts of `since` repeat, so that transfers to the device are rare
 
 
 def _about(
@@ -550,7 +553,7 @@ def _about(
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _on_device(number: float) -> jax.Array:
-    if isinstance(number, int):  # of a staleness beyond int32, the largest int32
+    if isinstance(number, int):  # a larger number becomes the largest int32
         return jax.device_put(np.int32(min(number, _MOST_INT)))
     return jax.device_put(np.float64(number))
 
@@ -563,12 +566,12 @@ def _largest(center: PyTree) -> jax.Array:
     return functools.reduce(jnp.maximum, each, jnp.zeros((), wide))
 
 
-_ANY = downpour()  # for what a measure does not read of a rule
+_ANY = downpour()  # stands for the rule's parts that do not affect a measurement
 
 
 @functools.lru_cache(maxsize=32)
 def _measures(rule: Rule) -> dict[str, Any]:
-    """What is measured of messages, shared by all rules that make the same of them."""
+    """Return the compiled measurements, shared by rules whose messages are the same."""
 
     def norm(contribution: PyTree, center: PyTree) -> jax.Array:
         def messages(sent: PyTree, center: PyTree) -> list[jax.Array]:
@@ -581,9 +584,9 @@ def _measures(rule: Rule) -> dict[str, Any]:
             return jnp.sqrt(sum(squares, none))
 
         plain = root([jnp.sum(m**2) for m in messages(contribution, center)])
-        # Where squares overflow, or vanish: of numbers closer to 1.
+        # If squares overflow or underflow, the numbers are first scaled closer to 1.
         digits = int(jnp.finfo(plain.dtype).maxexp)
-        # The squares of numbers below `_LEAST_NORM`, about 2^-40, stay finite.
+        # The scaled squares of numbers below `_LEAST_NORM`, about 2^-40, are finite.
         up, down = 2.0 ** (0.5 * digits + 32), 2.0 ** (-0.625 * digits)
         scale = jnp.where(plain < 1, up, down).astype(plain.dtype)
 
@@ -592,7 +595,7 @@ def _measures(rule: Rule) -> dict[str, Any]:
                 (message,) = messages(*block)
                 return (message * scale) ** 2
 
-            # XLA scales all of an array before it adds anything up.
+            # XLA would scale the whole array before it sums the squares.
             if (
                 isinstance(contribution, Packed)
                 and max(map(jnp.size, contribution)) < _MOST
@@ -621,12 +624,12 @@ def _measures(rule: Rule) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def _programs(rule: Rule) -> SimpleNamespace:
-    """What the stores of one rule compile, shared by them."""
+    """Return the compiled programs of a rule, shared by its stores."""
 
     def counted(
         contribution: PyTree, center: PyTree, about: _About, weight: Any
     ) -> PyTree:
-        """A message of a round, as much as it counts, in float32 at least."""
+        """Return a message of a round times its factor, in float32 or wider."""
         message = rounds.message_of(rule, contribution, center)
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
@@ -634,14 +637,14 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = discounted(rule, message, **told(about.said()))
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
-    # Added to the others, and divided once.
+    # Sums messages one after another; the sum is divided once.
     def weigh(
         total: PyTree, contribution: PyTree, center: PyTree, about: _About, weight: Any
     ) -> PyTree:
         message = counted(contribution, center, about, weight)
         return message if total is None else jax.tree.map(jnp.add, total, message)
 
-    # All at a time, for rules whose messages are not summed.
+    # Combines all messages at once, for rules that do not sum them.
     def combine(
         how: robust.Combine, contributions: list[PyTree], center: PyTree, counts: Any
     ) -> PyTree:
@@ -668,7 +671,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         return rounds.move_center(made, message, center, state, extra_args=said)
 
     def compiled(program: Any) -> SimpleNamespace:
-        """One program three times: ``(one, about, center, center_state, public)``."""
+        """Compile a program in three forms: in place, anew, and as finiteness check."""
 
         def whole(
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
@@ -680,7 +683,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
         ) -> Any:
             moved, moved_state, _, made = whole(one, about, center, state, public)
-            # As workers adopt it: a narrow answer has no room for a large center.
+            # In the dtype of the answer, whose range may be smaller than the center's.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
             new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
             stay = [
@@ -692,23 +695,23 @@ def _programs(rule: Rule) -> SimpleNamespace:
                 stay += [jnp.isfinite(x).all() for x in _floats(made)]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
-        # The center optimizer's state has no readers, so it is always updated in place.
-        # Versions may have.
+        # Arguments are ``(one, about, center, center_state, public)``. The optimizer's
+        # state has no readers and is always donated; a version may have readers.
         return SimpleNamespace(
             in_place=jax.jit(whole, donate_argnums=(2, 3, 4)),
             anew=jax.jit(whole, donate_argnums=3),
-            stays_finite=jax.jit(stays_finite),  # what is finite; nothing moves
+            stays_finite=jax.jit(stays_finite),  # donates nothing
         )
 
     return SimpleNamespace(
         **_measures(dataclasses.replace(_ANY, message=rule.message, codec=rule.codec)),
         weigh=jax.jit(weigh, donate_argnums=0),
-        # One program for each number of them; None where messages are summed.
+        # Compiled for each number of messages; None if messages are summed.
         combine=jax.jit(functools.partial(combine, rule.combine))
         if isinstance(rule.combine, robust.Combine)
         else None,
-        move=compiled(move),  # by a contribution
-        move_round=compiled(move_round),  # by the sum of a round's
+        move=compiled(move),  # takes a contribution
+        move_round=compiled(move_round),  # takes the sum of a round's messages
         answer=jax.jit(functools.partial(rounds.answer_of, rule)),
         publish=jax.jit(functools.partial(rounds.publish, rule)),
     )

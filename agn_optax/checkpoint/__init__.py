@@ -1,11 +1,11 @@
-"""Orbax checkpoints of workers, towers and centers, for whoever stops and goes on.
+"""Orbax checkpoints of workers, towers and centers, to stop a run and continue it.
 
-What is saved is checked by name before anything is changed: the rule by its
-fingerprint, the model leaf by leaf, workers and towers by their number. Whatever else
-Orbax can save, a Grain iterator say, goes beside it. `_tree` turns any pytree into what
-Orbax keeps, `_parts` is what there is to save, `_save` puts it together. `Resumable` is
-a worker that is never without a checkpoint. What is imported `as` itself is for the
-layers above.
+Loading checks a checkpoint before anything is changed: the rule by its fingerprint, the
+model leaf by leaf, workers and towers by their number. Other objects that Orbax can
+save, such as a Grain iterator, may be saved with them. `_tree` converts any pytree to
+the form that Orbax saves, `_parts` has the parts of a checkpoint, and `_save` combines
+them. `Resumable` is a worker that always has a checkpoint. Names that are imported `as`
+themselves are for the layers above.
 """
 
 from agn_optax.checkpoint._resumable import Resumable

@@ -1,6 +1,6 @@
-"""What a checkpoint may have in it: a worker, a center, towers.
+"""The parts of a checkpoint: workers, centers and towers.
 
-Each says what it is in terms of JSON, gives a tree of arrays, and goes on from them.
+Each part has a description in JSON and a tree of arrays, and can be restored from them.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ Json = dict[str, Any]
 
 
 class Part(abc.ABC):
-    """One thing that is saved, or that goes on from what was."""
+    """A part of a checkpoint, to be saved or restored."""
 
     kind: str
 
     @abc.abstractmethod
     def taken(self) -> tuple[Json, PyTree]:
-        """What it is, and its arrays."""
+        """Return the description and the arrays to save."""
 
     @abc.abstractmethod
     def expected(self, about: Json, like: PyTree, where: str) -> PyTree:
-        """A tree with the containers of what was saved, which belongs here.
+        """Check that a saved part fits, and return a tree with its containers.
 
         Args:
-          about: what was saved says of itself.
-          like: parameters with the containers to be used; None for those that were
-            saved.
-          where: the checkpoint, in words.
+          about: the saved description.
+          like: parameters with the containers to use; None for the saved containers.
+          where: description of the checkpoint for messages.
 
         Raises:
-          RuleMismatchError, TreeMismatchError: it does not belong here; says why.
+          RuleMismatchError, TreeMismatchError: the saved part does not fit; the message
+            says why.
         """
 
     @abc.abstractmethod
     def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
-        """Goes on from what was saved.
+        """Restore the part.
 
         Args:
-          about: what it says of itself.
-          tree: its arrays, in the containers of `expected`.
-          has_center: whether the center was saved with it.
+          about: the saved description.
+          tree: the saved arrays, in the containers of `expected`.
+          has_center: whether the checkpoint has the center, too.
         """
 
 
 class WorkerPart(Part):
-    """A worker, with parameters and state to save."""
+    """A worker, with the parameters and state to save."""
 
     kind = "worker"
 
@@ -98,7 +98,7 @@ class WorkerPart(Part):
         params = _params(about, like, leaves)
 
         def anchor_of(part: PyTree, path: str) -> PyTree:
-            # In the center's dtype, which may be wider.
+            # In the dtype of the center, which may be wider.
             kept = _under(path, leaves)
             return _of_dtypes(part, kept) if kept else None
 
@@ -116,7 +116,7 @@ class WorkerPart(Part):
 
     def go_on(self, about: Json, tree: PyTree, *, has_center: bool) -> Any:
         saved = self._saved(about, **tree)
-        # A center that was saved with it knows of none that it had.
+        # A center that was saved with the worker does not know its session.
         life = about["life"] if self._keeps_life and not has_center else None
         if life is not None and about["worker"] != self._worker.name:
             raise errors.WorkerStateError(
@@ -133,7 +133,7 @@ class WorkerPart(Part):
             ) from error
 
     def _saved(self, about: Json, params: PyTree, state: PyTree, anchor: PyTree) -> Any:
-        """What `Worker.save` has returned."""
+        """Return the state that `Worker.save` returned."""
         fragments = self._worker.fragments
         if fragments is None:
             return WorkerState(params, state, anchor, **_counted(about))
@@ -150,12 +150,12 @@ _NUMBERS = ("anchor_version", "local_steps", "exchanges", "weight", "pace")
 
 
 def _numbers(saved: WorkerState) -> Json:
-    """What of a worker is no array."""
+    """Return the fields of a worker's state that are not arrays."""
     return {name: getattr(saved, name) for name in _NUMBERS}
 
 
 def _counted(about: Json) -> Json:
-    """The reverse of `_numbers`; earlier releases have not all of them."""
+    """Return the fields that `_numbers` saved; missing fields are None."""
     numbers = {name: about.get(name) for name in _NUMBERS}
     if isinstance(version := numbers["anchor_version"], list):
         numbers["anchor_version"] = tuple(version)
@@ -208,7 +208,7 @@ class CenterPart(Part):
 
 
 class TowersPart(Part):
-    """Towers, with their state: to be saved, or like the one that was."""
+    """Towers with their state, to be saved or restored."""
 
     kind = "towers"
 
@@ -223,7 +223,7 @@ class TowersPart(Part):
             "worker_axis": towers.worker_axis,
             "has_rows": towers.workers > 1,
         }
-        # Workers are not alike between their exchanges, and towers of one are.
+        # Workers differ between their exchanges; the towers of one worker are equal.
         is_one = towers.workers == 1
         state = towers.unreplicate(self._state) if is_one else self._state
         return about, {"state": state}
@@ -244,7 +244,7 @@ class TowersPart(Part):
         tree = {"state": self._state if has_rows else towers.unreplicate(self._state)}
         names = {f"['state']{path}" for path in alike(self._state)}
         own, theirs = (
-            # Pieces of a center have the shapes that the mesh gives them.
+            # The shapes of other leaves, such as parts of a center, depend on the mesh.
             [leaf if leaf.path in names else leaf._replace(shape=()) for leaf in leaves]
             for leaves in (_tree.describe(tree), leaves_of(about))
         )
@@ -268,12 +268,12 @@ class TowersPart(Part):
 
 
 def leaves_of(about: Json) -> list[Leaf]:
-    """The leaves that were saved."""
+    """Return the descriptions of the saved leaves."""
     return [Leaf(path, dtype, tuple(shape)) for path, dtype, shape in about["leaves"]]
 
 
 def _under(path: str, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Those of what was saved there."""
+    """Return the saved leaves under a path."""
     return [leaf for leaf in leaves if leaf.path.startswith(path)]
 
 
@@ -287,7 +287,7 @@ def _check_rule(about: Json, rule: Rule, where: str) -> None:
 
 
 def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """The parameters, abstract: those of ``like``, or as they were saved."""
+    """Return the abstract parameters: those of ``like``, or as they were saved."""
     if like is not None:
         check.float_leaves(like, "like")
         return jax.eval_shape(lambda: like)
@@ -304,7 +304,7 @@ def _params(about: Json, like: PyTree, leaves: Sequence[Leaf]) -> PyTree:
 
 
 def _of_dtypes(params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """A tree like ``params``, with the dtypes of ``leaves`` as far as these go."""
+    """Return an abstract tree like ``params``, with the dtypes of the first leaves."""
     own, treedef = jax.tree.flatten(params)
     dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves[: len(own)]]
     dtypes += [leaf.dtype for leaf in own[len(dtypes) :]]

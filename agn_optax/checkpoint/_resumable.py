@@ -1,12 +1,12 @@
 """A worker whose process may be killed at any moment.
 
-Before a message leaves, all that it was made of is on disk: the worker as it is, where
-its data is, and under which number it is sent. So whenever the process is killed,
-exactly one of two things is true of the last checkpoint. Its exchange was not applied;
-then it is sent, as if nothing had happened. Or it was; then it is sent again, and the
-center, which knows it by its number, answers and does not apply it again. Either way
-the data goes on after the last exchange that was applied, and local steps made since
-are made anew.
+Before a message is sent, everything that it was computed from is on disk: the worker's
+state, the position in its data, and the number of the exchange. If the process is
+killed at any time, there are two cases for the exchange of the last checkpoint. If it
+was not applied, it is sent as if nothing had happened. If it was applied, it is sent
+again, and the center, which recognizes its number, answers without applying it again.
+In both cases the data continues after the last applied exchange, and the local steps
+since then are repeated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PyTree = Any
 
 
 def _taken() -> frozenset[str]:
-    """Return the names that mean something else where checkpoints go through."""
+    """Return the names that are arguments of the functions that save and load."""
     arguments = [
         name
         for function in (_save.load, _save.Rotation.write)
@@ -40,50 +40,54 @@ def _taken() -> frozenset[str]:
 
 
 _TAKEN = _taken()
-_ALL = "all"  # fragments, or the whole
+_ALL = "all"  # all fragments, or the whole model
 
 
 class Resumable:
-    """A `Worker` that goes on where it was, whenever and however its process ended.
+    """A `Worker` that continues where it was, whenever and however its process ended.
 
-    It writes a checkpoint before each exchange, and `start` goes on from the last one.
-    With data that can do the same, such as a Grain iterator, every sample then counts
-    in the center exactly once: also if the process is killed (SIGKILL) in the middle of
-    an exchange, or while it writes.
+    It writes a checkpoint before each exchange, and `start` continues from the last
+    one. If the data can be continued too, such as a Grain iterator, every sample counts
+    in the center exactly once, even if the process is killed (SIGKILL) during an
+    exchange or while a checkpoint is written.
 
-    That holds as long as the center is the same: served, or one that outlives its
-    process with a `agn_optax.center.Journal`, or one in this process and of this worker
-    alone, which is then saved with it. Of a center in shards this is said of each. A
-    worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each of them,
-    before which those that are on their way land, be it before their delay is over.
+    This holds as long as the center is not restarted with a loss. The center may be
+    served, or outlive its process by a `agn_optax.center.Journal`, or be in this
+    process and have no other worker; it is then saved with the worker. For a center in
+    shards the same applies to each shard. A center that lost exchanges reports that,
+    and `start` raises an error.
+
+    A worker that exchanges by `agn_optax.Fragments` writes a checkpoint for each
+    fragment. The fragments in flight land before that, even if their delay is not over.
     With a ``delay``, samples of the local steps between a message and its landing count
-    by the share ``mixing``, as they do without checkpoints: landing replaces the rest
-    of the worker's own progress. That holds for rules that send displacements and adopt
-    the center after the message, such as downpour and diloco. A center that was started
-    anew without all that was exchanged says so, and refuses to
-    go on. A power failure may take the last checkpoints, for not all of their files are
-    synced.
+    by the share ``mixing``, as they do without checkpoints, because landing replaces
+    the rest of the worker's own progress. That holds for rules that send displacements
+    and adopt the center after the message, such as downpour and diloco.
 
-    Use it in the worker's place; whatever it has not, it takes from the worker (``tx``,
-    ``exchanges``, ...). A checkpoint at every exchange takes 0.1 s, and some seconds a
-    gigabyte: choose the period by that.
+    A power failure may destroy the last checkpoints, because not all of their files are
+    synced to disk.
+
+    Use it in place of the worker: other attributes (``tx``, ``exchanges``, ...) are
+    those of the worker. The checkpoint of an exchange takes 0.1 s, and some seconds per
+    gigabyte: choose the period accordingly.
 
     Args:
-      worker: the worker. Its name must be the same in all lives, and its own.
-      directory: of this worker's checkpoints alone; made if need be.
-      keep: how many of them stay there.
-      **beside: what is saved with it, by name: what is a checkpointable of Orbax itself
-        and is loaded in place, such as a Grain iterator; or a dict of arrays (batch
-        statistics, random keys), which is saved as it is then, and filled by `start`.
-        Some names are taken: ``center``, and arguments of `load` and of what writes.
+      worker: the worker. Its name must be unique, and the same in all processes.
+      directory: directory of this worker's checkpoints alone, created if necessary.
+      keep: number of checkpoints to keep.
+      **beside: objects to save with the worker, by name: either checkpointables of
+        Orbax that load in place, such as a Grain iterator, or dicts of arrays (batch
+        statistics, random keys), which are saved with their values at that time, and
+        filled by `start`. Some names are reserved: ``center``, and the arguments of
+        `load` and of the function that writes checkpoints.
 
     Attributes:
       worker: the worker.
       resumed: whether `start` found a checkpoint.
-      checkpoints: the files.
+      checkpoints: the checkpoints on disk.
 
     Raises:
-      InvalidArgumentError: ``keep`` is not positive, or a name is taken.
+      InvalidArgumentError: ``keep`` is not positive, or a name is reserved.
       MissingExtraError: Orbax is not installed.
       InvalidTypeError: ``worker`` is not a worker.
 
@@ -128,20 +132,20 @@ class Resumable:
         self.worker = worker
         self.resumed = False
         self._beside = beside
-        # What the last checkpoint was written for, if it has not its answer: `_ALL`, or
-        # the number of a fragment.
+        # The part of the last checkpoint whose exchange was not answered yet: `_ALL`,
+        # or the number of a fragment.
         self._sends: Any = None
-        # What the next call begins with, where the last one failed after a landing.
+        # Params and state for the next call, if the last one failed after a landing.
         self._landed: tuple[PyTree, LocalState] | None = None
         self.checkpoints = _save.Rotation(directory, keep)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "worker":  # it is not there yet
+        if name == "worker":  # not set yet
             raise AttributeError(name)
         return getattr(self.worker, name)
 
     def __repr__(self) -> str:
-        """The worker, and where its checkpoints are."""
+        """Return a description with the worker and the path of its checkpoints."""
         return f"Resumable({self.worker!r}, {str(self.checkpoints)!r})"
 
     def start(
@@ -151,25 +155,25 @@ class Resumable:
         chief: bool | None = None,
         timeout: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """Goes on from the last checkpoint; where there is none, as `Worker.start`.
+        """Continue from the last checkpoint; without one, start as `Worker.start`.
 
-        The exchange that the checkpoint was written for is made first.
+        The exchange for which the checkpoint was written is made first.
 
         Args:
-          params: as of `Worker.start`; they also give the containers.
-          chief: as of `Worker.start`.
-          timeout: as of `Worker.start`.
+          params: see `Worker.start`; they also determine the containers.
+          chief: see `Worker.start`.
+          timeout: see `Worker.start`.
 
         Returns:
-          Parameters and state with which to go on.
+          The parameters and the state to continue with.
 
         Raises:
-          RuleMismatchError, TreeMismatchError: the checkpoint does not belong to this
+          RuleMismatchError, TreeMismatchError: the checkpoint does not match this
             worker.
-          WorkerStateError: the center has been started anew, or has had later exchanges
+          WorkerStateError: the center was restarted with a loss, or has later exchanges
             of this worker.
 
-        Also raises what `Worker.start` does.
+        Also raises the errors of `Worker.start`.
         """
         self._sends = self._landed = None
         latest = self.checkpoints.latest
@@ -195,10 +199,11 @@ class Resumable:
         steps: int = 1,
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """As `Worker.exchange`; writes a checkpoint before a message leaves.
+        """Exchange as `Worker.exchange` does, with a checkpoint before each message.
 
-        The data must be where the local steps so far have left it. If the center was
-        unreachable and ``patience`` is 0, try again before the next local step.
+        The position in the data must be that after the local steps so far. If the
+        center is unreachable and ``patience`` is 0, call this again before the next
+        local step.
         """
         check.whole_number(steps, "steps", least=1, optional=False)
         weight = check.weight(weight)
@@ -223,7 +228,7 @@ class Resumable:
         steps: int | None = None,
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """As `Worker.flush`; writes a checkpoint before a message leaves."""
+        """Exchange as `Worker.flush` does, with a checkpoint before each message."""
         weight = self.worker.check_flush(steps, weight)
         params, state = self._finished(params, state, _ALL)
         about = {"flushes": True, "steps": steps, "whole": weight}
@@ -231,7 +236,7 @@ class Resumable:
             return self.worker.flush(*loop, steps=steps, weight=weight)
 
     def save(self, params: PyTree, state: LocalState) -> None:
-        """Writes a checkpoint now, between two exchanges.
+        """Write a checkpoint now, between two exchanges.
 
         Raises:
           WorkerStateError: an exchange is in flight; `Worker.land` waits for it.
@@ -245,14 +250,14 @@ class Resumable:
         self.close()
 
     def close(self) -> None:
-        """The worker leaves, and goes on from its last checkpoint another time."""
+        """Leave the center; a later process may continue from the last checkpoint."""
         self._landed = None
         self.worker.leave()
         self.checkpoints.close()
 
     @property
     def _ending(self) -> list[LocalCenter]:
-        """The center, or its shards, if they all end with this process."""
+        """The center, or its shards, if all of them end with this process."""
         center = self.worker.center
         shards = center.centers if isinstance(center, ShardedCenter) else (center,)
         ending = [
@@ -264,7 +269,7 @@ class Resumable:
 
     @property
     def _center_parts(self) -> dict[str, CenterPart]:
-        """Those of them, by the names under which they are saved."""
+        """The parts for the centers in `_ending`, by their names in a checkpoint."""
         center = self.worker.center
         parts: dict[str, CenterPart] = {}
         for number, each in enumerate(self._ending):
@@ -275,15 +280,15 @@ class Resumable:
         return parts
 
     def _turn(self, steps: int) -> Any:
-        """Return the fragment that `exchange` sends, or `_ALL`, as `_sends` has it."""
+        """Return the fragment that `exchange` sends next, or `_ALL`."""
         worker = self.worker
         return worker.next_full(steps) if isinstance(worker, StreamingWorker) else _ALL
 
     def _finished(self, params: PyTree, state: LocalState, sends: Any) -> Any:
-        """The loop after what the last checkpoint was written for has its answer.
+        """Complete the exchange of the last checkpoint; return params and state.
 
-        Unless the next call repeats just that: other fragments may not leave before
-        they are in a checkpoint.
+        Do nothing if the next call repeats that exchange. Other fragments must not be
+        sent before they are in a checkpoint.
         """
         worker = self.worker
         if self._sends in (None, sends) or not isinstance(worker, StreamingWorker):
@@ -297,18 +302,18 @@ class Resumable:
     def _sending(
         self, params: PyTree, state: LocalState, sends: Any, **about: Any
     ) -> Iterator[tuple[PyTree, LocalState]]:
-        """Around an exchange of what this gives; one that is tried again is written."""
+        """Yield params and state to exchange; save them first, unless it is a retry."""
         loop = self._landed or (params, state)
-        if self._sends is None:  # or the worker knows how far it is with that message
+        if self._sends is None:  # in a retry, the worker has the message's state
             given, loop = loop, self.worker.land(*loop)
-            if loop[0] is not given[0]:  # donated, should the next line fail
+            if loop[0] is not given[0]:  # the given ones are donated: keep these
                 self._landed = loop
             self._write(*loop, **about)
         self._sends = sends
         try:
             yield loop
         except errors.AgnOptaxError as error:
-            # Beside a fragment that was refused, others may have been sent.
+            # With a rejected fragment, other fragments may have been sent.
             is_lost = isinstance(error, errors.CenterUnreachableError)
             if not (is_lost or self.worker.is_stuck):
                 self._sends = None
@@ -316,7 +321,7 @@ class Resumable:
         self._sends = self._landed = None
 
     def _write(self, params: PyTree, state: LocalState, **about: Any) -> None:
-        """A checkpoint, whose worker then sends a message: see `_Sending`."""
+        """Write a checkpoint of a worker that sends a message next: see `_Sending`."""
         worker = self.worker
         parts: dict[str, Any] = {**self._center_parts}
         present = {name for center in self._ending for name in center.workers}
@@ -345,17 +350,17 @@ class _ShardPart(CenterPart):
 
 
 class _Sending(WorkerPart):
-    """A worker that is about to send.
+    """A worker that is about to send a message.
 
     Args:
-      worker: which it is.
+      worker: the worker.
       *loop: its parameters and state.
-      sends: whether it is; else it is saved as it stands.
-      flushes: whether all of its fragments are sent, and not that whose turn it is.
-      steps: local steps that the round has had; None for those that the worker knows.
-      more: those beside them.
-      whole: what the round counts; None for what the worker knows.
-      weight: what is to be added to that; None for nothing.
+      sends: whether it is about to send; otherwise its state is saved unchanged.
+      flushes: whether it sends all fragments instead of the next one.
+      steps: local steps of the round; None for those that the worker has counted.
+      more: local steps to add to these.
+      whole: weight of the round; None for the one that the worker has summed.
+      weight: weight to add to that; None for none.
     """
 
     def __init__(
@@ -387,7 +392,7 @@ class _Sending(WorkerPart):
         return about | {"sends": about["local_steps"]}, tree
 
     def _count(self, numbers: dict[str, Any]) -> None:
-        """What the call that sends is told of a round."""
+        """Add the steps and the weight that the sending call passes for a round."""
         if self._steps is not None:
             numbers["local_steps"] = self._steps
         numbers["local_steps"] += self._more
@@ -405,7 +410,6 @@ class _Sending(WorkerPart):
                 if (fragment := about["fragment"]) is None:
                     return self._worker.flush(*loop)
                 return self._worker.flush_fragment(fragment, *loop)
-            # Earlier releases had not counted what the call was told of.
             weight = about.get("sent_weight", about.get("weight"))
             return self._worker.flush(*loop, steps=about["sends"], weight=weight)
         except errors.WorkerStateError as error:

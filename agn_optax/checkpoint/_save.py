@@ -1,4 +1,4 @@
-"""Checkpoints of several things at once, with what tells them from others inside."""
+"""Checkpoints of several parts at once, each with a description to check."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ from agn_optax.towers import Towers
 from agn_optax.worker import Worker
 
 PyTree = Any
-ABOUT = "agn_optax"  # the name under which a checkpoint says what is in it
+ABOUT = "agn_optax"  # name under which a checkpoint describes its parts
 _FILE = "about.json"
 _FORMAT = 1
 
 
 def checkpointables(**parts: Any) -> dict[str, Any]:
-    """What Orbax's own functions save of workers, centers and towers.
+    """Return checkpointables of workers, centers and towers for Orbax's functions.
 
-    For who has a `Checkpointer` of Orbax, or saves in the background; `save` gives it
-    to ``save_checkpointables``.
+    Use this with Orbax's own `Checkpointer`, or to save in the background. `save`
+    passes the result to ``save_checkpointables``.
 
     Args:
-      **parts: by name: ``(worker, params, state)`` for a `Worker` in the middle of its
-        loop, a `LocalCenter`, ``(towers, state)`` for state with a replica per tower;
-        and anything else that Orbax saves, such as a pytree of arrays or a Grain
-        iterator. What belongs together must stand still: no worker exchanges meanwhile.
+      **parts: parts by name: ``(worker, params, state)`` for a `Worker` in the middle
+        of its loop; a `LocalCenter`; ``(towers, state)`` for a state with a replica per
+        tower; and anything else that Orbax saves, such as a pytree of arrays or a Grain
+        iterator. No worker may exchange with a saved center meanwhile, so that the
+        parts are consistent.
 
     Returns:
-      One checkpointable for each, and one named ``"agn_optax"`` that says what they
-      are: rules by their fingerprints, and every leaf.
+      One checkpointable per part, and one named ``"agn_optax"`` that describes them:
+      the fingerprints of rules, and every leaf.
 
     Raises:
-      InvalidArgumentError: a name is that one.
+      InvalidArgumentError: a part is named ``"agn_optax"``.
       WorkerStateError: a worker has not started, or has an exchange in flight.
 
     Example:
@@ -73,21 +74,21 @@ def checkpointables(**parts: Any) -> dict[str, Any]:
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
-    """Saves workers, centers, towers, and whatever goes with them, as one checkpoint.
+    """Save workers, centers, towers and other objects as one checkpoint.
 
-    It is there whole or not at all, and Orbax alone can read it too: parameters are
-    nested dictionaries under the names of the model.
+    The checkpoint is written atomically. Orbax alone can read it: parameters are nested
+    dictionaries with the names of the model.
 
     Args:
-      path: a directory that is not there.
-      **parts: as of `checkpointables`.
+      path: a directory that does not exist.
+      **parts: see `checkpointables`.
 
     Raises:
-      InvalidArgumentError: there is something at ``path``.
+      InvalidArgumentError: ``path`` exists.
       MissingExtraError: Orbax is not installed.
-      DurabilityError: it cannot be written.
+      DurabilityError: the checkpoint cannot be written.
 
-    Also raises what `checkpointables` does.
+    Also raises the errors of `checkpointables`.
 
     Example:
       >>> import pathlib, tempfile, jax.numpy as jnp, optax, agn_optax
@@ -125,38 +126,43 @@ def load(
     elastic: bool = False,
     **parts: Any,
 ) -> dict[str, Any]:
-    """Goes on from a checkpoint, after everything in it was compared with what is here.
+    """Restore workers, centers, towers and other objects from a checkpoint.
+
+    Everything in the checkpoint is compared with the given parts before any of them is
+    changed.
 
     Args:
-      path: as of `save`, or the ``path`` of a checkpoint of Orbax's `Checkpointer`.
+      path: see `save`; or the ``path`` of a checkpoint of Orbax's `Checkpointer`.
       like: a tree with the containers of the parameters, for models whose containers
         are not dicts, lists and tuples.
-      elastic: towers may be fewer or more than those that were saved, also where each
-        is a worker: all go on from the center, with its optimizer's state, and from the
-        first worker's parameters and inner state. (The towers of one data-parallel
-        worker may always be.)
-      **parts: by the names under which they were saved: a `Worker`; a `LocalCenter`
-        that has no parameters yet; ``(towers, state)`` with state as a new run begins
-        with it; anything else as Orbax's ``load_checkpointables`` takes it: a Grain
-        iterator, a tree like the one that was saved, or None. If a worker is asked for,
-        all of them must be, and the center that was saved with it. Others may be left
-        out. A worker whose center was not saved begins another life there, and adopts
-        at its next exchange what has become of the center; what it had sent after it
-        was saved is in it, and is sent again (`Resumable` is for whoever minds).
+      elastic: whether the number of towers may differ from the saved number, even if
+        each tower is a worker: all of them continue from the center, with its
+        optimizer's state, and from the first worker's parameters and inner state. (The
+        number of towers of one data-parallel worker may always differ.)
+      **parts: parts by the names under which they were saved: a `Worker`; a
+        `LocalCenter` that has no parameters yet; ``(towers, state)`` with the state of
+        a new run; anything else as Orbax's ``load_checkpointables`` takes it: a Grain
+        iterator, a tree like the saved one, or None. Workers can only be loaded
+        together: pass all saved workers, and the center that was saved with them. Other
+        parts may be left out. A worker whose center was not saved starts a new session
+        there, and adopts the current center at its next exchange. Messages that it sent
+        after the checkpoint stay applied, and the same progress is sent again;
+        `Resumable` avoids that.
 
     Returns:
-      By name: ``(params, state)`` of a worker, with which to go on; the center; the
-      towers' state; what Orbax has made of the others.
+      A dict by name: ``(params, state)`` of a worker, to continue with; the center; the
+      towers' state; the results of Orbax for other parts.
 
     Raises:
-      RuleMismatchError: something was saved of another rule; names what differs.
-      TreeMismatchError: it was another model, or another number of workers or towers;
-        names the leaf, or the numbers.
-      InvalidArgumentError: there is no such thing in the checkpoint.
+      RuleMismatchError: a part was saved with another rule; the message names the
+        difference.
+      TreeMismatchError: a part was saved with another model, or with another number of
+        workers or towers; the message names the leaf or the numbers.
+      InvalidArgumentError: the checkpoint has no such part.
       MissingExtraError: Orbax is not installed.
       DurabilityError: there is no checkpoint, or it cannot be read.
 
-    Also raises what `Worker.restore` does.
+    Also raises the errors of `Worker.restore`.
 
     Example: see `save`.
     """
@@ -179,7 +185,7 @@ def load(
         raise errors.DurabilityError(f"cannot read {folder}: {error}") from error
     has_center = any(part.kind == "center" for part in own.values())
     there = {name: kept[name] for name in others}
-    # Whoever goes on with a center finds it there.
+    # Centers come first, because workers resume at them.
     for name in sorted(own, key=lambda name: own[name].kind != "center"):
         tree = _tree.filled(expected[name], leaves_of(about[name]), kept[name])
         there[name] = own[name].go_on(about[name], tree, has_center=has_center)
@@ -187,17 +193,17 @@ def load(
 
 
 class Rotation:
-    """Numbered checkpoints in a directory, of which the last ones stay.
+    """Numbered checkpoints in a directory, of which the last ones are kept.
 
     Args:
-      directory: of these alone; made if need be.
-      keep: how many stay.
+      directory: directory of these checkpoints alone, created if necessary.
+      keep: number of checkpoints to keep.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         ocp = orbax()
         training, options = ocp.training, ocp.options.ArrayOptions
-        # To compress floating numbers takes several times as long as to write them.
+        # Compressing floating numbers takes several times as long as writing them.
         plain = options(saving=options.Saving(use_compression=False))
         self._kept = training.Checkpointer(
             pathlib.Path(directory).resolve(),
@@ -211,14 +217,14 @@ class Rotation:
 
     @property
     def latest(self) -> tuple[int, pathlib.Path] | None:
-        """Number and path of the last one that is whole; None if there is none."""
+        """Number and path of the last complete checkpoint; None if there is none."""
         latest = self._kept.latest
         return None if latest is None else (latest.step, pathlib.Path(latest.path))
 
     def write(self, number: int, **parts: Any) -> None:
-        """One more, with a higher number than those before.
+        """Write a checkpoint, whose number must be higher than all before.
 
-        Raises what `save` does.
+        Raises the errors of `save`.
         """
         saved = checkpointables(**parts)
         try:
@@ -227,15 +233,15 @@ class Rotation:
             raise errors.DurabilityError(f"cannot write to {self}: {error}") from error
 
     def close(self) -> None:
-        """Writes nothing more."""
+        """Release Orbax's checkpointer."""
         self._kept.close()
 
 
 def read_about(folder: pathlib.Path) -> dict[str, Any]:
-    """What a checkpoint says is in it, by name.
+    """Return the descriptions of a checkpoint's parts, by name.
 
     Raises:
-      DurabilityError: there is none, or it is not one of ours.
+      DurabilityError: there is no checkpoint, or agn_optax did not write it.
     """
     try:
         kept = orbax().load_checkpointables(folder, {ABOUT: _About()})
@@ -253,19 +259,19 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def orbax() -> Any:
-    """Orbax's API, version 1.
+    """Return Orbax's API, version 1.
 
     Raises:
-      MissingExtraError: it is not installed.
+      MissingExtraError: Orbax is not installed.
     """
     extras.require("flax", "orbax.checkpoint")
-    from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
+    from orbax.checkpoint import v1  # noqa: PLC0415 slow to import, optional extra
 
     return v1
 
 
 def as_part(value: Any, elastic: bool = False) -> Part | None:
-    """What a user gives to save or to load; None for what Orbax knows by itself."""
+    """Return the part for a user's object; None if Orbax saves it itself."""
     if isinstance(value, Part):
         return value
     first, *rest = value if isinstance(value, tuple) and value else (value,)
@@ -284,7 +290,7 @@ def as_part(value: Any, elastic: bool = False) -> Part | None:
 
 
 class _About:
-    """A file that says what is in a checkpoint; Orbax asks it to write and to read."""
+    """The description in a checkpoint; Orbax calls it to write and to read the file."""
 
     def __init__(self, text: str = "") -> None:
         self.text = text
@@ -307,7 +313,7 @@ class _About:
 def _check_names(
     about: Mapping[str, Any], parts: Mapping[str, Part], where: str
 ) -> None:
-    """What is asked for was saved, and all of it that belongs together.
+    """Check that requested parts were saved, and that no required part is missing.
 
     Raises:
       InvalidArgumentError, TreeMismatchError: see `load`.

@@ -1,6 +1,6 @@
-"""Any pytree as nested dictionaries of arrays, by the names in its leaves' paths.
+"""Pytrees as nested dictionaries of arrays, with the names in the paths of the leaves.
 
-So a checkpoint depends on no container, and Orbax alone can read it.
+A checkpoint therefore depends on no container type, and Orbax alone can read it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Nested = dict[str, Any]
 
 
 def describe(tree: PyTree) -> list[Leaf]:
-    """The leaves of a tree, as they are kept."""
+    """Return a description of the leaves of a tree, in the form that is saved."""
     return list(trees.describe(_plain(tree)).leaves)
 
 
 def nested(tree: PyTree) -> Nested:
-    """What Orbax keeps of a tree, which is no leaf itself.
+    """Return a tree of one or more nodes in the form that Orbax saves.
 
-    Leaves without elements are left out: Orbax refuses them.
+    Leaves without elements are left out, because Orbax rejects them.
     """
     return _nest(tree_flatten_with_path(_plain(tree))[0])
 
 
 def abstract(like: PyTree, leaves: Sequence[Leaf]) -> Nested:
-    """What Orbax is asked for: the ``leaves`` of a tree, as numpy arrays."""
+    """Return the tree to load from Orbax, with ``leaves`` as NumPy arrays."""
     paths = [path for path, _ in tree_flatten_with_path(like)[0]]
     empty = [np.empty(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
     return _nest(list(zip(paths, empty, strict=True)))
 
 
 def filled(like: PyTree, leaves: Sequence[Leaf], kept: Nested) -> PyTree:
-    """The tree that was kept, in the containers of ``like``."""
+    """Return a loaded tree in the containers of ``like``."""
     paths, treedef = tree_flatten_with_path(like)
     made = []
     for (path, other), leaf in zip(paths, leaves, strict=True):
@@ -74,7 +74,7 @@ def _names(path: Any) -> list[str]:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """A tree with random keys as their numbers, and numbers as arrays."""
+    """Return a tree with random keys as their data, and with numbers as arrays."""
 
     def plain(leaf: Any) -> Any:
         if trees.is_key(leaf):

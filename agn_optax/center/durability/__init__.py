@@ -1,8 +1,8 @@
-"""What of a center outlives its process: snapshots, and a journal of exchanges.
+"""Durability of a center: snapshots, and a journal of exchanges, on disk.
 
-`_keeper` is told what happens and decides what is written, `_writer` is the thread
-that writes, `_directory` the files, and `_records` what is in them. `_found` is what an
-earlier process has left, and `_backup` copies it.
+`_keeper` records what happens to the center and decides what is written, `_writer` is
+the thread that writes the journal, `_directory` manages the files, and `_records` is
+their format. `_found` reads the files of an earlier process, and `_backup` copies them.
 """
 
 from agn_optax.center.durability._backup import backup

@@ -1,4 +1,4 @@
-"""A copy of a center on disk, also while a process keeps it there."""
+"""A backup of a center on disk, which may be in use."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from agn_optax.center.durability._records import Record
 
 
 def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int:
-    """Copies the center that is kept in a directory into another one.
+    """Copy the center on disk from one directory to another.
 
-    Whoever keeps it there may go on: the copy has at least what had been answered when
-    this was called, as far as its durability had promised that. All of it is read, and
-    the copy is read again. For its workers a center that goes on from a copy is another
-    one, as there may have been more.
+    Another process may use the center meanwhile. The copy has at least the exchanges
+    that were answered before this call, as far as the durability guarantees that they
+    were on disk. The original is read completely, and so is the finished copy. A center
+    that continues from the copy has a new center id, because the original may have had
+    later exchanges.
 
     Args:
-      directory: of a `Journal` or of `Snapshots`.
-      to: where the copy goes: a directory that is empty, or not there yet.
+      directory: directory of a `Journal` or of `Snapshots`.
+      to: directory of the copy, which must be empty or not exist.
 
     Returns:
       The version of the center in the copy.
 
     Raises:
-      InvalidArgumentError: there is something in ``to``.
-      DurabilityError: there is no center, it is damaged, or the copy cannot be written.
+      InvalidArgumentError: ``to`` is not empty.
+      DurabilityError: there is no center, its files are damaged, or the copy cannot be
+        written.
 
     Example:
       >>> import pathlib, tempfile, jax.numpy as jnp, agn_optax
@@ -59,7 +61,7 @@ def backup(directory: str | os.PathLike[str], to: str | os.PathLike[str]) -> int
 
 
 def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
-    """Copies all or nothing; returns the version."""
+    """Copy all files, or remove what was copied; return the version."""
     source = Found(directory)
     snapshot = source.load_center()
     with (
@@ -76,7 +78,7 @@ def _try(directory: str | os.PathLike[str], to: pathlib.Path) -> int:
 
 
 def _copy(source: Found, snapshot: Record, target: Directory) -> None:
-    """The snapshot, by which the copy is known to be whole, comes last."""
+    """Copy the records, then the snapshot, whose presence marks a complete copy."""
     number = snapshot.number
     records = source.replay_kept(number)
     if (first := next(records, None)) is not None:
@@ -97,7 +99,7 @@ def _copy(source: Found, snapshot: Record, target: Directory) -> None:
 
 
 def _version(copy: Found) -> int:
-    """Of the center in a copy, all of which is read."""
+    """Read all of a copy; return the version of its center."""
     snapshot = copy.load_center()
     version, number = snapshot.about["version"], snapshot.number
     for record in copy.replay(number):

@@ -1,7 +1,7 @@
-"""The directory in which a center outlives its process, and what is written there.
+"""The directory of a durability: locking, snapshots, journals and free space.
 
-Its lock is held by the process that keeps its center here. What the files are is said
-in `_found`, which reads them.
+The process that keeps its center in the directory holds the lock. `_found` describes
+the files, and reads them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from agn_optax.center.durability._found import (
 if sys.platform != "win32":
     import fcntl
 
-# Bytes of a journal that are reserved at a time: as many as it has, within these.
+# Bytes to reserve for a journal at a time: its current size, within these limits.
 _LEAST_RESERVED, _MOST_RESERVED = 64 << 10, 64 << 20
 
 
 class Room(NamedTuple):
-    """On the disk where a center is kept.
+    """Space on the disk of a durability.
 
     Attributes:
-      free: bytes that are left to its user.
+      free: bytes available to the process's user.
       needed: bytes of the next snapshot, and of the journal that begins after it.
     """
 
@@ -48,13 +48,13 @@ class Room(NamedTuple):
 
 
 class Directory(Found):
-    """The files of one center, which this process alone may touch.
+    """The files of one center, locked for this process.
 
     Args:
-      path: of the directory, which is made if need be.
+      path: path of the directory, which is created if necessary.
 
     Raises:
-      DurabilityError: another process has it, or it cannot be used.
+      DurabilityError: another process holds the lock, or the directory cannot be used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,66 +76,67 @@ class Directory(Found):
                 ) from None
             super().__init__(path)
             with explained(f"cannot keep a center in {path}"):
-                self.check_place()  # it may have been replaced before it was locked
-                for each in path.glob("*.tmp"):  # of a process that was killed
+                self.check_place()  # the directory may have been replaced meanwhile
+                for each in path.glob("*.tmp"):  # left by a process that was killed
                     each.unlink()
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Lets another process have it."""
+        """Release the lock."""
         self._opened.close()
 
     def check_place(self, journal: int | None = None, begin: int = 0) -> None:
-        """That what is written can be found here.
+        """Check that open files are still found at their paths.
 
-        An open file can be written to wherever it went, and by whoever still has it.
+        An open file can be written after it was moved or removed, and by any process
+        that still has it open.
 
         Args:
-          journal: one that is open.
-          begin: its first record.
+          journal: file descriptor of the journal; None checks only the lock.
+          begin: number of the journal's first record.
 
         Raises:
-          OSError: it cannot.
+          OSError: a file was moved, removed or replaced.
         """
         _check_place(self._lock, self.path / "lock")
         if journal is not None:
             _check_place(journal, self.file("journal", begin))
 
     def room(self, snapshot: int, *, journal: bool) -> Room:
-        """What there is for what comes next.
+        """Return the free and the needed disk space.
 
         Args:
-          snapshot: bytes of one.
-          journal: whether one begins after it.
+          snapshot: size of a snapshot in bytes.
+          journal: whether a journal begins after the next snapshot.
 
         Raises:
           OSError: the directory is gone.
         """
         free = shutil.disk_usage(self.path).free
-        # A record has about as many bytes as the parameters.
+        # A record is about as large as the parameters.
         begins = max(_LEAST_RESERVED, min(snapshot, _MOST_RESERVED))
         return Room(free, snapshot + (begins if journal else 0))
 
     def make_promise(self, kind: Kind, number: int) -> None:
-        """What the next process may rely on; it is on disk when this returns.
+        """Write the guarantee for later records to the lock, and sync it to disk.
 
         Args:
-          kind: of the promise, for the records that follow.
-          number: of records that are on disk.
+          kind: kind of the guarantee.
+          number: number of records that are on disk.
 
         Raises:
-          OSError: it could not be written.
+          OSError: the lock could not be written.
         """
         self.promise = Promise(kind, number, this_boot())
         self.note(number)
         os.fsync(self._lock)
 
     def note(self, number: int) -> None:
-        """So many records are on disk.
+        """Write the number of records on disk to the lock.
 
-        That is not synced, for it would cost as much as the records themselves. A
-        process that is killed leaves it behind nevertheless, and after a power failure
-        it is what was true some seconds before: never too much.
+        The lock is not synced, which would take as long as syncing the records. If the
+        process is killed, the number is preserved. After a power failure it may be some
+        seconds old: it is never too large.
         """
         assert self.promise is not None
         self.promise = self.promise._replace(kept=number)
@@ -144,10 +145,10 @@ class Directory(Found):
     def save(
         self, number: int, about: dict[str, Any], arrays: Sequence[np.ndarray]
     ) -> int:
-        """Writes a snapshot, whole or not at all; returns its bytes once on disk.
+        """Write a snapshot atomically; return its size in bytes once it is on disk.
 
         Raises:
-          OSError: it could not be written.
+          OSError: the snapshot could not be written.
         """
         self.check_place()
         path = self.file("snapshot", number)
@@ -165,10 +166,10 @@ class Directory(Found):
         return size
 
     def begin_journal(self, number: int) -> tuple[int, int]:
-        """A new journal, open and on disk, and its size: all of it is reserved.
+        """Create a journal on disk; return its file descriptor and its reserved size.
 
         Raises:
-          OSError: there can be none.
+          OSError: the journal could not be created.
         """
         self.check_place()
         path = self.file("journal", number)
@@ -184,12 +185,12 @@ class Directory(Found):
         return file, size
 
     def forget(self, journals: int, keep: int, seconds: float = 0.0) -> None:
-        """Removes what nobody needs any more.
+        """Remove files that are no longer needed.
 
         Args:
-          journals: those that begin before this record are removed.
-          keep: snapshots that stay, the last ones.
-          seconds: ... and those that are younger.
+          journals: remove the journals that begin before this record.
+          keep: number of snapshots to keep, the last ones.
+          seconds: also keep the snapshots that are younger than this.
         """
         for each in self.numbers("journal"):
             if each < journals:
@@ -202,21 +203,21 @@ class Directory(Found):
 
 
 def reserve(file: int, size: int, needed: int) -> int:
-    """Makes a file larger than ``needed`` bytes, and gives its new size.
+    """Extend a file to more than ``needed`` bytes; return its new size.
 
-    A small file grows by little, and a large one seldom. Writes are quicker where that
-    has been done, and a file that was cut off is known by its size.
+    Small files grow in small steps, and large files seldom. Writing to reserved space
+    is faster, and the reserved size reveals a file that was truncated.
     """
     more = max(_LEAST_RESERVED, min(size, _MOST_RESERVED), needed - size)
     try:
         os.posix_fallocate(file, size, more)
-    except (AttributeError, OSError):  # no such call here, or not for these files
+    except (AttributeError, OSError):  # not supported by the system or the file system
         os.ftruncate(file, size + more)
     return size + more
 
 
 def _make(path: pathlib.Path) -> None:
-    """A directory that is there after a power failure, with all that it lies in."""
+    """Create a directory and its parents so that they survive a power failure."""
     if not path.is_dir():
         _make(path.parent)
         path.mkdir(exist_ok=True)

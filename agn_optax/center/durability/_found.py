@@ -1,11 +1,11 @@
-"""What a process has left of its center in a directory, and whether it is all there.
+"""The files that a process left of its center, and the check that they are complete.
 
-    lock            what was promised of the records, and how many were on disk
-    snapshot-N      the center after its first N records: one record, written whole
-    journal-N       records N, N + 1, ...: what happened next
+    lock            the guarantee for the records, and the number that were on disk
+    snapshot-N      the center after its first N records: one record
+    journal-N       records N, N + 1, ...: the changes that follow
 
-What a center is after a restart: the newest snapshot, and the records from there on. A
-journal may begin before that snapshot, where no new file could be had at the time.
+A restarted center consists of the newest snapshot and the records that follow it. A
+journal may begin before that snapshot, if no new file could be created at the time.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ _WAY_OUT = (
     "Put back a copy of the whole directory; or remove its lock, and what is left goes "
     "on as another center, whose workers start again"
 )
-_LINE = 64  # bytes of a lock
-_TRIES = 20  # to read what changes meanwhile
+_LINE = 64  # size of a lock in bytes
+_TRIES = 20  # attempts to read files that another process changes meanwhile
 T = TypeVar("T")
 
-# What is promised of the records that are made: "whole" that there will be no more of
-# them, "journal" that each is on disk before it is answered, "interval" that the system
-# has each before it is answered, and the disk a while later, and "memory" nothing.
-# "backup": there were more, elsewhere.
+# The guarantee for later records. "whole": there are none. "journal": a record is on
+# disk before its exchange is answered. "interval": the operating system has the record
+# before the exchange is answered, and the disk some time later. "memory": no guarantee.
+# "backup": this is a copy, and the original may have had later records.
 Kind = Literal["whole", "journal", "interval", "memory", "backup"]
 
 
 class Promise(NamedTuple):
-    """What a lock says."""
+    """The contents of a lock."""
 
     kind: Kind
-    kept: int  # records that were on disk
-    boot: str  # of the system that said so
+    kept: int  # number of records that were on disk
+    boot: str  # boot id of the system that wrote the lock
 
     def line(self) -> bytes:
-        """All of a lock."""
+        """Return the contents of the lock file."""
         text = " ".join(map(str, self))
         return f"{text} {_checksum(text)}".ljust(_LINE - 1).encode() + b"\n"
 
 
 class Found:
-    """The files of a center, which somebody else may be writing to.
+    """The files of a center, to which another process may be writing.
 
     Args:
-      path: of the directory.
+      path: path of the directory.
 
     Attributes:
-      path: of the directory.
-      promise: what its lock says; None if there is none, or nothing in it.
+      path: path of the directory.
+      promise: contents of the lock; None if there is no lock, or if it is empty.
 
     Raises:
       DurabilityError: the lock cannot be read, or is damaged.
@@ -74,13 +74,13 @@ class Found:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
-        self._missing = ""  # what was noticed to be missing
-        self._cut = ""  # what was noticed to be no record
-        self._end = ""  # file and byte where the records that were found end
+        self._missing = ""  # description of a missing journal, or of a missing part
+        self._cut = ""  # description of an incomplete write at the end
+        self._end = ""  # file and byte at which the found records end
         self.read_promise()
 
     def read_promise(self) -> None:
-        """Looks at the lock."""
+        """Read the lock."""
         path = self.path / "lock"
         self.promise = None
         try:
@@ -90,7 +90,7 @@ class Found:
             if isinstance(error.__cause__, FileNotFoundError):
                 return
             raise
-        if not raw.strip(b"\0"):  # made, and the power failed
+        if not raw.strip(b"\0"):  # created before a power failure, and never written
             return
         words = raw.decode("ascii", "replace").split()
         if len(words) == 4 and words[0] in get_args(Kind) and words[1].isdecimal():
@@ -101,14 +101,14 @@ class Found:
         raise errors.DurabilityError(f"{path}: it is damaged. {_WAY_OUT}")
 
     def newest(self) -> int | None:
-        """The number of the newest snapshot."""
+        """Return the number of the newest snapshot; None if there is none."""
         return max(self.numbers("snapshot"), default=None)
 
     def load(self) -> Record | None:
-        """The newest snapshot; None if no center was ever kept here.
+        """Read the newest snapshot; None if the directory never had a center.
 
         Raises:
-          DurabilityError: it cannot be read, or there is none any more.
+          DurabilityError: the snapshot cannot be read, or was removed.
         """
         newest = self.newest()
         if newest is None:
@@ -130,10 +130,10 @@ class Found:
         return record
 
     def load_center(self) -> Record:
-        """As `load`, of a directory that must have a center.
+        """Read the newest snapshot of a directory that must have a center.
 
         Raises:
-          DurabilityError: it has none, or it cannot be read.
+          DurabilityError: there is no center, or its snapshot cannot be read.
         """
         snapshot = self.load()
         if snapshot is None:
@@ -141,14 +141,16 @@ class Found:
         return snapshot
 
     def replay_kept(self, number: int) -> Iterator[Record]:
-        """As `replay`, as far as was promised; somebody may be writing the rest.
+        """Yield the records after a snapshot that the lock guarantees to be on disk.
+
+        Another process may be writing further records.
 
         Raises:
-          DurabilityError: some of what was promised is not there.
+          DurabilityError: a guaranteed record is missing.
         """
         kept: float = math.inf
         if self.promise is not None and self.promise.boot == this_boot():
-            # There are exactly so many, or somebody is in the middle of writing more.
+            # Records beyond these may still be written by another process.
             kept = self.promise.kept
         if number < kept:
             for record in self.replay(number):
@@ -159,10 +161,10 @@ class Found:
         self.lost(number)
 
     def replay(self, number: int) -> Iterator[Record]:
-        """What happened after snapshot ``number``, in order.
+        """Yield the records after snapshot ``number``, in order.
 
         Raises:
-          DurabilityError: something is missing before what is there.
+          DurabilityError: a record is missing before one that was found.
         """
         begins = self.numbers("journal")
         earlier = [begin for begin in begins if begin <= number]
@@ -189,13 +191,13 @@ class Found:
                         yield record
 
     def lost(self, number: int) -> str:
-        """Why this is another center for its workers than it was; "" if it is not.
+        """Return why updates may be lost, so that the center gets a new id; else "".
 
         Args:
-          number: of records that were found by `replay`.
+          number: number of records that were found, including those of the snapshot.
 
         Raises:
-          DurabilityError: more of them were on disk.
+          DurabilityError: more records were on disk than were found.
         """
         if self.promise is None:
             return f"{self.path / 'lock'} is not there to say how much there was"
@@ -215,7 +217,7 @@ class Found:
                 f"{self._missing}: record {number}, and more, may have been in it. "
                 f"{_WAY_OUT}"
             )
-        if self._cut:  # nobody had been told of it
+        if self._cut:  # the exchange of this record was never answered
             _log.warning("%s, which are left out", self._cut)
         if kind == "memory":
             return "it was not closed, and changes were in memory only"
@@ -224,19 +226,19 @@ class Found:
         return ""
 
     def file(self, kind: str, number: int) -> pathlib.Path:
-        """Of a snapshot or a journal."""
+        """Return the path of a snapshot or a journal."""
         return self.path / f"{kind}-{number:012}"
 
     def numbers(self, kind: str) -> list[int]:
-        """Of the snapshots or journals that are there."""
+        """Return the numbers of all snapshots or journals, sorted."""
         with explained(f"cannot read {self.path}"):
             names = [each.name for each in self.path.iterdir()]
         found = (re.fullmatch(rf"{kind}-(\d+)", name) for name in names)
         return sorted(int(match[1]) for match in found if match)
 
     def _cut_off(self, path: pathlib.Path, is_last: bool, size: int) -> None:
-        """A journal ends with bytes that are no whole record."""
-        if not is_last:  # it was on disk before the next one was begun
+        """Record that a journal ends with an incomplete record."""
+        if not is_last:  # a journal is on disk before the next one is begun
             raise _records.DamagedError("its end is damaged")
         self._cut = f"{path} ends with {size} bytes of a write that was cut off"
 
@@ -250,20 +252,20 @@ class Found:
 
 
 def settled(directory: str | os.PathLike[str], read: Callable[[], T]) -> T:
-    """What ``read`` makes of a directory that somebody may be writing to meanwhile."""
+    """Call ``read`` again while another process changes the directory's files."""
     for tries in itertools.count(1):
         before = _state(directory)
         try:
             return read()
         except errors.DurabilityError:
-            # What was read may have been replaced by something newer meanwhile.
+            # Another process may have replaced the files meanwhile.
             if tries == _TRIES or _state(directory) == before:
                 raise
     raise AssertionError
 
 
 def _state(directory: str | os.PathLike[str]) -> object:
-    """What changes whenever files do."""
+    """Return a value that changes whenever the files do."""
     try:
         found = Found(directory)
         return found.newest(), found.promise
@@ -273,7 +275,7 @@ def _state(directory: str | os.PathLike[str]) -> object:
 
 @functools.cache
 def this_boot() -> str:
-    """Names the time since this machine was started; never the same without a name."""
+    """Return the id of this boot of the machine; unique to the process if unknown."""
     try:
         said = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -283,7 +285,7 @@ def this_boot() -> str:
 
 @contextlib.contextmanager
 def opening(path: pathlib.Path, flags: int) -> Iterator[int]:
-    """A file, open for a time."""
+    """Open a file for the duration of the context."""
     file = os.open(path, flags, 0o644)
     try:
         yield file
@@ -293,7 +295,7 @@ def opening(path: pathlib.Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Around what an operating system may refuse."""
+    """Raise errors of the operating system as `DurabilityError`."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,10 @@
-"""What of a center outlives its process, and how it goes on from there.
+"""Durability settings, and the keeper that saves and restores a center.
 
-    Snapshots    the whole center from time to time
-    Journal      also every exchange, before it is answered
+    Snapshots    writes the whole center from time to time
+    Journal      also writes every exchange, before it is answered
 
-A `Keeper` has the directory. Its center tells it what happens, one thing at a time, and
-asks it whether that is on disk.
+A `Keeper` owns the directory. The core reports every change to it, one at a time, and
+asks it whether the change is on disk.
 """
 
 from __future__ import annotations
@@ -36,28 +36,31 @@ from agn_optax.rules import Rule, difference, fingerprint
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_JOURNAL_SIZE = 1 << 30  # bytes
-_SNAPSHOTS = 4  # ... or so many snapshots, so that these are a small part of all writes
-_RECORDS = 100_000  # ... but never more records, so that a replay takes seconds
-_REMINDS = 60.0  # seconds between two complaints about a center in memory only
+_JOURNAL_SIZE = 1 << 30  # bytes after which a snapshot replaces the journal
+_SNAPSHOTS = 4  # minimum journal size in snapshots, so that these are few of all writes
+_RECORDS = 100_000  # maximum records of a journal, so that a replay takes seconds
+_REMINDS = 60.0  # s, between two log messages about a center in memory only
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshots:
     """The center is written to disk from time to time, and when it is closed.
 
-    A process that is killed takes along what was exchanged since the last snapshot. The
-    center that goes on from there is another one for its workers, and tells them so.
+    If the process is killed, the exchanges since the last snapshot are lost. The center
+    that continues from the snapshot gets a new center id, so that workers do not resume
+    against it.
 
     Args:
-      directory: of this center alone; made if need be.
-      seconds: between two snapshots, unless nothing happened. None for no such rule.
-      exchanges: between two snapshots. None for no such rule.
-      keep: how many of them stay there.
-      keep_seconds: those that are younger stay there as well, however many.
+      directory: directory of this center alone, created if necessary.
+      seconds: time between two snapshots, skipped if nothing has changed; None for no
+        limit.
+      exchanges: number of exchanges between two snapshots; None for no limit.
+      keep: number of snapshots to keep.
+      keep_seconds: younger snapshots are also kept, whatever their number.
 
     Raises:
-      InvalidArgumentError: a value is out of range, or there is neither of the rules.
+      InvalidArgumentError: a value is out of range, or neither ``seconds`` nor
+        ``exchanges`` is given.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, agn_optax
@@ -95,28 +98,29 @@ class Snapshots:
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """Every exchange is on disk before it is answered.
+    """Every exchange is written to disk before it is answered.
 
-    A center whose process was killed goes on as if nothing had happened: whatever was
-    answered is in it, and what is sent again is not applied again. Exchanges that come
-    together are written together.
+    A center whose process was killed continues without loss: it has every answered
+    exchange, and an exchange that is repeated is not applied again. Exchanges that
+    arrive together are written together.
 
-    With an ``interval`` an exchange is answered once the system has it, and synced to
-    disk within that time. A process that is killed loses nothing then either. A machine
-    that loses power loses what was answered in at most so many seconds, and the center
-    that goes on is another one for its workers, and tells them so.
+    With an ``interval``, an exchange is answered once the operating system has it, and
+    is synced to disk within that time. If only the process is killed, nothing is lost.
+    If the machine loses power, the exchanges of at most ``interval`` seconds are lost,
+    and the center that continues gets a new center id, so that workers do not resume
+    against it.
 
     Args:
-      directory: of this center alone; made if need be.
-      size: bytes of the journal on disk after which a snapshot takes its place. None
-        for 1 GiB, or four snapshots if they are larger. A snapshot is also written
+      directory: directory of this center alone, created if necessary.
+      size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
+        for the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.
-      interval: seconds between two syncs, at most; None to sync every exchange before
-        it is answered.
-      on_failure: what to do if the disk is full or fails, or the directory is moved
-        away. ``"stop"``: the center is closed, and nothing more is answered. ``"go
-        on"``: it goes on in memory and says so, in its status and in the log; once a
-        minute and at its end it tries to write a snapshot.
+      interval: maximum time between two syncs, in seconds; None syncs every exchange
+        before it is answered.
+      on_failure: what to do if the disk is full or fails, or if the directory is moved.
+        ``"stop"`` closes the center, which answers no further exchange. ``"go on"``
+        continues in memory, with a message in the status and in the log, and tries to
+        write a snapshot once a minute and at the end.
 
     Raises:
       InvalidArgumentError: a value is out of range.
@@ -152,30 +156,31 @@ class Journal:
 Durability = Snapshots | Journal
 
 
-# All that a center is at one moment: what makes it of a copy, what its ledger
-# remembers, and its chief.
+# The complete state of a center: a function that returns the copied center state, the
+# ledger's memory, and the name of the chief.
 Image = tuple[Callable[[], CenterState], dict[str, Any], str | None]
 
 
 class Keeper:
-    """Keeps a center in a directory.
+    """Saves a center in a directory.
 
     Args:
-      durability: what is kept, and where.
-      rule: of the center.
-      changed: the center's lock, which is held by whoever calls `begin` and `record`,
-        and notified after that. Also notified when more is on disk.
+      durability: the settings.
+      rule: the rule of the center.
+      changed: the condition around the center's lock. Callers of `begin` and `record`
+        hold it, and notify it afterwards. It is also notified when more is on disk.
 
     Attributes:
-      life: of the center: a new one, unless nothing of the one that was found is lost.
-      chief: who initialized the center that was found.
-      failure: why nothing is kept any more, and the center stops; "" while all is well.
-      found: how the center goes on that was found; "" if none was.
-      saved_version: of the newest snapshot that was written; None before.
+      life: the center id: that of the center on disk if no update is lost, or a new id.
+      chief: name of the worker that initialized the center on disk.
+      failure: why the center can no longer be saved, so that it stops; "" without an
+        error.
+      found: how the center on disk continues; "" if there was none.
+      saved_version: version of the newest snapshot written; None before the first.
 
     Raises:
-      InvalidTypeError: ``durability`` is not one.
-      DurabilityError: the directory cannot be had.
+      InvalidTypeError: ``durability`` has another type.
+      DurabilityError: the directory cannot be used.
     """
 
     def __init__(
@@ -192,39 +197,39 @@ class Keeper:
         self.found = ""
         self.saved_version: int | None = None
         self._durability = durability
-        self._lost_journal = self._lost_snapshot = ""  # why the newest was not written
+        self._lost_journal = self._lost_snapshot = ""  # why the last write failed
         self._directory = Directory(durability.directory)
         self._changed = changed
         self._image: Callable[[], Image]
         self._rule = rule
         self._writer: Writer | None = None
         self._closed = False
-        self._number = 0  # records so far
-        self._written = 0  # ... of which so many are in the journal for good
-        self._saved: tuple[int, str] | None = None  # newest snapshot: number and life
-        self._saved_at = 0.0  # when the last one was tried
-        self._seen = 0  # records that were in it
+        self._number = 0  # number of records so far
+        self._written = 0  # number of records that the journal has written
+        self._saved: tuple[int, str] | None = None  # newest snapshot's number and id
+        self._saved_at = 0.0  # time of the last attempt at a snapshot
+        self._seen = 0  # number of records before that attempt
         self._saved_size = 0
-        self._exchanges = 0  # since then
-        self._askers: list[Future[int]] = []  # who wait for a snapshot
-        self._saver: Future[None] | None = None  # once there is a center
+        self._exchanges = 0  # since that attempt
+        self._askers: list[Future[int]] = []  # callers that wait for a snapshot
+        self._saver: Future[None] | None = None  # set once there is a center
 
     def restore(
         self, ledger: Ledger, params: PyTree, dtype: Any, device: Any, packs: bool
     ) -> Store | None:
-        """The center that is in the directory; None if there is none. Changes nothing.
+        """Read the center in the directory, changing nothing; None if there is none.
 
         Args:
-          ledger: which is reminded of the workers.
-          params: for their containers and their model, which must be the same.
-          dtype: of the center, which must be the same; None for any.
-          device: where the center is to live; None for the default one.
-          packs: whether the store may keep the parameters packed.
+          ledger: ledger whose workers are restored.
+          params: parameters with the containers to use, and of the same model.
+          dtype: expected dtype of the center; None accepts any.
+          device: device of the center; None for the default device.
+          packs: whether the store may flatten the parameters.
 
         Raises:
-          RuleMismatchError: it is a center of another rule.
-          TreeMismatchError: it is of another model.
-          DurabilityError: it cannot be read.
+          RuleMismatchError: the center on disk is of another rule.
+          TreeMismatchError: the center on disk is of another model.
+          DurabilityError: the center on disk cannot be read.
         """
         snapshot = self._directory.load()
         if snapshot is None:
@@ -243,7 +248,7 @@ class Keeper:
         version = ledger.version = store.current.number
         self.found = f"{where} goes on at version {version}"
         if lost := self._directory.lost(self._number):
-            # Its workers may know more than it does, and are told to start again.
+            # Its workers may be ahead of it, so they must start again.
             self.found = f"{where} goes on as another one, at version {version}: {lost}"
             _log.warning("%s", self.found)
             for memory in memories:
@@ -258,10 +263,10 @@ class Keeper:
         return store
 
     def begin(self, image: Callable[[], Image]) -> None:
-        """The center is there; from now on it is kept.
+        """Start to save the center, which now has parameters.
 
         Raises:
-          DurabilityError: it cannot be written.
+          DurabilityError: the center cannot be written.
         """
         self._image = image
         try:
@@ -270,7 +275,7 @@ class Keeper:
         except BaseException:
             if self._writer is not None:
                 self._writer.close()
-            self._writer = self._saved = None  # the next parameters may be others
+            self._writer = self._saved = None  # the next call may have other parameters
             raise
         self._saved_at, self._seen = time.monotonic(), self._number
         name = "agn-optax snapshots"
@@ -285,18 +290,19 @@ class Keeper:
         claims: Sequence[Claim] = (),
         workers: int = 1,
     ) -> int:
-        """Something has happened to the center.
+        """Record a change of the center.
 
         Args:
-          ledger: what it remembers of those to whom it happened.
-          contributions: that were applied together; none if only the ledger changed.
-          staleness: of them.
-          weights: of their messages, if they are those of a round.
-          claims: of their workers.
-          workers: that were there.
+          ledger: the ledger's memory of the workers that are concerned.
+          contributions: contributions that were applied together; empty if only the
+            ledger changed.
+          staleness: staleness of each contribution.
+          weights: weights of the messages of a round; None if this is no round.
+          claims: claims of the workers.
+          workers: number of registered workers.
 
         Returns:
-          What to wait for, see `is_kept`.
+          The record number to wait for, see `is_kept`.
         """
         if self._saver is None or self._closed or self.failure:
             return self.recorded
@@ -312,39 +318,39 @@ class Keeper:
 
     @property
     def recorded(self) -> int:
-        """Everything so far, to wait for; see `is_kept`."""
+        """Number of the newest record, to wait for; see `is_kept`."""
         return 0 if self._writer is None or self._lost_journal else self._number
 
     @property
     def degraded(self) -> str:
-        """Why less is on disk than was asked for; "" while all is well."""
+        """Why changes are missing on disk; "" if none are."""
         return self.failure or self._lost_journal or self._lost_snapshot
 
     def room(self) -> Room | None:
-        """What the disk has, and what comes next; None if there is nothing to tell."""
+        """Return the free and the needed disk space; None if unknown."""
         if self._saver is None:
             return None
         has_journal = isinstance(self._durability, Journal)
         try:
             return self._directory.room(self._saved_size, journal=has_journal)
-        except OSError:  # it was moved away, which is said where it is written to
+        except OSError:  # the directory was moved; the next write reports it
             return None
 
     def is_kept(self, recorded: int) -> bool:
-        """Whether that is on disk, or nobody has promised it.
+        """Return whether records are on disk, or are not guaranteed to be.
 
-        After a `failure` it never will be.
+        After a `failure` they never will be.
         """
         return recorded <= self._written or bool(self._lost_journal)
 
     def save(self) -> int:
-        """Writes a snapshot, in place of the journal; returns when it is on disk.
+        """Write a snapshot, which replaces the journal; return when it is on disk.
 
         Returns:
-          Its version.
+          The snapshot's version.
 
         Raises:
-          DurabilityError: it cannot be written.
+          DurabilityError: the snapshot cannot be written.
           CenterClosedError: the center has ended meanwhile.
         """
         asker: Future[int] = Future()
@@ -361,7 +367,7 @@ class Keeper:
         return errors.CenterClosedError(self.failure or "the center has ended")
 
     def close(self) -> None:
-        """Writes down what has not been, and lets the directory go."""
+        """Write the remaining records and a last snapshot; release the directory."""
         with self._changed:
             if self._closed:
                 return
@@ -391,10 +397,10 @@ class Keeper:
                 self._fail(error)
 
     def _write_first(self, number: int) -> None:
-        """Everything that has to be on disk before the first exchange.
+        """Write the files that must be on disk before the first exchange.
 
-        In this order, a process that is killed in between leaves what the promise that
-        is on disk says.
+        The order ensures that the guarantee in the lock holds if the process is killed
+        in between.
         """
         if self._saved != (number, self.life):
             self._save(number, self._image())
@@ -410,7 +416,7 @@ class Keeper:
         self._forget(number)
 
     def _forget(self, journals: int) -> None:
-        """Removes journals that begin before a record, and snapshots."""
+        """Remove old snapshots, and the journals that begin before a record."""
         kept = self._durability
         few = (1,) if isinstance(kept, Journal) else (kept.keep, kept.keep_seconds)
         self._directory.forget(journals, *few)
@@ -421,7 +427,7 @@ class Keeper:
             self._changed.notify_all()
 
     def _cannot_write(self, error: Exception) -> None:
-        """The journal has come to its end."""
+        """Stop the center or continue in memory, after the journal has failed."""
         if getattr(self._durability, "on_failure", "stop") == "stop":
             self._fail(error)
             return
@@ -467,14 +473,14 @@ class Keeper:
                 _log.error("%s", self._lost_journal)
             try:
                 version = self._replace_journal()
-            except Exception as error:  # whatever it is, the next one may go well
+            except Exception as error:  # of any kind: a later snapshot may succeed
                 self._lost_snapshot = (
                     f"no snapshot could be written to {self._directory.path}; the next "
                     f"one will be tried in due time: {error}"
                 )
                 _log.error("%s", self._lost_snapshot)
-                if not isinstance(self._durability, Journal):  # which lacks nothing
-                    self._seen = seen  # or nothing would be new until an exchange
+                if not isinstance(self._durability, Journal):  # a journal has it all
+                    self._seen = seen  # so that the next attempt needs no exchange
                 for asker in askers:
                     asker.set_exception(errors.DurabilityError(self._lost_snapshot))
             else:
@@ -482,7 +488,7 @@ class Keeper:
                     asker.set_result(version)
 
     def _time_left(self) -> float | None:
-        """Seconds to the next snapshot; None if that is no matter of time."""
+        """Return the seconds to the next snapshot; None if time does not decide."""
         kept, records = self._durability, self._number - self._seen
         if self._askers:
             return 0.0
@@ -502,10 +508,10 @@ class Keeper:
         return 0.0 if is_due else None
 
     def _replace_journal(self) -> int:
-        """Writes a snapshot, after which nobody needs the records before it.
+        """Write a snapshot, which makes the records before it unnecessary.
 
         Returns:
-          Its version.
+          The snapshot's version.
         """
         with self._changed:
             self._seen = begin = number = self._number
@@ -526,7 +532,7 @@ class Keeper:
         return version
 
     def _save(self, number: int, image: Image) -> int:
-        """Writes a snapshot of an image; returns its version."""
+        """Write a snapshot of a state; return its version."""
         copied, ledger, chief = image
         state = copied()
         described = trees.describe(state.params)
@@ -543,18 +549,18 @@ class Keeper:
         arrays = [np.asarray(leaf) for leaf in leaves]
         self._saved_size = self._directory.save(number, about, arrays)
         self._saved = number, self.life
-        self._lost_snapshot = ""  # before anybody sees that there is a snapshot
+        self._lost_snapshot = ""  # cleared before the new version can be seen
         self.saved_version = int(state.version)
         return self.saved_version
 
 
 def _repeat(record: Record, store: Store) -> None:
-    """Applies what had been applied, as it was."""
+    """Apply the contributions of a record as they were applied before."""
     if staleness := record.about["staleness"]:
         like = [store.contribution_like] * len(staleness)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
         placed = [store.place(contribution) for contribution in contributions]
-        # A release before these were told of has had no rule that would ask.
+        # Records without claims use the defaults.
         claims = [Claim(*claim) for claim in record.about.get("claims", [])]
         workers = record.about.get("workers", 1)
         weights = record.about["weights"]
@@ -564,7 +570,7 @@ def _repeat(record: Record, store: Store) -> None:
 def _state(
     snapshot: Record, rule: Rule, params: PyTree, dtype: Any, where: str
 ) -> CenterState:
-    """A snapshot as the center that it is of."""
+    """Check a snapshot against rule and parameters; return its center state."""
     about = snapshot.about
     described = _described(snapshot)
     count = len(described.leaves)
@@ -604,20 +610,20 @@ def _state(
 
 
 def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterState:
-    """The center that is kept in a directory, where somebody may go on with it.
+    """Read the center in a directory, which another process may be using.
 
     Args:
-      directory: of a `Journal` or of `Snapshots`; nothing in it is changed.
-      rule: of the center, which makes the exchanges since the last snapshot again. None
-        if there are none, as after `LocalCenter.write_snapshot`; the state of the
-        center's optimizer is left out then.
+      directory: directory of a `Journal` or of `Snapshots`, which is not changed.
+      rule: rule of the center, which applies the exchanges since the last snapshot
+        again. None if there are none, as after `LocalCenter.write_snapshot`; the result
+        then has no optimizer state.
 
     Returns:
-      Its parameters in dicts, lists and tuples, and its version.
+      The center's state, with parameters in dicts, lists and tuples.
 
     Raises:
       DurabilityError: there is no center, or it cannot be read.
-      RuleMismatchError: it is one of another rule.
+      RuleMismatchError: the center is of another rule.
       InvalidArgumentError: there are exchanges since the last snapshot, and no rule.
 
     Example:
@@ -671,7 +677,7 @@ def _check_rule(snapshot: Record, rule: Rule, where: str) -> None:
 
 
 def _described(snapshot: Record) -> description.Description:
-    """The parameters in a snapshot."""
+    """Return the description of the parameters in a snapshot."""
     about = snapshot.about
     return description.Description(
         [description.Leaf(p, dtype, tuple(s)) for p, dtype, s in about["params"]],

@@ -1,14 +1,15 @@
-"""Records on disk: numbered, and each known as whole or damaged by itself.
+"""The format of records on disk; each is numbered and has a checksum.
 
-A file is a sequence of records, each at a multiple of 64 bytes. A record is a `Head`,
-then JSON that says what the record is about, then arrays, each at a multiple of 64
-bytes. A snapshot is a file of one record, a journal a file of many.
+A file is a sequence of records, each at a multiple of 64 bytes. A record consists of a
+`Head`, JSON that describes the record, and arrays, each at a multiple of 64 bytes. A
+snapshot is a file of one record, a journal is a file of many.
 
-A record that cannot be read is either a write that was cut off, which nobody was told
-of, or damage to what had been on disk. Every record says how much of its file was on
-disk when it was written, so a later record tells the one from the other.
+A record that cannot be read is either an incomplete write, which was never confirmed to
+a worker, or damage to data that was on disk. Every record has the number of bytes of
+its file that were on disk when it was written. A later record therefore tells the two
+cases apart.
 
-Knows numpy, and neither JAX nor what the records mean.
+This module depends on NumPy, and neither on JAX nor on the meaning of the records.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ import numpy as np
 
 _MAGIC = b"agnoptax"
 _FORMAT = 2
-_ALIGNMENT = 64  # bytes; where records and arrays begin
-_PAGE = 4096  # bytes that are added up together in a digest
-_SMALL = 1 << 16  # bytes of a record that is written in one piece
-_SEARCHED = 1 << 20  # bytes that are looked at together
+_ALIGNMENT = 64  # bytes, of records and arrays
+_PAGE = 4096  # bytes that are summed as one page for a digest
+_SMALL = 1 << 16  # bytes; smaller records are written in one piece
+_SEARCHED = 1 << 20  # bytes that are searched at a time
 _ZEROS = memoryview(bytes(_ALIGNMENT))
 
 
 class Head(NamedTuple):
-    """What a record begins with."""
+    """The header of a record."""
 
     magic: bytes
     format: int
-    about: int  # bytes of JSON
-    size: int  # bytes of the record
+    about: int  # size of the JSON, bytes
+    size: int  # size of the record, bytes
     number: int
-    on_disk: int  # bytes of records that were on disk when this one was written
-    file_size: int  # bytes of the file then, with what is reserved for more records
-    digest: bytes  # of all of the record but itself and what fills gaps, which is zero
+    on_disk: int  # bytes of earlier records that were on disk when this was written
+    file_size: int  # bytes of the file then, including space reserved for more records
+    digest: bytes  # of the record without the digest itself and the zeros in gaps
 
 
 _HEAD = struct.Struct("<8sIIQQQQ16s")
 
 
 class Record(NamedTuple):
-    """A record as it was read."""
+    """A record that was read."""
 
     number: int
     about: dict[str, Any]
@@ -60,7 +61,7 @@ class Record(NamedTuple):
 
 
 class DamagedError(Exception):
-    """A file is not what was written; says where."""
+    """A file differs from what was written; the message says where."""
 
 
 def encode(
@@ -70,9 +71,9 @@ def encode(
     on_disk: int = 0,
     file_size: int = 0,
 ) -> tuple[list[memoryview], int]:
-    """A record as pieces to be written one after the other, and their size.
+    """Encode a record as pieces to be written in order; return them and their size.
 
-    The pieces of a large record lie in the arrays' own memory.
+    The pieces of a large record are views of the arrays.
     """
     leaves = [[array.dtype.name, array.shape] for array in arrays]
     text = json.dumps([about, leaves], separators=(",", ":")).encode()
@@ -91,7 +92,7 @@ def encode(
 
 
 def read(file: int, position: int, end: int) -> Record | None:
-    """The record at a position of an open file; None if no whole one is there."""
+    """Read the record at a position of an open file; None if it is not complete."""
     head = _head(os.pread(file, _HEAD.size, position))
     if head is None or not head.about < head.size <= end - position:
         return None
@@ -111,13 +112,13 @@ def read(file: int, position: int, end: int) -> Record | None:
         arrays = []
         at, gaps = head.about, []
         for name, shape in leaves:
-            dtype = np.dtype(name)  # bfloat16 too, which JAX's import has registered
+            dtype = np.dtype(name)  # including bfloat16, which importing JAX registers
             gaps.append(slice(at, at := at + -(at + _HEAD.size) % _ALIGNMENT))
             nbytes = math.prod(shape) * dtype.itemsize
             arrays.append(raw[at : at + nbytes].view(dtype).reshape(shape))
             at += nbytes
         gaps.append(slice(at, None))
-    except (TypeError, ValueError):  # not JSON, or not ours
+    except (TypeError, ValueError):  # not JSON, or of another format
         return None
     expected = _digest(head, text, [_flat(array) for array in arrays])
     if head.digest != expected or any(raw[gap].any() for gap in gaps):
@@ -128,12 +129,13 @@ def read(file: int, position: int, end: int) -> Record | None:
 def read_all(
     file: int, number: int, cut_off: Callable[[int], None]
 ) -> Iterator[Record]:
-    """The records of an open file.
+    """Yield the records of an open file.
 
     Args:
-      file: the file.
-      number: of its first record.
-      cut_off: told how many bytes there are of a last write that is not whole.
+      file: file descriptor.
+      number: number of the first record.
+      cut_off: called with the number of bytes after the last complete record, if an
+        incomplete write follows it.
 
     Raises:
       DamagedError: a record that was on disk cannot be read, and later ones can.
@@ -151,7 +153,7 @@ def read_all(
     left = 0
     for start in range(position, end, _SEARCHED):
         block = os.pread(file, _SEARCHED, start)
-        if block.count(0) == len(block):  # reserved, and never written
+        if block.count(0) == len(block):  # reserved space without records
             continue
         left = start + len(block) - position
         for found in re.finditer(_MAGIC, block):
@@ -170,7 +172,7 @@ def read_all(
 
 
 def write(file: int, pieces: Sequence[memoryview], position: int) -> None:
-    """Writes pieces one after the other, all of them."""
+    """Write all pieces in order."""
     left = [piece for piece in pieces if len(piece)]
     while left:
         written = os.pwritev(file, left[: os.sysconf("SC_IOV_MAX")], position)
@@ -208,11 +210,11 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _digest(head: Head, text: bytes, bulk: Sequence[np.ndarray]) -> bytes:
-    """Of sums over the bulk, which are ten times as fast as CRC-32.
+    """Return a digest that uses sums over the arrays, ten times as fast as CRC-32.
 
-    64-bit sums over pages and over columns of pages: changes of up to three words, lost
-    pages and pages in another order are always seen, and what is left of random damage
-    has a chance of 2**-64.
+    The 64-bit sums are over pages and over columns of pages. They always detect changes
+    of up to three words, lost pages and reordered pages; other random damage is missed
+    with a probability of 2**-64.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_HEAD.pack(*head._replace(digest=b"")))

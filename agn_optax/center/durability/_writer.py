@@ -1,4 +1,4 @@
-"""The thread that writes a journal, in the order in which things happened."""
+"""The thread that writes the records of a journal in order."""
 
 from __future__ import annotations
 
@@ -24,35 +24,34 @@ _sync = getattr(os, "fdatasync", os.fsync)
 
 
 class Writer:
-    """Appends records to a journal, on a thread of its own.
+    """Appends records to a journal, on its own thread.
 
-    Whatever has come by the time that the disk is ready for more is written together,
-    and is on disk together: many workers share one sync. Nothing is written before
-    what came before it is on disk.
+    Records that arrive while the disk is busy are written together, so that many
+    workers share one sync. A batch is only written once the one before it has been.
 
     Args:
-      directory: where the files are.
-      number: of the first record.
-      interval: seconds after which what was written is synced at the latest; None to
-        sync all of it before it counts as written.
-      written: told the number of records that have been written, each time that it
-        grows, and when a file has been begun.
-      failed: told what went wrong; nothing is written after that.
+      directory: directory of the files.
+      number: number of the first record.
+      interval: maximum time between two syncs, in seconds; None syncs each batch before
+        it counts as written.
+      written: called with the number of written records, each time that the number
+        grows, and when a new file was begun.
+      failed: called with the exception after which nothing more is written.
 
     Attributes:
-      begin: number of the first record of the file.
-      is_turning: whether another file is to be begun, and has not been yet.
+      begin: number of the first record of the current file.
+      is_turning: whether a new file was requested and is not begun yet.
 
     Raises:
-      OSError: there can be no file.
+      OSError: the file could not be created.
     """
 
     begin: int
     _file: int
-    _size: int  # bytes of the file
-    _end: int  # ... of which so many are records, and written
-    _synced: int  # ... and so many on disk
-    _counted: int  # ... of which so many do not count for `size`
+    _size: int  # size of the file, bytes
+    _end: int  # bytes of it that are written records
+    _synced: int  # bytes of it that are on disk
+    _counted: int  # bytes of it that `size` does not count
 
     def __init__(
         self,
@@ -65,10 +64,10 @@ class Writer:
         self._directory = directory
         self._number = number
         self._interval = interval
-        self._due = math.inf  # when to sync at the latest
+        self._due = math.inf  # time of the next sync
         self._written = written
         self._failed = failed
-        # Contents of records; "turn" where another file begins, and "end" at the end.
+        # Contents of records; "turn" begins a new file, and "end" ends the thread.
         self._waiting: queue.SimpleQueue[
             tuple[dict[str, Any], Sequence[PyTree]] | Literal["turn", "end"]
         ] = queue.SimpleQueue()
@@ -78,20 +77,20 @@ class Writer:
 
     @property
     def size(self) -> int:
-        """Bytes written since another file was last asked for."""
+        """Bytes written since a new file was last requested."""
         return 0 if self.is_turning else self._end - self._counted
 
     def append(self, about: dict[str, Any], trees: Sequence[PyTree] = ()) -> None:
-        """Takes the next record, and does not wait for it to be written."""
+        """Queue the next record, without waiting until it is written."""
         self._waiting.put((about, trees))
 
     def begin_file(self) -> None:
-        """The next record goes into another file, if one can be had."""
+        """Begin a new file for the next record, if one can be created."""
         self.is_turning = True
         self._waiting.put("turn")
 
     def close(self) -> None:
-        """Returns when everything is on disk, or failed to be."""
+        """Wait until all records are on disk, or writing has failed."""
         self._closing = True
         self._waiting.put("end")
         self._ended.result()
@@ -100,15 +99,18 @@ class Writer:
         try:
             while self._write_next():
                 pass
-        except Exception as error:  # whatever it is, nobody must wait for ever
+        except Exception as error:  # of any kind, or workers would wait forever
             self._failed(error)
-            while not self._closing:  # records have the arrays of their messages
+            while not self._closing:  # discard records, which hold the messages' arrays
                 self._waiting.get()
         finally:
             os.close(self._file)
 
     def _write_next(self) -> bool:
-        """Writes what waits; False at the end. While it waits it holds no arrays."""
+        """Write the queued records; return False at the end.
+
+        It refers to no arrays while it waits for records.
+        """
         left = None if self._due == math.inf else self._due - time.monotonic()
         try:
             batch = [self._waiting.get(timeout=left and max(left, 0.0))]
@@ -143,7 +145,7 @@ class Writer:
         if not pieces:
             return
         size = self._size
-        if end > size:  # or the sync would also write the file's new size
+        if end > size:  # extend first, or each sync would also write the new file size
             size = reserve(self._file, size, end)
         _records.write(self._file, pieces, self._end)
         self._end, self._size = end, size
@@ -156,13 +158,13 @@ class Writer:
             self._due = min(self._due, time.monotonic() + self._interval)
 
     def _sync(self) -> None:
-        """All that was written is on disk."""
+        """Sync all written records to disk."""
         if self._synced < self._end:
             _sync(self._file)
         self._synced, self._due = self._end, math.inf
 
     def _turn(self) -> None:
-        """Goes on in another file, or in this one until one can be had."""
+        """Continue in a new file, or in the current one if none can be created."""
         before = self._file
         try:
             self._begin_file()

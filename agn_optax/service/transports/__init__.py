@@ -1,7 +1,7 @@
-"""How what travels gets from one side to the other.
+"""The transports between workers and a center.
 
-A transport is a file here, with both ends inside (`_transport` has the seam); this is
-the list of them.
+Each transport is a module of this package with both ends; `_transport` has their
+interface. This module lists the transports.
 """
 
 from collections.abc import Iterable
@@ -24,10 +24,11 @@ TRANSPORTS: list[Transport] = [MEMORY, SOCKET, GRPC]
 
 
 def named(given: Any) -> list[Transport]:
-    """The transports with ``given`` names, in any order; all for None.
+    """Return the transports with the ``given`` names, in any order; all for None.
 
     Raises:
-      InvalidArgumentError: they are no such names.
+      InvalidTypeError: ``given`` is not a list of names.
+      InvalidArgumentError: a name is unknown or repeated, or there are none.
     """
     known = {transport.name: transport for transport in TRANSPORTS}
     if given is None:

@@ -1,7 +1,6 @@
-"""gRPC: the center's service, and a stream in it for each worker.
+"""The gRPC transport: the center's service, with a stream for each worker.
 
-The messages of its streams are pieces of packets, in bytes that no protobuf library
-touches.
+The messages of a stream are parts of frames, as bytes that are not decoded by protobuf.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ T = TypeVar("T")
 
 _MOST_CALLS = 4096
 _MOST_PROBES = 256
-# Streams of gRPC's own services at a time, in all and of one caller, and their seconds.
+# Limits of streams of gRPC's own services: in total, per caller, and in seconds.
 _MOST_STREAMS, _MOST_OF_ONE, _LONGEST_STREAM = 16, 4, 30.0
-# Calls whose caller the servicer has pay, once it knows for which worker.
+# Calls that the servicer charges to the rate limit once it knows their worker.
 _PAID_APART = ("Alive", "Exchange")
-MESSAGE_SIZE = 1 << 20  # bytes at most; what a stream of Python's carries best
+MESSAGE_SIZE = 1 << 20  # maximum size in bytes, the fastest for streams of Python
 
 
 # The worker's end.
 
 
 class GrpcLink(_transport.Link):
-    """A call of gRPC.
+    """A gRPC call.
 
     Args:
-      connection: to the center.
-      name: of the call.
-      buffers: to receive in.
-      messages: to be sent; None for those of the parcels to come.
+      connection: the connection to the center.
+      name: name of the call.
+      buffers: buffers to receive in.
+      messages: messages to send; None for those of the frames passed to `send`.
     """
 
     ended = (grpc.RpcError, EOFError)
@@ -77,13 +76,13 @@ class GrpcLink(_transport.Link):
         self._parcels.put(parcel)
 
     def end(self) -> None:
-        """Sends nothing any more, and waits until the other side does neither."""
+        """Send nothing more, and wait until the service has ended the call."""
         self._parcels.put(None)
         for _ in self._call:
             pass
 
     def why_it_ended(self) -> errors.AgnOptaxError:
-        self._call.cancel()  # does nothing to a call that has ended
+        self._call.cancel()  # without effect if the call has ended
         return _status.exception_of(self._call, self._address)
 
     def done(self) -> bool:
@@ -93,7 +92,7 @@ class GrpcLink(_transport.Link):
         self._call.cancel()
 
     def _outgoing(self) -> Iterator[bytes]:
-        """On a thread of gRPC's."""
+        """Yield messages to send, on a thread of gRPC."""
         while (parcel := self._parcels.get()) is not None:
             with parcel, self.pace(parcel.nbytes):
                 for message in joined(parcel.pieces(), MESSAGE_SIZE):
@@ -105,7 +104,7 @@ class GrpcLink(_transport.Link):
 
 
 class _OfServer(_transport.Listener):
-    """A gRPC server, which says of itself whether it serves."""
+    """A gRPC server with health checking."""
 
     _server: grpc.Server
 
@@ -122,10 +121,10 @@ class _OfServer(_transport.Listener):
         self._health.enter_graceful_shutdown()
 
     def _checks(self) -> Any:
-        """Return the handler of gRPC's health checking: of `Check` alone.
+        """Return the handler of gRPC's health checking, with `Check` only.
 
-        Its `Watch` remembers each name that was ever asked for, and its calls count in
-        no limit of gRPC's.
+        `Watch` would remember every name that it was asked for, and gRPC does not count
+        its calls in any limit.
         """
 
         def answer(said: bytes, context: Any) -> Any:
@@ -143,18 +142,18 @@ class _OfServer(_transport.Listener):
 
 
 class GrpcListener(_OfServer):
-    """A gRPC server; its calls are those of a servicer.
+    """A gRPC server with the calls of a servicer.
 
     Args:
-      servicer: answers them.
-      place: where to listen.
+      servicer: the servicer.
+      place: listening settings.
     """
 
     def __init__(self, servicer: Servicer, place: _transport.Place) -> None:
         super().__init__()
 
         def let_in(context: Any) -> Hashable:
-            """Admit a call of gRPC's own services, which are for those who may look."""
+            """Admit a call of gRPC's own services; it needs the right to monitor."""
             caller = _caller(servicer, context)
             servicer.admit(caller, "Health")
             caller.check("Health")
@@ -166,16 +165,16 @@ class GrpcListener(_OfServer):
             options=[
                 *_address.OPTIONS,
                 ("grpc.max_receive_message_length", 2 * MESSAGE_SIZE),
-                ("grpc.so_reuseport", 0),  # a second server on this port is an error
+                ("grpc.so_reuseport", 0),  # a second server on this port fails
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.server_handshake_timeout_ms", 5_000),
-                # Calls of one connection, which is one center object of a process.
+                # Per connection, which one center object of a process uses.
                 ("grpc.max_concurrent_streams", 64 + 4 * servicer.workers),
-                # Workers say more often that they are there.
+                # Heartbeats of workers are more frequent.
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
             interceptors=[_Guard(servicer, let_in)],
-            # More than all limits of callers let be there, but for a very few.
+            # The limits of callers admit fewer calls, with very few exceptions.
             maximum_concurrent_rpcs=_MOST_CALLS + 16 * servicer.workers,
         )
         if place.reflection:
@@ -189,7 +188,7 @@ class GrpcListener(_OfServer):
             reflection.enable_server_reflection(names, self._server)
         self.address = _listening(self._server, place)
         if self.address.startswith("unix:") and servicer.door.access is None:
-            os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 for this user alone
+            os.chmod(_address.path(self.address), 0o600)  # noqa: PTH101 this user only
 
     def close(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -198,14 +197,15 @@ class GrpcListener(_OfServer):
 
 
 class HealthListener(_OfServer):
-    """Whether the center serves, in plain text, to whoever asks, and nothing else.
+    """Health checks in plain text without authentication, and no other calls.
 
-    For those who can neither speak TLS nor show a token, as the probes of Kubernetes.
-    A check is answered at once, and one that says nothing is ended: nobody can stay.
+    They are for clients that can neither use TLS nor send a token, such as the probes
+    of Kubernetes. A check is answered at once, and a silent call is ended, so that no
+    client can occupy the server.
 
     Args:
-      servicer: of the center, whose limiter it has.
-      address: "host:port" where to listen.
+      servicer: the servicer of the center, with the rate limiter.
+      address: "host:port" to listen at.
     """
 
     def __init__(self, servicer: Servicer, address: str) -> None:
@@ -222,7 +222,7 @@ class HealthListener(_OfServer):
             interceptors=[_Guard(servicer, let_in)],
             maximum_concurrent_rpcs=_MOST_PROBES,
             options=[
-                ("grpc.max_receive_message_length", 1024),  # the name of a service
+                ("grpc.max_receive_message_length", 1024),  # only a service's name
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_connection_idle_ms", 60_000),
             ],
@@ -234,7 +234,7 @@ class HealthListener(_OfServer):
 
 
 def _listening(server: grpc.Server, place: _transport.Place) -> str:
-    """Where a server listens, with the port that it got."""
+    """Let a server listen; return its address with the assigned port."""
     address, credentials = place.address, place.credentials
     _check_free(address)
     if place.tls is not None:
@@ -256,7 +256,7 @@ def _listening(server: grpc.Server, place: _transport.Place) -> str:
 
 
 def _check_free(address: str) -> None:
-    """GRPC would take over the socket file of a running server without a word."""
+    """Raise if a server uses the address: gRPC would silently replace a socket file."""
     if not address.startswith("unix:"):
         return
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
@@ -267,14 +267,14 @@ def _check_free(address: str) -> None:
 
 
 def _handlers(servicer: Servicer) -> Any:
-    """The calls of center.proto."""
+    """Return the handlers of the calls in center.proto."""
     serialized = operator.methodcaller("SerializeToString")
 
     def reader(messages: Iterator[bytes]) -> Reader:
         return Reader(_Messages(messages), servicer.buffers)
 
     def replied(name: str, call: Callable[..., Any]) -> Any:
-        """Whose answer is one reply."""
+        """Return a handler that answers with one reply."""
 
         def answer(said: Any, context: Any) -> Any:
             with _errors_to(context):
@@ -283,7 +283,7 @@ def _handlers(servicer: Servicer) -> Any:
         return answer
 
     def streamed(name: str, call: Callable[..., Iterator[Parcel]]) -> Any:
-        """Whose answer is a stream of packets."""
+        """Return a handler that answers with a stream of frames."""
 
         def answer(said: Any, context: Any) -> Iterator[bytes]:
             with _errors_to(context):
@@ -296,14 +296,14 @@ def _handlers(servicer: Servicer) -> Any:
         return answer
 
     def admitted(name: str, context: Any) -> Caller:
-        """The caller, who has paid for that call."""
+        """Return the caller of a call that the rate limit admits."""
         caller = _caller(servicer, context)
         if name not in _PAID_APART:
             servicer.admit(caller, name)
         return caller
 
     def parsed(call: Callable[..., T], request: Any) -> Callable[..., T]:
-        """Whose caller says one message."""
+        """Return a handler of calls with one request message."""
 
         def answer(said: Iterator[bytes], context: Any, caller: Caller) -> T:
             message = _only(servicer, said, context, caller.key)
@@ -347,13 +347,14 @@ def _handlers(servicer: Servicer) -> Any:
 
 
 def _only(servicer: Servicer, said: Iterator[T], context: Any, caller: Hashable) -> T:
-    """Return the one message of a call, for which its caller has some seconds.
+    """Return the only message of a call, which must arrive within a timeout.
 
-    Calls of one message are served as streams: gRPC would wait for it before it calls
-    anything here, for ever and whoever it is of.
+    Calls of one message are served as streams. Otherwise gRPC would wait for the
+    message without a timeout, before it calls any code here, and for unknown callers,
+    too.
 
     Raises:
-      EOFError: the call ends without it.
+      EOFError: the call ends without a message.
     """
     with servicer.hearing(context.cancel, caller):
         message = next(said, None)
@@ -363,10 +364,10 @@ def _only(servicer: Servicer, said: Iterator[T], context: Any, caller: Hashable)
 
 
 def _parsed(request: Any, said: bytes) -> Any:
-    """Return the request that came: gRPC keeps calls that it cannot parse.
+    """Decode a request here, because gRPC keeps calls that it cannot decode.
 
     Raises:
-      ProtocolError: it is none.
+      ProtocolError: the request is malformed.
     """
     try:
         return request.FromString(said)
@@ -375,10 +376,10 @@ def _parsed(request: Any, said: bytes) -> Any:
 
 
 def _caller(servicer: Servicer, context: Any) -> Caller:
-    """Who makes a call: by its metadata, and by the certificate of its connection.
+    """Return the caller, by the call's metadata and its connection's certificate.
 
     Raises:
-      NotAllowedError: nobody who may.
+      NotAllowedError: the caller is unknown.
     """
     said = dict(context.invocation_metadata()).get("authorization", "")
     (pem,) = context.auth_context().get("x509_pem_cert", (b"",))
@@ -387,18 +388,18 @@ def _caller(servicer: Servicer, context: Any) -> Caller:
 
 
 def _host(context: Any) -> str:
-    """Whence a call comes."""
+    """Return the host from which a call comes."""
     kind, _, where = urllib.parse.unquote(context.peer()).partition(":")
     return _address.network("" if kind.startswith("unix") else _address.host(where))
 
 
 class _Guard(grpc.ServerInterceptor):
-    """Admits calls of gRPC's own services, and bounds how many there are and how long.
+    """Admits calls of gRPC's own services, and limits their number and duration.
 
     Args:
-      servicer: of the center.
-      let_in: takes a call's context and returns who calls, or raises the reason why
-        the call, or one more message of it, is refused.
+      servicer: the servicer of the center.
+      let_in: returns the caller for a call's context, or raises the reason why the
+        call, or another message of it, is rejected.
     """
 
     def __init__(self, servicer: Servicer, let_in: Callable[[Any], Hashable]) -> None:
@@ -426,7 +427,7 @@ class _Guard(grpc.ServerInterceptor):
         return guarded
 
     def _streamed(self, answer: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-        """Return a call for some seconds, each message of which counts as a call."""
+        """Return a handler with a time limit; each message counts as a call."""
         busy = errors.CenterBusyError(
             f"too many calls: {_MOST_OF_ONE} streams of one caller and {_MOST_STREAMS} "
             "of all may look at a time; try again"
@@ -453,7 +454,7 @@ class _Guard(grpc.ServerInterceptor):
 
 @contextlib.contextmanager
 def _errors_to(context: Any) -> Iterator[None]:
-    """Around a call, whose exceptions the caller will see."""
+    """Report exceptions of a call to its caller."""
     try:
         yield
     except (errors.AgnOptaxError, EOFError, MemoryError) as error:
@@ -464,14 +465,14 @@ def _errors_to(context: Any) -> Iterator[None]:
 
 
 class _Messages:
-    """The bytes of messages, whatever their number and lengths."""
+    """A reader of messages of any number and size as one sequence of bytes."""
 
     def __init__(self, messages: Iterator[bytes]) -> None:
         self._messages = messages
         self._left = memoryview(b"")
 
     def __call__(self, view: memoryview) -> int:
-        """Puts what comes next into a view; 0 at the end."""
+        """Write the next bytes to a view; return their number, and 0 at the end."""
         while not self._left:
             message = next(self._messages, None)
             if message is None:
@@ -484,9 +485,9 @@ class _Messages:
 
 
 def _dial(target: _transport.Target) -> _transport.Link:
-    """A call, of which nobody knows yet whether it will be answered."""
+    """Start a call; whether the center answers it is not known yet."""
     return GrpcLink(target.connection, "Exchange", target.buffers)
 
 
-# All of the service, whose calls are more than those of workers' lives.
+# The listener serves all calls, not only those of the workers' sessions.
 GRPC = _transport.Transport("grpc", GrpcListener, _dial)

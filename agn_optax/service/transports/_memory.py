@@ -1,9 +1,10 @@
-"""Memory that a worker and a center on one machine share.
+"""Memory shared by a worker and a center on one machine.
 
-A segment has no name: its file descriptor travels over a Unix socket, and it is gone
-when both processes are, however they end. Packets go over that socket, and what is
-large lies in segments. The worker may write there at any time, so the center copies a
-message once, to where nobody else can write, and looks at nothing but that. Linux only.
+A segment has no name: its file descriptor is sent over a Unix socket, and the system
+releases it when both processes have ended, however they end. Frames are sent over that
+socket, except for large buffers, which are in segments. The worker can write to a
+segment at any time. The center therefore copies a message once, to memory of its own,
+and reads only the copy. Linux only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel
 from agn_optax.service.wire._schema import Schema
 
-# What is smaller goes through the socket faster than through shared memory.
+# Smaller buffers are faster through the socket than through shared memory.
 LEAST_SHARED = 64 << 10  # bytes
 MOST_SEGMENTS = 16  # of one connection
 _DESCRIPTOR = struct.Struct("i")
@@ -36,7 +37,7 @@ _DESCRIPTOR = struct.Struct("i")
 try:
     import fcntl
 
-    # Nobody can take pages away from under the other side, or add the right to.
+    # Neither end can shrink or grow a segment, or change these seals.
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     IS_SUPPORTED = hasattr(os, "memfd_create")
 except (ImportError, AttributeError):  # not on Linux
@@ -47,21 +48,21 @@ except (ImportError, AttributeError):  # not on Linux
 
 
 class MemoryLink(_socket.SocketLink):
-    """A connection whose large buffers lie in segments, which the worker makes.
+    """A connection whose large buffers are in segments, which the worker creates.
 
     Args:
-      end: the socket, connected and greeted.
-      buffers: to receive in what comes over the socket nevertheless.
+      end: the socket, after the handshake.
+      buffers: buffers for frames that are received over the socket.
     """
 
     def __init__(self, end: socket.socket, buffers: Buffers) -> None:
         super().__init__(end, buffers)
-        self._made = 0  # segments
-        self._free: deque[tuple[int, np.ndarray]] = deque()  # those nobody looks at
-        # The segment of all messages, and that of the answer to come.
+        self._made = 0  # number of segments
+        self._free: deque[tuple[int, np.ndarray]] = deque()  # segments without views
+        # The segment of all messages, and that of the next answer.
         self._message: tuple[int, np.ndarray] | None = None
         self._answer: np.ndarray | None = None
-        self._lies_there = False  # whether the last packet's buffer does
+        self._lies_there = False  # whether the last frame's buffer is in a segment
 
     def send(self, parcel: Parcel) -> None:
         if parcel.nbytes < LEAST_SHARED or not self._share(parcel):
@@ -81,10 +82,10 @@ class MemoryLink(_socket.SocketLink):
         return answer[: schema.size]
 
     def _share(self, parcel: Parcel) -> bool:
-        """Sends a parcel through segments; False if there are none to be had."""
+        """Send a frame through segments; return False if none are available."""
         assert parcel.schema is not None
         if self._message is None or self._message[1].size != parcel.nbytes:
-            self._message = None  # its segment may be taken again
+            self._message = None  # first, so that its segment may be reused
             self._message = self._take(parcel.nbytes)
         wanted = self._take(parcel.wanted) if self._message is not None else None
         if self._message is None or wanted is None:
@@ -99,9 +100,9 @@ class MemoryLink(_socket.SocketLink):
         return True
 
     def _take(self, size: int) -> tuple[int, np.ndarray] | None:
-        """The number and the bytes of a segment, or None if there is none.
+        """Return the number and the bytes of a segment; None if there is none.
 
-        It is used again once nobody looks at it any more.
+        The segment is reused once no view of its bytes is left.
         """
         number, raw = self._free[0] if self._free else (self._made + 1, None)
         if number > MOST_SEGMENTS:
@@ -114,19 +115,19 @@ class MemoryLink(_socket.SocketLink):
             self._made = number
         else:
             self._free.popleft()
-        free = self._free  # and not this link, which may be gone by then
+        free = self._free  # not `self`, which the segment may outlive
         return number, _buffers.lent(raw, size, lambda raw: free.append((number, raw)))
 
     def _attached(self, number: int, size: int) -> np.ndarray | None:
-        """A new segment; None if one end cannot have it: the socket carries as much."""
+        """Create a segment; None if an end cannot map it, to use the socket instead."""
         try:
             descriptor, raw = create(size)
-        except (OSError, ValueError):  # too many files, or no memory
+        except (OSError, ValueError):  # too many files, or too little memory
             return None
         try:
             attach = pb.Frame(attach=pb.Segment(number=number, size=size))
             (packet,) = Parcel(attach).pieces()
-            # Short, and at the beginning of a packet: the socket takes it whole.
+            # The socket sends it whole, because it is short and begins a frame.
             socket.send_fds(self._end, [packet], [descriptor])
         finally:
             os.close(descriptor)
@@ -140,7 +141,7 @@ class MemoryLink(_socket.SocketLink):
 
 
 class MemoryListener(_socket.SocketListener):
-    """Takes connections with segments."""
+    """Accepts connections with segments."""
 
     def accepted(self, end: socket.socket) -> _socket.Accepted:
         return MemoryAccepted(end, self._servicer)
@@ -151,18 +152,18 @@ class MemoryAccepted(_socket.Accepted):
 
     Args:
       end: the socket.
-      servicer: whose buffers messages are received in.
+      servicer: the servicer, with buffers to receive messages in.
     """
 
     def __init__(self, end: socket.socket, servicer: Servicer) -> None:
         super().__init__(end, servicer)
-        self._came: list[int] = []  # file descriptors
+        self._came: list[int] = []  # received file descriptors
         self._segments: dict[int, np.ndarray] = {}
-        self._segment = 0  # where the buffer of the last packet lies
-        self._answer_segment = 0  # where the worker wants its next answer
+        self._segment = 0  # number of the segment with the last frame's buffer
+        self._answer_segment = 0  # number of the segment for the next answer
 
     def control(self) -> pb.Frame | None:
-        """The control part of the next packet; None when the worker is gone."""
+        """Read the control message of the next frame; None if the worker has left."""
         while True:
             with self._descriptors() as descriptors:
                 frame = super().control()
@@ -181,9 +182,9 @@ class MemoryAccepted(_socket.Accepted):
         return frame
 
     def buffer(self, schema: Schema, what: str) -> np.ndarray:
-        """The buffer of that packet, where the worker can write no more."""
+        """Read the buffer of that frame, into memory that the worker cannot write."""
         if not self._segment:
-            with self._descriptors():  # which nobody sends there
+            with self._descriptors():  # closes those that a worker sends here
                 return super().buffer(schema, what)
         there = self._segments[self._segment]
         if there.size < schema.size:
@@ -195,20 +196,20 @@ class MemoryAccepted(_socket.Accepted):
         return buffer
 
     def _attach(self, segment: pb.Segment, descriptors: list[int]) -> str:
-        """Why a segment cannot be taken; "" if it has been."""
+        """Map a segment; return why it cannot be mapped, or ""."""
         if not 0 < segment.number <= MOST_SEGMENTS:
             raise errors.ProtocolError(f"no segment has number {segment.number}")
         if not descriptors:
             return "its file descriptor did not arrive: too many open files, perhaps"
         try:
             there = attach(descriptors[0], segment.size)
-        except (OSError, ValueError) as error:  # too many files, or no memory
+        except (OSError, ValueError) as error:  # too many files, or too little memory
             return str(error)
         self._segments[segment.number] = there
         return ""
 
     def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
-        """What goes over the socket of a parcel, whose buffer lies in memory by now."""
+        """Yield the pieces for the socket, after writing the buffer to its segment."""
         if parcel.schema is None or not self._answer_segment:
             return super().pieces(parcel)
         there = self._segments[self._answer_segment]
@@ -222,7 +223,7 @@ class MemoryAccepted(_socket.Accepted):
 
     @contextlib.contextmanager
     def _descriptors(self) -> Iterator[list[int]]:
-        """The last one that comes within, if any; it is closed then."""
+        """Yield the file descriptor received within the context, then close it."""
         try:
             yield self._came
         finally:
@@ -232,7 +233,7 @@ class MemoryAccepted(_socket.Accepted):
         room_for_one = socket.CMSG_LEN(_DESCRIPTOR.size)
         got, said, _, _ = self._end.recvmsg_into([view], room_for_one)
         for _, _, data in said:
-            self._forget()  # nobody sends more than one
+            self._forget()  # a worker sends one at a time
             self._came += _DESCRIPTOR.unpack(data)
         return got
 
@@ -245,10 +246,10 @@ class MemoryAccepted(_socket.Accepted):
 
 
 def create(size: int) -> tuple[int, np.ndarray]:
-    """A segment of ``size`` bytes: its file descriptor, and its bytes.
+    """Create a segment of ``size`` bytes; return its file descriptor and its bytes.
 
     Raises:
-      OSError: the system has none.
+      OSError: the system cannot create one.
     """
     descriptor = os.memfd_create("agn_optax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -261,11 +262,11 @@ def create(size: int) -> tuple[int, np.ndarray]:
 
 
 def attach(descriptor: int, size: int) -> np.ndarray:
-    """The bytes of a segment that somebody else has created.
+    """Return the bytes of a segment that another process has created.
 
     Raises:
-      ProtocolError: it is none, or smaller.
-      OSError: it cannot be mapped.
+      ProtocolError: the file is no sealed segment, or is too small.
+      OSError: the segment cannot be mapped.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -280,20 +281,20 @@ def attach(descriptor: int, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int) -> np.ndarray:
-    if sys.version_info >= (3, 13):  # before, it kept a descriptor of its own
+    if sys.version_info >= (3, 13):  # earlier versions keep a duplicated descriptor
         mapping = mmap.mmap(descriptor, size, trackfd=False)
     else:
         mapping = mmap.mmap(descriptor, size)
-    with contextlib.suppress(OSError):  # a hint only
+    with contextlib.suppress(OSError):  # only a hint
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
 
 
-# At a Unix socket; nothing leaves this machine, so nothing is encrypted.
+# The Unix socket. Its data stays on this machine and is not encrypted.
 
 
 def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
-    """For processes of one user."""
+    """Listen for processes of the same user."""
     del place
     if not IS_SUPPORTED:
         return None
@@ -301,7 +302,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
 
 
 def _dial(target: _transport.Target) -> _transport.Link:
-    """Connected, and greeted."""
+    """Connect to the center, with a handshake."""
     if not IS_SUPPORTED:
         raise OSError("this system cannot share memory")
     return MemoryLink(_socket.dialled(target), target.buffers)

@@ -1,7 +1,7 @@
-"""Sockets of their own: packets over TCP or a Unix socket, with TLS or without.
+"""Direct sockets: frames over TCP or a Unix socket, with or without TLS.
 
-A connection begins with a greeting and the key of a caller, which the service has told
-it over gRPC; the center greets back in a line.
+A connection begins with a handshake: the worker sends a greeting and its caller's key,
+which it has received over gRPC, and the center answers with a line.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from agn_optax.service.wire._packets import Parcel, Reader
 
 GREETING = b"agn_optax direct 2\n"
 _GREETING_SIZE = len(GREETING) + KEY_SIZE
-_LONGEST_LINE = 256  # bytes; what the center greets back
-_DIALLING = 1.0  # seconds that a connection may take, which gRPC replaces
+_LONGEST_LINE = 256  # maximum size of the center's line, bytes
+_DIALLING = 1.0  # s, for connecting; gRPC is used after that
 _BACKLOG = (
-    128  # connections that wait to be taken: as many as are in less than a second
+    128  # connections waiting to be accepted: as many as arrive in under a second
 )
-_SILENT = 5  # seconds in which the system keeps a connection on which nothing came
-_PATIENCE = 5.0  # seconds that a greeting, or whoever is refused, may take
-_MOST_PIECES = 512  # of one call of sendmsg; systems take 1,024
-_ENOUGH = 1 << 20  # bytes of one call
-_RECORD = 1 << 14  # bytes; what TLS encrypts at a time
-_BUFFER = 4 << 20  # bytes; more than a copy through the kernel gains from
-_SILENCE = 15  # seconds after which a host that says nothing is gone, as with gRPC
-_PEER = struct.Struct("iII")  # process, user and group, as the kernel says
+_SILENT = 5  # s, for which the system holds a connection without data
+_PATIENCE = 5.0  # s, timeout of the handshake, and of sending a rejection
+_MOST_PIECES = 512  # per call of sendmsg; systems accept 1,024
+_ENOUGH = 1 << 20  # bytes per call of sendmsg
+_RECORD = 1 << 14  # size of a TLS record, bytes
+_BUFFER = 4 << 20  # bytes; a larger buffer does not speed up copies by the kernel
+_SILENCE = 15  # s without a response after which a host is gone, as with gRPC
+_PEER = struct.Struct("iII")  # ids of process, user and group, from the kernel
 
 _log = logging.getLogger("agn_optax")
 
@@ -55,10 +55,11 @@ _log = logging.getLogger("agn_optax")
 
 
 def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
-    """Connected to where an offer says, and greeted.
+    """Return a socket connected to the address of an offer, after the handshake.
 
     Raises:
-      OSError: there is nobody, the center refuses, or somebody else answers.
+      OSError: the address does not answer, the center rejects the caller, or another
+        program answers.
     """
     if target.offer is None:
         raise OSError("the center offers none")
@@ -69,7 +70,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
             end.settimeout(_DIALLING)
             end.connect("\0" + where.removeprefix("unix:"))
         else:
-            # Under the name by which this worker knows the center.
+            # By the host name under which this worker knows the center.
             host, port = _address.host(center), int(where.rpartition(":")[2])
             if target.route is None:
                 end = socket.create_connection((host, port), timeout=_DIALLING)
@@ -78,12 +79,12 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
             closing.enter_context(end)
         tune(end)
         if tls is not None:
-            name = "localhost"  # as gRPC has it, of a Unix socket
+            name = "localhost"  # the name that gRPC uses for a Unix socket
             if not center.startswith("unix:"):
                 name = _address.host(center)
             try:
                 context = tls.context(serves=False)
-            except errors.InvalidArgumentError as error:  # since it was connected
+            except errors.InvalidArgumentError as error:  # files have changed meanwhile
                 raise OSError(str(error)) from None
             end = context.wrap_socket(end, server_hostname=name)
             closing.enter_context(end)
@@ -97,7 +98,7 @@ def dialled(target: _transport.Target, tls: Tls | None = None) -> socket.socket:
         if line != GREETING:
             said = line.decode("ascii", "replace").strip()
             raise ConnectionError(f"what answers is no center, or refuses: {said}")
-        end.settimeout(None)  # from now on, the watchdog looks after it
+        end.settimeout(None)  # the watchdog has the timeouts from now on
         closing.pop_all()
         return end
 
@@ -106,8 +107,8 @@ class SocketLink(_transport.Link):
     """A direct connection.
 
     Args:
-      end: the socket, connected and greeted.
-      buffers: to receive in.
+      end: the socket, after the handshake.
+      buffers: buffers to receive in.
     """
 
     ended = (OSError, EOFError)
@@ -116,8 +117,8 @@ class SocketLink(_transport.Link):
         super().__init__(end.recv_into, buffers)
         self._end = end
         self._done = False
-        # Not when it is cancelled: whoever waits for it finds it shut; closed, its
-        # number might be that of another file by then.
+        # `cancel` only shuts the socket down, so that a waiting thread finds it ended.
+        # A closed descriptor's number might already be that of another file.
         weakref.finalize(self, end.close)
 
     def send(self, parcel: Parcel) -> None:
@@ -142,11 +143,11 @@ class SocketLink(_transport.Link):
 
 
 def listening_at(place: _transport.Place) -> socket.socket:
-    """A socket that listens at a port.
+    """Return a socket that listens at the port for direct connections.
 
     Raises:
-      InvalidArgumentError: it was asked for, and somebody else has it.
-      OSError: there is none.
+      InvalidArgumentError: the requested address cannot be used.
+      OSError: there is no free port.
     """
     address = place.direct_address or f"{place.address.rpartition(':')[0]}:0"
     try:
@@ -161,10 +162,10 @@ def listening_at(place: _transport.Place) -> socket.socket:
 
 
 def bound_to(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at "host:port".
+    """Return a socket that listens at "host:port".
 
     Raises:
-      OSError: it cannot.
+      OSError: the address cannot be used.
     """
     host, port = _address.host(address), int(address.rpartition(":")[2])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -173,7 +174,7 @@ def bound_to(address: str, backlog: int) -> socket.socket:
         (host, port), family=family, backlog=backlog, dualstack_ipv6=both
     )
     if hasattr(socket, "TCP_DEFER_ACCEPT"):
-        # Whoever connects speaks first, and costs this process nothing before.
+        # The client sends first, and a silent connection costs this process nothing.
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
     return made
 
@@ -181,10 +182,10 @@ def bound_to(address: str, backlog: int) -> socket.socket:
 def connections(
     listening: socket.socket, is_closed: Callable[[], bool], servicer: Servicer
 ) -> Iterator[tuple[socket.socket, Hashable]]:
-    """Yield the connections that come and whence, until nobody listens any more.
+    """Yield accepted connections and their origins, until the listener is closed.
 
-    They are taken no faster than the servicer's limiter lets them: more of them wait in
-    the system, which costs nothing.
+    They are accepted no faster than the servicer's rate limiter permits; further
+    connections wait in the system at no cost.
     """
     fails, where = False, listening.getsockname()
     while not is_closed():
@@ -196,35 +197,35 @@ def connections(
                 if not fails:
                     _log.warning("connections cannot be accepted for now: %s", error)
                 fails = True
-                time.sleep(0.1)  # too many open files, perhaps not for long
+                time.sleep(0.1)  # too many open files, perhaps only for a short time
             continue
         fails = False
         try:
             whence = _whence(end)
-        except OSError:  # it is gone already
+        except OSError:  # disconnected already
             end.close()
         else:
             yield end, whence
 
 
-# Unix sockets whose name is no file, and goes with them.
+# Whether Unix sockets may have a name without a file, which ends with the socket.
 HAS_NAMES = sys.platform == "linux"
 
 
 def listening_by_name() -> socket.socket:
-    """A Unix socket that listens, in Linux's abstract namespace."""
+    """Return a listening Unix socket in Linux's abstract namespace."""
     name = f"\0agn-optax-{secrets.token_hex(8)}"
     return socket.create_server(name, family=socket.AF_UNIX, backlog=socket.SOMAXCONN)
 
 
 class SocketListener(_transport.Listener):
-    """Takes direct connections, and answers on a thread for each of them.
+    """Accepts direct connections, and serves each on its own thread.
 
     Args:
-      servicer: of the service.
-      listening: a socket.
-      context: makes that of TLS, for each connection; None for plain ones.
-      name: of the transport.
+      servicer: the servicer.
+      listening: a listening socket.
+      context: makes the TLS context of a connection; None for plain text.
+      name: name of the transport.
     """
 
     def __init__(
@@ -251,10 +252,10 @@ class SocketListener(_transport.Listener):
         self._transport = name
         self.offer = pb.Offer(transport=name, address=where)
         self._threads.keep_running(self._accept, f"agn-optax {name}")
-        # Whether a worker is gone is seen while its thread waits for the center, too.
+        # Detects a disconnected worker even while its thread waits for the center.
         self._watch = select.epoll() if hasattr(select, "epoll") else None
         if self._watch is not None:
-            self._watch.register(listening, select.EPOLLHUP)  # when it is shut
+            self._watch.register(listening, select.EPOLLHUP)  # when it is shut down
             self._threads.keep_running(self._look, f"agn-optax {name} watch")
 
     def close(self, timeout: float) -> None:
@@ -264,17 +265,17 @@ class SocketListener(_transport.Listener):
         shut(self._listening)
         for each in accepted:
             each.cancel()
-        self._threads.wait(timeout)  # each holds the center as long as it runs
+        self._threads.wait(timeout)  # a running thread still refers to the center
         self._listening.close()
 
     def accepted(self, end: socket.socket) -> Accepted:
-        """The service's end of a connection that has greeted."""
+        """Return the service's end of a connection, after the handshake."""
         return Accepted(end, self._servicer)
 
     def why_not(self, end: socket.socket) -> str:
-        """Why somebody who connected is refused; "" if he is not.
+        """Return why a connection is rejected; "" if it is accepted.
 
-        The name of a socket can be reached by all users of this machine.
+        All users of the machine can connect to a Unix socket by its name.
         """
         if end.family != getattr(socket, "AF_UNIX", None):
             return ""
@@ -292,25 +293,26 @@ class SocketListener(_transport.Listener):
                 continue
             try:
                 self._threads.submit(self._serve, end, whence if lets_in else None)
-            except Exception as error:  # no more threads, or whatever it is
+            except Exception as error:  # for example, no thread can be started
                 _log.warning("a direct connection is refused: %s", error)
                 end.close()
 
     def _shows_key(self, end: socket.socket) -> bool:
-        """Return whether somebody has greeted already with a key that is known.
+        """Return whether a connection has already sent a known key.
 
-        A worker has, even if others of its host make too many connections. Over TLS it
-        cannot be seen, and gRPC is left.
+        This lets workers connect while other processes of their host make too many
+        connections. With TLS the key cannot be read here; such workers fall back to
+        gRPC.
         """
         try:
             seen = end.recv(_GREETING_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             return self._servicer.door.knows(_key_in(seen))
-        except (AttributeError, OSError):  # nothing came; or not on this system
+        except (AttributeError, OSError):  # no data, or not supported by the system
             return False
 
     def _serve(self, end: socket.socket, whence: Hashable) -> None:
         with contextlib.ExitStack() as stack:
-            # Whoever is gone, or was none of ours, is no error.
+            # Disconnected or unknown clients are not errors.
             stack.enter_context(contextlib.suppress(OSError, EOFError))
             stack.callback(lambda: end.close())
             end.settimeout(_PATIENCE)
@@ -345,7 +347,7 @@ class SocketListener(_transport.Listener):
             self._accepted.pop(number, None)
 
     def _greeted(self, end: socket.socket) -> Caller | None:
-        """Who has greeted, by the key that came; None if nobody may come by it."""
+        """Return the caller by its key, after the handshake; None to reject it."""
         heard = bytearray()
         while len(heard) < _GREETING_SIZE:
             more = end.recv(_GREETING_SIZE - len(heard))
@@ -359,7 +361,7 @@ class SocketListener(_transport.Listener):
             certificate = end.getpeercert(binary_form=True) or b""
         try:
             caller = self._servicer.door.holder(key, certificate, _host(end))
-        except errors.NotAllowedError:  # it hears why over gRPC
+        except errors.NotAllowedError:  # gRPC reports the reason
             return None
         if refused := self.why_not(end):
             _log.warning("a worker is refused: %s", refused)
@@ -392,8 +394,8 @@ class SocketListener(_transport.Listener):
                 self._finish(number)
 
     def _finish(self, number: int) -> None:
-        """A call of its own, for no connection may stay where the thread waits."""
-        with self._lock:  # or another one may have its number already
+        """Mark a connection as ended; in a function, to keep no reference to it."""
+        with self._lock:  # another connection may already have the same number
             accepted = self._accepted.get(number)
             if accepted is None or not accepted.is_cut():
                 return
@@ -403,92 +405,92 @@ class SocketListener(_transport.Listener):
 class Accepted(Reader):
     """The service's end of one direct connection.
 
-    It is what the context of a gRPC call is otherwise, too.
+    It also replaces the context of a gRPC call.
 
     Args:
       end: the socket.
-      servicer: whose buffers it receives in, and who knows what is on its way.
+      servicer: the servicer, with buffers to receive in, and timeouts of transfers.
     """
 
     def __init__(self, end: socket.socket, servicer: Servicer) -> None:
         super().__init__(end.recv_into, servicer.buffers)
         self._end = end
         self._sending = servicer.sending
-        self._gone: Future[None] = Future()  # is cancelled when the worker is
+        self._gone: Future[None] = Future()  # canceled when the worker disconnects
 
-    # As the context of a gRPC call.
+    # The interface of a gRPC call's context.
 
     def is_active(self) -> bool:
-        """Whether the worker is there."""
+        """Return whether the worker is connected."""
         return not self._gone.done()
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Has ``callback`` called when it is gone; False if that is so already."""
+        """Call ``callback`` when the worker is gone; return False if it already is."""
         self._gone.add_done_callback(lambda _: callback())
         return self.is_active()
 
     # For the listener.
 
     def is_cut(self) -> bool:
-        """Whether the worker's end is closed."""
+        """Return whether the worker's end is closed."""
         poll = select.poll()
         poll.register(self._end, select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def send(self, parcel: Parcel) -> None:
-        """Sends a parcel."""
+        """Send a frame."""
         with parcel, self._sending(self.cancel, parcel) as moved:
             pieces = self.pieces(parcel)
             try:
                 send(self._end, pieces, moved)
-            except errors.AgnOptaxError as error:  # of parcel.until
-                # Nothing can be said within a packet; the next connection will hear it.
+            except errors.AgnOptaxError as error:  # raised by `parcel.until`
+                # No rejection fits into an open frame; the next connection reports it.
                 raise ConnectionAbortedError from error
 
     def pieces(self, parcel: Parcel) -> Iterator[memoryview]:
-        """What goes over the socket of a parcel."""
+        """Yield the pieces of a frame for the socket."""
         return parcel.pieces()
 
     def refuse(self, refused: pb.Refused) -> None:
-        """Says why the connection ends, and ends it."""
+        """Send the reason for ending the connection, and end it."""
         self.send(Parcel(pb.Frame(refused=refused)))
         socket.socket.shutdown(self._end, socket.SHUT_WR)
-        # A worker that is still sending would not read it, were it cut off now.
+        # Read on: a worker that is still sending would lose the reason otherwise.
         self._end.settimeout(_PATIENCE)
         while self._end.recv(1 << 20):
             pass
 
     def cancel(self) -> None:
-        """Ends it, from any thread."""
+        """End the connection, from any thread."""
         shut(self._end)
 
     def finish(self) -> None:
-        """The worker is gone, or about to; more than one thread may say so."""
+        """Mark the connection as ended; may be called by several threads."""
         self._gone.cancel()
 
 
 def _key_in(greeting: bytes) -> bytes | None:
-    """Return the key of a greeting; None if it is none."""
+    """Return the key of a greeting; None if it is malformed."""
     if len(greeting) < _GREETING_SIZE or not greeting.startswith(GREETING):
         return None
     return bytes(greeting[len(GREETING) :])
 
 
 def _user(end: socket.socket) -> int:
-    """Return whose the process at the other end of a Unix socket is."""
+    """Return the user id of the process at the other end of a Unix socket."""
     said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return int(_PEER.unpack(said)[1])
 
 
 def _whence(end: socket.socket) -> Hashable:
-    """Return what connections are counted by: a host, or a user of this machine."""
+    """Return the key of the handshake limit: a host, or a user of this machine."""
     if end.family == getattr(socket, "AF_UNIX", None):
         return _user(end)
     return _host(end)
 
 
 def _host(end: socket.socket) -> str:
-    """Whence a connection comes."""
+    """Return the host from which a connection comes."""
     if end.family == getattr(socket, "AF_UNIX", None):
         return _address.network("")
     return _address.network(end.getpeername()[0])
@@ -498,9 +500,9 @@ def _host(end: socket.socket) -> str:
 
 
 def tune(end: socket.socket) -> None:
-    """Settings of a socket, at either end."""
+    """Set the options of a socket, at either end."""
     if end.family == getattr(socket, "AF_UNIX", None):
-        # Those of TCP grow by themselves, as far as the way there needs.
+        # Unlike these, the buffers of TCP grow automatically.
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             end.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
         return
@@ -508,7 +510,7 @@ def tune(end: socket.socket) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPALIVE", 5),  # its name on macOS
+        ("TCP_KEEPALIVE", 5),  # the name of TCP_KEEPIDLE on macOS
         ("TCP_KEEPINTVL", 2),
         ("TCP_KEEPCNT", 5),
         ("TCP_USER_TIMEOUT", 1000 * _SILENCE),
@@ -516,18 +518,18 @@ def tune(end: socket.socket) -> None:
         with contextlib.suppress(OSError):
             if hasattr(socket, name):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    with contextlib.suppress(OSError):  # the other end has gone, or reno is not allowed
+    with contextlib.suppress(OSError):  # disconnected, or reno is not allowed
         within = end.getsockname()[0] == end.getpeername()[0]
         if within and hasattr(socket, "TCP_CONGESTION"):
-            # Nothing is congested within a host. BBR, say, would pace what is sent, and
-            # stop for a fifth of a second every ten to measure the way.
+            # A connection within a host needs no congestion control. BBR would pace it,
+            # and stop for a fifth of a second every ten seconds to measure round trips.
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def shut(end: socket.socket) -> None:
-    """Whoever uses it finds it at its end.
+    """Shut a socket down, so that all threads that use it find it ended.
 
-    Not by `SSLSocket.shutdown`: that would make it a plain socket for its other thread.
+    `SSLSocket.shutdown` would turn it into a plain socket for its other thread.
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(end, socket.SHUT_RDWR)
@@ -536,7 +538,7 @@ def shut(end: socket.socket) -> None:
 def send(
     end: socket.socket, pieces: Iterator[memoryview], sent: Callable[[], None]
 ) -> None:
-    """Sends the pieces of a packet; ``sent`` is called whenever some of it has gone."""
+    """Send the pieces of a frame; call ``sent`` whenever some bytes were sent."""
     if isinstance(end, ssl.SSLSocket):
         for record in _records(pieces):
             while record:
@@ -550,7 +552,7 @@ def send(
 
 
 def _records(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """``pieces``, small ones together, for TLS takes one at a time."""
+    """Yield ``pieces`` with small ones joined, because TLS sends one at a time."""
     small: list[memoryview] = []
     for piece in pieces:
         if len(piece) < _RECORD:
@@ -565,7 +567,7 @@ def _records(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
 
 
 def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """``pieces``, as many at a time as go out in one call."""
+    """Yield lists of ``pieces`` that are sent in one call each."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -578,8 +580,8 @@ def _batches(pieces: Iterator[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _send_some(end: socket.socket, batch: list[memoryview]) -> int:
-    # A call that blocks is woken for every little room in the socket's buffer; a poll
-    # waits until there is more, and takes three quarters of the time.
+    # A blocking call wakes up for a little space in the socket's buffer. A poll waits
+    # for more space, and takes three quarters of the time.
     while hasattr(select, "poll"):
         try:
             return end.sendmsg(batch, [], socket.MSG_DONTWAIT)
@@ -587,11 +589,11 @@ def _send_some(end: socket.socket, batch: list[memoryview]) -> int:
             room = select.poll()
             room.register(end, select.POLLOUT)
             room.poll()
-    return end.sendmsg(batch)  # not on Linux, nor another Unix
+    return end.sendmsg(batch)  # on systems without poll
 
 
 def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
-    """What is left of pieces whose first ``sent`` bytes are gone."""
+    """Return what is left of pieces whose first ``sent`` bytes were sent."""
     for i, piece in enumerate(of):
         if sent < len(piece):
             return [piece[sent:], *of[i + 1 :]]
@@ -599,11 +601,11 @@ def _after(sent: int, of: list[memoryview]) -> list[memoryview]:
     return []
 
 
-# At a port, or at a Unix socket where gRPC has one.
+# At a port, or at a Unix socket if gRPC uses one.
 
 
 def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener | None:
-    """At the port that was asked for, or one that is free."""
+    """Listen at the requested port, or at a free one."""
     if place.credentials is not None and place.tls is None:
         if place.direct_address is not None:
             raise errors.InvalidArgumentError(
@@ -626,7 +628,7 @@ def _listen(servicer: Servicer, place: _transport.Place) -> _transport.Listener 
 
 
 def _dial(target: _transport.Target) -> _transport.Link:
-    """Connected, and greeted."""
+    """Connect to the center, with a handshake."""
     tls = target.connection.tls
     if target.connection.credentials is not None and tls is None:
         raise OSError("credentials= of gRPC cannot encrypt it: give tls=")

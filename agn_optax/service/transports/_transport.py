@@ -1,9 +1,9 @@
-"""The seam: what a transport is, at both ends.
+"""The interface of transports, at both ends.
 
-A transport is a file with a `Transport` in it. `listen` makes the service's end, a
-`Listener`, which answers with the servicer and says what workers must know to reach it;
-`dial` makes the worker's end, a `Link`. All of them carry the packets of
-`agn_optax.service.wire`. To add one, write its file and put it on the list in
+A transport is a module with a `Transport` in it. Its `listen` makes the service's end,
+a `Listener`, which answers with the servicer and has the offer by which workers reach
+it. Its `dial` makes the worker's end, a `Link`. All transports carry the frames of
+`agn_optax.service.wire`. To add a transport, write its module and add it to the list in
 `agn_optax.service.transports`.
 """
 
@@ -31,16 +31,16 @@ from agn_optax.service.wire._packets import Parcel, Reader, nothing
 
 
 class Place(NamedTuple):
-    """Where a service is to listen, and how.
+    """Listening settings of a service.
 
     Attributes:
-      address: for gRPC.
-      direct_address: "host:port" for sockets; None for a port that is free.
-      tls: what encrypts sockets, and gRPC as well.
-      credentials: of gRPC alone.
-      reflection: whether gRPC tells of its services and connections.
+      address: address for gRPC.
+      direct_address: "host:port" for sockets; None for a free port.
+      tls: TLS settings of sockets and gRPC.
+      credentials: server credentials for gRPC alone.
+      reflection: whether gRPC serves reflection and channelz.
       page: "host:port" of the page; None for none.
-      health: "host:port" where anybody may ask whether it serves; None for nowhere.
+      health: "host:port" of health checks without authentication; None for none.
     """
 
     address: str
@@ -53,13 +53,13 @@ class Place(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A center to be dialled.
+    """A center to connect to.
 
     Attributes:
-      connection: to its gRPC service.
-      offer: what it says of the transport.
-      buffers: to receive in.
-      route: how to get there; None leaves that to the system, and to gRPC anyway.
+      connection: connection to its gRPC service.
+      offer: the service's offer of the transport.
+      buffers: buffers to receive in.
+      route: route of the connection; None leaves it to the system. Not used by gRPC.
     """
 
     connection: Connection
@@ -72,8 +72,9 @@ class Listener(abc.ABC):
     """The service's end of a transport, for all workers.
 
     Attributes:
-      offer: what workers must know to dial it, but for the key; None for nothing.
-      address: where it listens, for people; "" where that says nothing.
+      offer: settings that workers need to connect, except for the key; None if they
+        need none.
+      address: listening address to show to users; "" if there is nothing to show.
     """
 
     offer: pb.Offer | None = None
@@ -82,22 +83,22 @@ class Listener(abc.ABC):
     def __init__(self) -> None:
         self._threads = Threads()
 
-    def start(self) -> None:  # noqa: B027 most have nothing to wait for
-        """Answers, now that every transport listens and the servicer knows of them."""
+    def start(self) -> None:  # noqa: B027 most transports do nothing here
+        """Start to answer, once all transports listen and the servicer knows them."""
 
-    def drain(self) -> None:  # noqa: B027 most have nobody to tell
-        """Tells those who ask that the service is about to end."""
+    def drain(self) -> None:  # noqa: B027 most transports do nothing here
+        """Report in health checks that the service is about to end."""
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
-        """Takes no more workers, ends what there is, and waits for its threads."""
+        """Accept no more workers, end all connections, and wait for the threads."""
 
 
 class Threads(ThreadPoolExecutor):
-    """A thread for every call, for which the end of the process does not wait.
+    """A pool with one thread per call, for which the exit of the process does not wait.
 
-    As many as there are calls: a worker's life is one, and whoever watches must be
-    answered however many workers there are.
+    The number of threads is not limited: each worker's session is one call, and
+    monitoring must be answered whatever the number of workers.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class Threads(ThreadPoolExecutor):
         self._running: set[Future[Any]] = set()
 
     def wait(self, timeout: float) -> None:
-        """Until all calls have ended: in a process that ends, a thread is cut off."""
+        """Wait for all calls, because the exit of the process interrupts threads."""
         wait(set(self._running), timeout)
 
     def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ class Threads(ThreadPoolExecutor):
         return self._owned(in_background(bound, "agn-optax center", lasting=True))
 
     def keep_running(self, loop: Callable[[], object], name: str) -> Future[None]:
-        """Run a loop on a thread until it returns, whatever it raises."""
+        """Run a loop on a thread until it returns, restarting it after exceptions."""
         return self._owned(keep_running(loop, name))
 
     def _owned(self, future: Future[Any]) -> Future[Any]:
@@ -123,18 +124,19 @@ class Threads(ThreadPoolExecutor):
 
 
 class Link(Reader, abc.ABC):
-    """The worker's end of its call, each way. One thread at a time uses it.
+    """The worker's end of its call, in both directions; for one thread at a time.
 
     Args:
-      receive, buffers: as of any `Reader`.
+      receive, buffers: see `Reader`.
 
     Attributes:
-      ended: what its methods raise when the call has ended; `why_it_ended` has more.
-      sent: called when something went out, as ``heard`` is when something came.
-      served: called when a packet came that is no refusal.
-      deadline: when whoever watches it cancels it; monotonic seconds.
-      is_late: whether that has happened.
-      transport: its name, once it is dialled for a worker.
+      ended: exceptions that its methods raise if the call has ended; see
+        `why_it_ended` for the reason.
+      sent: called when bytes were sent, as ``heard`` is when bytes were received.
+      served: called when a frame was received that is no rejection.
+      deadline: time at which the watchdog cancels the call; monotonic seconds.
+      is_late: whether the watchdog has canceled the call.
+      transport: name of the transport, once the link was dialed for a worker.
     """
 
     transport = ""
@@ -149,10 +151,10 @@ class Link(Reader, abc.ABC):
 
     @abc.abstractmethod
     def send(self, parcel: Parcel) -> None:
-        """Sends a parcel; its arrays are read until the answer is there."""
+        """Send a frame; its arrays may be read until the answer has been received."""
 
     def control(self) -> pb.Frame:
-        """The control part of the next packet."""
+        """Read the control message of the next frame."""
         frame = super().control()
         if frame is None:
             raise EOFError("the call has ended")
@@ -162,32 +164,32 @@ class Link(Reader, abc.ABC):
         return frame
 
     def path(self) -> Path | None:
-        """What the system knows of its connection; None where there is nothing."""
+        """Return the system's data on the connection; None if there are none."""
         return None
 
     @abc.abstractmethod
     def why_it_ended(self) -> errors.AgnOptaxError:
-        """The exception that the call ended with."""
+        """Return the exception that ended the call."""
 
     @abc.abstractmethod
     def done(self) -> bool:
-        """Whether it is known to have ended."""
+        """Return whether the call is known to have ended."""
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Ends it, from any thread."""
+        """End the call, from any thread."""
 
 
 class Transport(NamedTuple):
-    """A way for packets between a worker and a center.
+    """A transport of frames between workers and a center.
 
     Attributes:
-      name: as `connect(transports=[...])` has it.
-      listen: makes the service's end; None where there is none, as on another system.
-        Raises `InvalidArgumentError` where nothing can listen where it was told to, and
-        OSError where nothing can listen and nobody insists.
-      dial: makes the worker's end, connected. Raises OSError if there is no way;
-        another transport may have one.
+      name: name of the transport, as in `connect(transports=[...])`.
+      listen: makes the service's end; returns None if the system does not support it.
+        Raises `InvalidArgumentError` if a requested address cannot be used, and OSError
+        if no address can be used and none was requested.
+      dial: makes the worker's end, connected. Raises OSError if the center cannot be
+        reached in this way; another transport may succeed.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Trees as bytes.
 
-`_schema` has the layout of leaves in one buffer (and knows numpy only), `_casting`
-other dtypes, by XLA, `_trees` JAX's trees, `_packets` what travels, `_buffers` the
-memory that it is received in.
+`_schema` is the layout of leaves in one buffer (and depends on NumPy only), `_casting`
+casts dtypes by XLA, `_trees` converts JAX trees, `_packets` has the frames that are
+sent, and `_buffers` the memory in which they are received.
 """
 
 from agn_optax.service.wire._trees import from_bytes as from_bytes

@@ -1,4 +1,4 @@
-"""Memory that trees are received in and copied to."""
+"""Buffers in which trees are received, and copies to them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import numpy as np
 from agn_optax._internal import in_background
 from agn_optax.service.wire._schema import Schema, allocate, assign
 
-_LEAST_FOR_TWO = 8 << 20  # bytes that two threads copy
+_LEAST_FOR_TWO = 8 << 20  # bytes from which two threads copy
 
-_Place = tuple[np.ndarray, np.ndarray]  # and what is to be there
+_Place = tuple[np.ndarray, np.ndarray]  # destination and source of a copy
 
 
 class Buffers:
-    """Buffers that are used again once nobody looks at them any more.
+    """Buffers that are reused once no view of them is left.
 
-    Touching fresh memory for the first time takes longer than filling it. One of them,
-    the largest, is kept for its next use, by whatever fits into it: some workers may
-    send half as many bytes as others.
+    The first write to new memory takes longer than writing it again. Only the largest
+    free buffer is kept. It also serves smaller requests, because some workers may send
+    half as many bytes as others.
     """
 
     def __init__(self) -> None:
-        self._spare: deque[np.ndarray] = deque(maxlen=1)  # which threads share
+        self._spare: deque[np.ndarray] = deque(maxlen=1)  # shared between threads
 
     def take(self, size: int) -> np.ndarray:
-        """An aligned buffer of ``size`` bytes; free when the last view of it is."""
+        """Return an aligned buffer of ``size`` bytes, free when its last view is."""
         raw = self._pop()
         if raw is None or raw.size < size:
             raw = allocate(size)
@@ -49,32 +49,32 @@ class Buffers:
 def lent(
     raw: np.ndarray, size: int, back: Callable[[np.ndarray], object]
 ) -> np.ndarray:
-    """The first bytes of ``raw``; ``back(raw)`` when their last view is gone."""
-    # Of a memoryview, or numpy would take `raw` itself for the base of all views.
+    """Return the first bytes of ``raw``; ``back(raw)`` is called with no view left."""
+    # The memoryview keeps NumPy from using `raw` itself as the base of all views.
     array = np.frombuffer(raw.data[:size], np.uint8)
     weakref.finalize(array, back, raw).atexit = False
     return array
 
 
 def write(schema: Schema, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
-    """Copies arrays to their places in a buffer, in its dtypes; gaps stay as they are.
+    """Copy arrays to their places in a buffer, cast to its dtypes; gaps stay unchanged.
 
     Raises:
-      ValueError: the arrays are not those of the schema.
+      ValueError: the arrays do not match the schema.
     """
     copy(list(schema.places(arrays, buffer)), schema.size)
 
 
 def copy(places: list[_Place], size: int) -> None:
-    """Copies each second array to the first one; ``size`` bytes in all."""
+    """Copy each second array to the first one; ``size`` bytes in total."""
     if size < _LEAST_FOR_TWO:
         assign(places)
         return
-    # One core alone does not reach what memory can do; the other side waits meanwhile.
+    # One core alone does not use the memory's bandwidth, and the receiver waits.
     first, second = _halves(places, size)
     try:
         other = in_background(functools.partial(assign, second), "agn-optax copy")
-    except RuntimeError:  # no more threads
+    except RuntimeError:  # no thread can be started
         assign(places)
         return
     assign(first)
@@ -82,7 +82,7 @@ def copy(places: list[_Place], size: int) -> None:
 
 
 def _halves(places: list[_Place], size: int) -> tuple[list[_Place], list[_Place]]:
-    """Places of ``size`` bytes together, in two lists of about as many bytes."""
+    """Divide places of ``size`` bytes into two lists of about equal size."""
     end = 0
     for i, (place, array) in enumerate(places):
         begin, end = end, end + place.nbytes

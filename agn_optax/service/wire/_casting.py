@@ -1,4 +1,4 @@
-"""Casts between floating dtypes, for the copy onto the wire and off it, by XLA."""
+"""Casts between floating dtypes by XLA, for sending and receiving."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from agn_optax.service.wire import _schema
 
-# Numbers that one call of a program casts: they fit into a cache, and the call itself
-# takes little of the time.
+# Numbers that one call of a program casts: few enough for a cache, and so many that the
+# call itself takes little of the time.
 _AT_A_TIME = 1 << 19
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
 def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
-    """As `_schema.in_dtype`: a third of numpy's time on one core, and on all cores."""
+    """Cast as `_schema.in_dtype` does, in a third of NumPy's time and on all cores."""
     end = 0
     if (
         {flat.dtype.name, dtype.name} <= _DTYPES
@@ -31,7 +31,7 @@ def pieces(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
         with jax.transfer_guard_host_to_device("allow"):
             made = _cast(part, dtype)
         yield np.asarray(made)
-    # The rest has any length, and XLA would compile a program for each.
+    # XLA would compile a program for each length of the rest.
     yield from _schema.in_dtype(flat[end:], dtype)
 
 

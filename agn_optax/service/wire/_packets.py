@@ -1,6 +1,6 @@
-"""Packets, which all transports carry: a head, a control part, and a buffer.
+"""Frames, which all transports carry: a header, a control message, and a buffer.
 
-The head has the lengths of the other two, the control part is a message of protobuf,
+The header has the sizes of the other two, the control message is a protobuf `Frame`,
 and the buffer holds the leaves of a tree. See center.proto.
 """
 
@@ -23,25 +23,26 @@ from agn_optax.service.wire import _casting
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._schema import Schema
 
-HEAD = struct.Struct("<IQ")  # bytes of the control part, and of the buffer
-MOST_CONTROL = 64 << 10  # bytes; most have a hundred
-MOST_PROBED = 4 << 20  # bytes of a probe, each way
-_BLOCK = 1 << 16  # bytes, which are repeated: more than what compresses looks back
+HEAD = struct.Struct("<IQ")  # sizes of the control message and of the buffer
+MOST_CONTROL = 64 << 10  # maximum size of a control message, bytes; most have a hundred
+MOST_PROBED = 4 << 20  # maximum size of a probe in each direction, bytes
+_BLOCK = 1 << 16  # bytes to repeat in a probe: longer than the window of compression
 
 
 @dataclasses.dataclass(eq=False)
 class Parcel:
-    """What one side says at a time; it travels as a packet.
+    """A frame to be sent.
 
-    As a context manager it lets go of its arrays once they are sent, whoever still
-    holds the parcel itself.
+    At its end as a context manager it releases its arrays, even if the frame itself is
+    still referred to.
 
     Args:
-      control: the control part.
-      schema: of the arrays; None if none follow.
-      arrays: the leaves, in the order of the schema. They are sent as they are then.
-      until: called before the last of it is sent: without that, nobody has it.
-      wanted: bytes of the buffer that it asks for in return.
+      control: the control message.
+      schema: schema of the arrays; None if the frame has no buffer.
+      arrays: the leaves, in the order of the schema, read while the frame is sent.
+      until: called before the last byte is sent, without which the frame is not
+        received.
+      wanted: size in bytes of the buffer expected in the answer.
     """
 
     control: pb.Frame
@@ -52,7 +53,7 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         return 0 if self.schema is None else self.schema.size
 
     def __enter__(self) -> Parcel:
@@ -62,10 +63,10 @@ class Parcel:
         self.arrays = ()
 
     def pieces(self, *, in_memory: bool = False) -> Iterator[memoryview]:
-        """The packet in pieces, none empty, most of which lie in the arrays.
+        """Yield the frame in nonempty pieces, most of which are views of the arrays.
 
         Args:
-          in_memory: whether the buffer lies in shared memory, and does not follow.
+          in_memory: whether the buffer is in shared memory, and is left out here.
         """
         control = self.control.SerializeToString()
         head = HEAD.pack(len(control), 0 if in_memory else self.nbytes)
@@ -84,17 +85,17 @@ class Parcel:
 
 
 def of_bytes(size: int) -> Schema:
-    """Of a buffer of which nobody keeps anything."""
+    """Return the schema of ``size`` plain bytes."""
     return Schema([Leaf("", "uint8", (size,))])
 
 
 def in_bytes(control: pb.Frame, size: int, wanted: int = 0) -> Parcel:
-    """So many bytes that no link on the way can make fewer, to see how fast they are.
+    """Return a frame of incompressible bytes, to measure the speed of a connection.
 
     Args:
-      control: the control part.
-      size: bytes; 0 for none.
-      wanted: as of `Parcel`.
+      control: the control message.
+      size: number of bytes; 0 for no buffer.
+      wanted: see `Parcel`.
     """
     if not size:
         return Parcel(control, wanted=wanted)
@@ -103,7 +104,7 @@ def in_bytes(control: pb.Frame, size: int, wanted: int = 0) -> Parcel:
 
 
 def joined(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
-    """The bytes of ``pieces`` in as few objects of at most ``size`` bytes as may be."""
+    """Join ``pieces`` to as few objects as possible, each of at most ``size`` bytes."""
     parts: list[memoryview] = []
     filled = 0
     for piece in pieces:
@@ -118,17 +119,17 @@ def joined(pieces: Iterator[memoryview], size: int) -> Iterator[bytes]:
 
 
 class Reader:
-    """Packets as they come, one after the other.
+    """Reads frames one after another.
 
     Args:
-      receive: puts the bytes that come next into a view, and returns how many these
-        are; 0 at the end.
-      buffers: to receive in.
+      receive: writes the next received bytes to a view, and returns their number; 0 at
+        the end.
+      buffers: buffers to receive in.
 
     Attributes:
-      heard: called when something came.
-      pace: ``pace(size)`` is around bytes that are to come without a pause; of a
-        link, also around those that go.
+      heard: called when bytes were received.
+      pace: ``pace(size)`` is a context around receiving bytes that are to come without
+        a pause; for a link, also around sending.
     """
 
     def __init__(self, receive: Callable[[memoryview], int], buffers: Buffers) -> None:
@@ -137,14 +138,14 @@ class Reader:
         self.pace = contextlib.nullcontext
         self._receive = receive
         self._buffers = buffers
-        self._follows = 0  # bytes of the buffer that has been announced, and not read
+        self._follows = 0  # size of the announced buffer that is not read yet
 
     def control(self) -> pb.Frame | None:
-        """The control part of the next packet; None where there is no further one.
+        """Read the control message of the next frame; None if there is no more frame.
 
         Raises:
-          ProtocolError: what came is none, or longer.
-          EOFError: it ends within a packet.
+          ProtocolError: the received bytes are no control message, or one too large.
+          EOFError: the connection ended within a frame.
         """
         if self._follows:
             raise errors.ProtocolError(
@@ -157,7 +158,7 @@ class Reader:
         with self.pace(MOST_CONTROL):
             self._fill(memoryview(head)[first:])
             length, follows = HEAD.unpack(head)
-            if length > MOST_CONTROL:  # memory is taken for it before it is looked at
+            if length > MOST_CONTROL:  # checked before memory is allocated
                 raise errors.ProtocolError(
                     f"a control part has at most {MOST_CONTROL} bytes, got {length}"
                 )
@@ -171,13 +172,11 @@ class Reader:
         return frame
 
     def buffer(self, schema: Schema, what: str) -> np.ndarray:
-        """The buffer of that packet, which must be as long as its schema says.
-
-        Nobody else writes there.
+        """Read the buffer of that frame, into memory that is not shared.
 
         Raises:
-          ProtocolError: it is not.
-          EOFError: it ends within it.
+          ProtocolError: the buffer's size is not that of the schema.
+          EOFError: the connection ended within the buffer.
         """
         if self._follows != schema.size:
             raise errors.ProtocolError(
@@ -203,4 +202,4 @@ class Reader:
 
 
 def nothing() -> None:
-    """What is called where nobody wants to know."""
+    """Do nothing; the default of callbacks."""

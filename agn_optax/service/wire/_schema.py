@@ -1,7 +1,7 @@
-"""Trees as bytes: the layout of leaves in one buffer.
+"""The layout of a tree's leaves in one buffer.
 
-Knows numpy, and neither JAX nor gRPC nor protobuf. Where the wire is narrower than the
-arrays, the copy onto it rounds.
+This module depends on NumPy, and not on JAX, gRPC or protobuf. If the buffer's dtypes
+are narrower than the arrays', the copy to the buffer rounds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from agn_optax import errors
 from agn_optax._internal import Description, Leaf, layout
 
-_ALIGNMENT = 64  # bytes, of a buffer; what XLA's CPU backend takes without a copy
-_CAST_SIZE = 1 << 16  # numbers that are cast at a time: what a cache holds
+_ALIGNMENT = 64  # bytes, of a buffer: XLA's CPU backend needs no copy then
+_CAST_SIZE = 1 << 16  # numbers to cast at a time, which fit into a cache
 _GAP = bytes(layout.ALIGNMENT * 8)
 
 _FLOATS = dict.fromkeys(("float64", "float32", "float16", "bfloat16")).keys()
@@ -26,14 +26,14 @@ _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)
 _DTYPES = {*_FLOATS, *_INTEGERS, "bool"}
 
 
-# Makes flat arrays of another dtype, piece by piece.
+# Casts a flat array to another dtype, piece by piece.
 Cast = Callable[[np.ndarray, Any], Iterator[np.ndarray]]
 
 
 def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copies each second array to the first one, in the dtype of that.
+    """Copy each second array to the first one, cast to its dtype.
 
-    It rounds to the nearest even number; what is too large becomes infinite.
+    The cast rounds to nearest, ties to even; numbers that overflow become infinite.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         for place, array in places:
@@ -41,7 +41,7 @@ def assign(places: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def in_dtype(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
-    """A flat array in another dtype, in pieces that are made as they are asked for."""
+    """Yield a flat array in another dtype, in pieces that are cast on demand."""
     for begin in range(0, flat.size, _CAST_SIZE):
         part = flat[begin : begin + _CAST_SIZE]
         assign([(made := np.empty(part.shape, dtype), part)])
@@ -49,28 +49,28 @@ def in_dtype(flat: np.ndarray, dtype: Any) -> Iterator[np.ndarray]:
 
 
 class Schema(Description):
-    """Which leaves there are, and where in the buffer each begins.
+    """The leaves of a tree, and their offsets in a buffer.
 
     Args:
-      leaves: in the order of the buffer.
-      structure: the containers around them, as JSON; not looked at here.
+      leaves: the leaves, in the order of the buffer.
+      structure: the containers of the tree as JSON, which are not checked here.
 
     Raises:
-      ProtocolError: a dtype that does not travel, a shape that no array has, or a path
-        twice.
+      ProtocolError: a leaf has a dtype that cannot be sent, or a shape that no array
+        has, or two leaves have the same path.
     """
 
     def __init__(self, leaves: Sequence[Leaf], structure: str = "") -> None:
         super().__init__(leaves, structure)
         paths = set()
         self._views: list[tuple[tuple[int, ...], Any, int]] = []
-        self.size = 0  # bytes of the buffer
+        self.size = 0  # of the buffer, bytes
         for leaf in self.leaves:
             if leaf.dtype not in _DTYPES:
                 raise errors.ProtocolError(
                     f"leaf {leaf.path} has dtype {leaf.dtype!r}, which does not travel"
                 )
-            try:  # without its memory
+            try:  # checks the shape without allocating an array
                 np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
             except ValueError as error:
                 raise errors.ProtocolError(
@@ -79,7 +79,7 @@ class Schema(Description):
             if leaf.path in paths:
                 raise errors.ProtocolError(f"leaf {leaf.path} comes twice")
             paths.add(leaf.path)
-            # As a packed center has them, so that its array is this buffer.
+            # The layout of a flattened center, whose array may then be this buffer.
             dtype = np.dtype(leaf.dtype)
             unit = layout.ALIGNMENT * dtype.itemsize
             begin = -(-self.size // unit) * unit
@@ -94,10 +94,10 @@ class Schema(Description):
         self._casts: dict[str, Schema] = {"": self}
 
     def cast(self, dtype: str) -> Schema:
-        """The schema in which floating leaves travel as ``dtype``; "" for as they are.
+        """Return the schema with floating leaves as ``dtype``; "" keeps their dtypes.
 
         Raises:
-          ProtocolError: not a floating dtype that travels.
+          ProtocolError: ``dtype`` is not a floating dtype that can be sent.
         """
         if dtype not in self._casts:
             if dtype not in _FLOATS:
@@ -114,7 +114,7 @@ class Schema(Description):
         return self._casts[dtype]
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
-        """The leaves as arrays that lie in a buffer."""
+        """Return the leaves as views of a buffer."""
         return [
             np.ndarray(shape, dtype, buffer, offset)
             for shape, dtype, offset in self._views
@@ -122,7 +122,7 @@ class Schema(Description):
 
     @functools.cached_property
     def packed(self) -> Schema:
-        """The two leaves of a packed center in the same buffer; all of one dtype."""
+        """The two leaves of a flattened center in the same buffer, of one dtype."""
         (dtype,) = self.dtypes
         size = np.dtype(dtype).itemsize
         begins, end = [offset // size for offset in self.offsets], self.size // size
@@ -133,12 +133,12 @@ class Schema(Description):
     def pieces(
         self, arrays: Sequence[np.ndarray], cast: Cast = in_dtype
     ) -> Iterator[memoryview]:
-        """The buffer in pieces that lie in ``arrays``, and gaps.
+        """Yield the buffer in pieces that are views of ``arrays``, or gaps.
 
-        Floating numbers of another dtype are ``cast``, a piece at a time.
+        Floating arrays of another dtype are cast by ``cast``, a piece at a time.
 
         Raises:
-          ValueError: the arrays are not those of this schema.
+          ValueError: the arrays do not match this schema.
         """
         end = 0
         for array, (shape, dtype, offset) in zip(arrays, self._views, strict=True):
@@ -156,10 +156,10 @@ class Schema(Description):
     def places(
         self, arrays: Sequence[np.ndarray], buffer: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each array's place in a buffer, and the array, which is to be cast to it.
+        """Yield each array with its place in a buffer, as a view that it is copied to.
 
         Raises:
-          ValueError: the arrays are not those of this schema.
+          ValueError: the arrays do not match this schema.
         """
         for array, view in zip(arrays, self.views(buffer), strict=True):
             self._check(array, view.shape, view.dtype)
@@ -174,7 +174,7 @@ class Schema(Description):
 
 
 def allocate(size: int) -> np.ndarray:
-    """A buffer of bytes, aligned so that JAX may take it without a copy."""
+    """Return a buffer of bytes, aligned so that JAX needs no copy of it."""
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + size]

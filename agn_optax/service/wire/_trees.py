@@ -1,4 +1,4 @@
-"""JAX trees as schemas of the wire, and back."""
+"""Conversion between JAX trees and schemas with arrays."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from agn_optax.service.wire._schema import Schema
 
 PyTree = Any
 
-# What describes a tree at most: more than any known model has, whose layers and experts
-# are leaves of their own, and little enough to read for whoever sends it to waste time.
+# Limits of a schema: more than any known model needs, even if layers and experts are
+# leaves of their own, and little enough that reading a malicious schema takes no time.
 MOST_LEAVES = 1 << 17
-MOST_SCHEMA = 256 * MOST_LEAVES  # bytes: a path, a dtype and a shape have some hundred
+MOST_SCHEMA = 256 * MOST_LEAVES  # bytes: path, dtype and shape take about a hundred
 MOST_NODES = 16 * MOST_LEAVES  # brackets and commas of a structure in JSON
-MOST_DIMENSIONS = 64  # of a leaf, as numpy has it
-_SMALL = 64 << 10  # bytes; copying more takes longer than handing it over
+MOST_DIMENSIONS = 64  # of a leaf: the limit of NumPy
+_SMALL = 64 << 10  # bytes; larger arrays are passed to JAX faster than they are copied
 
 
 def schema_of(tree: PyTree) -> Schema:
-    """The schema of a tree.
+    """Return the schema of a tree.
 
-    Containers of other types than dict, list and tuple count as dicts of their
-    children's names: that is what those build who do not know the types.
+    Containers other than dicts, lists and tuples count as dicts by the names of their
+    children, as which a receiver that does not know their types builds them.
     """
     plan = plan_of(jax.tree.structure(tree))
     leaves = [
@@ -49,18 +49,18 @@ def schema_of(tree: PyTree) -> Schema:
 
 
 class Travelling(NamedTuple):
-    """In which form trees of one center travel."""
+    """The schemas of the trees that are sent between a center and its workers."""
 
-    center: Schema  # as it is pulled
-    message: Schema  # what workers send
-    answer: Schema  # the center as they get it back
-    # One of so many differences between public centers, abstract, and their schema.
+    center: Schema  # the center, as it is pulled
+    message: Schema  # the contribution of a worker
+    answer: Schema  # the center in the answer to a worker
+    # Abstract delta between broadcast parameters, and the schema of a number of deltas.
     difference: PyTree = None
     differences: Callable[[int], Schema] | None = None
 
 
 def travelling(rule: Rule, like: PyTree) -> Travelling:
-    """What travels between a center like this and its workers."""
+    """Return the schemas of a center with parameters like these, and its workers."""
     center, answers = schema_of(like), rule.codec.answer_dtype
     message = schema_of(rounds.contribution_like(rule, like))
     answer = center.cast(answers.name if answers else "")
@@ -71,23 +71,23 @@ def travelling(rule: Rule, like: PyTree) -> Travelling:
 
 
 def in_order(tree: PyTree) -> bool:
-    """Whether the leaves of a tree lie on the wire as they do in the tree."""
+    """Return whether the schema of a tree has the leaves in the tree's order."""
     places = plan_of(jax.tree.structure(tree)).places
     return places == tuple(range(len(places)))
 
 
 def wire_leaves(tree: PyTree) -> list[Any]:
-    """The leaves of a tree, in the order of its schema."""
+    """Return the leaves of a tree, in the order of its schema."""
     leaves, treedef = jax.tree.flatten(tree)
     return [leaves[place] for place in plan_of(treedef).places]
 
 
 def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
-    """The leaves in host memory, in the order of their schema.
+    """Return the leaves in host memory, in the order of their schema.
 
-    Waits for them, and copies what is elsewhere: from an accelerator in the dtypes of
-    ``schema``, so that fewer bytes leave it. In host memory the copy onto the wire
-    casts, which takes no memory besides.
+    This waits for the leaves, and copies those on other devices. On an accelerator they
+    are first cast to the dtypes of ``schema``, so that fewer bytes are transferred. In
+    host memory they are cast on sending, which needs no further memory.
     """
     if schema is not None and jax.default_backend() != "cpu":
         tree = cast(tree, schema)
@@ -98,13 +98,13 @@ def host_arrays(tree: PyTree, schema: Schema | None = None) -> list[np.ndarray]:
 
 
 def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
-    """A tree of leaves: with the containers of ``like`` if that has the same schema.
+    """Build a tree of leaves in the containers of ``like``, if its paths are the same.
 
-    Otherwise with those of the schema: dicts, lists, tuples and None are what they
-    were, and containers of other types become dicts of their children's names.
+    Otherwise the containers are those of the schema: dicts, lists, tuples and None are
+    restored, and other containers become dicts by the names of their children.
 
     Raises:
-      ProtocolError: the structure of the schema is not one, or not that of its leaves.
+      ProtocolError: the schema's structure is malformed, or has other leaves.
     """
     treedef = jax.tree.structure(like)
     plan = plan_of(treedef)
@@ -118,16 +118,16 @@ def build(schema: Schema, leaves: Sequence[Any], like: PyTree = None) -> PyTree:
 
 
 class Plan(NamedTuple):
-    """How the leaves of a kind of tree lie on the wire."""
+    """The order of the leaves of trees with one structure in their schema."""
 
     paths: tuple[str, ...]
-    places: tuple[int, ...]  # of the wire's leaves, among those of the tree
-    structure: str  # the containers, as JSON
+    places: tuple[int, ...]  # index in the tree of each leaf of the schema
+    structure: str  # the containers as JSON
 
 
 @functools.lru_cache(maxsize=128)
 def plan_of(treedef: Any) -> Plan:
-    """The plan of all trees of one structure."""
+    """Return the plan of trees with one structure."""
     plain = _plain(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
     leaves = tree_flatten_with_path(plain)[0]
     return Plan(
@@ -139,8 +139,8 @@ def plan_of(treedef: Any) -> Plan:
 
 @functools.lru_cache(maxsize=32)
 def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
-    """The containers that a schema describes, whose leaves have these paths."""
-    with contextlib.suppress(Exception):  # what comes of it if that is none
+    """Return the tree structure that a schema describes, with leaves at these paths."""
+    with contextlib.suppress(Exception):  # a malformed structure may raise anything
         tree = description.rebuild(json.loads(structure), iter(range(len(paths))))
         treedef = jax.tree.structure(tree)
         if plan_of(treedef).paths == paths:
@@ -149,7 +149,7 @@ def _treedef(structure: str, paths: tuple[str, ...]) -> Any:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """``tree`` in dicts, lists and tuples."""
+    """Return ``tree`` in dicts, lists and tuples."""
     if tree is None or all_leaves([tree]):
         return tree
     kind = type(tree)
@@ -157,11 +157,11 @@ def _plain(tree: PyTree) -> PyTree:
         return {key: _plain(child) for key, child in tree.items()}
     if kind in (list, tuple):
         return kind([_plain(child) for child in tree])
-    # One level: everything but the root itself is a leaf.
+    # Flatten one level: every node below the root is a leaf.
     children = tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     names: Sequence[str | int] = [_name(path[-1]) for path, _ in children]
     if len(set(names)) < len(names) or len({type(name) for name in names}) > 1:
-        names = range(len(children))  # what no dict can have for keys
+        names = range(len(children))  # the names cannot be keys of one dict
     return {
         name: _plain(child) for name, (_, child) in zip(names, children, strict=True)
     }
@@ -170,7 +170,7 @@ def _plain(tree: PyTree) -> PyTree:
 def _name(key: Any) -> str | int:
     for attribute in ("key", "name", "idx"):
         value = getattr(key, attribute, None)
-        if isinstance(value, bool):  # equal to a number, and trees with it are
+        if isinstance(value, bool):  # True equals 1 as a key, and so do trees with them
             return int(value)
         if isinstance(value, str | int):
             return value
@@ -178,15 +178,15 @@ def _name(key: Any) -> str | int:
 
 
 def is_representable(dtype: str) -> bool:
-    """Whether JAX can keep it as it is; wide ones it can only if it is told so."""
+    """Return whether JAX keeps a dtype; wide dtypes need ``jax_enable_x64``."""
     return bool(jax.dtypes.canonicalize_dtype(dtype).name == dtype)
 
 
 def to_bytes(schema: Schema) -> bytes:
-    """Return a schema as it travels, a `center_pb2.Schema`.
+    """Return a schema as it is sent, an encoded `center_pb2.Schema`.
 
     Raises:
-      InvalidArgumentError: it is larger than what the other end takes.
+      InvalidArgumentError: the schema is larger than the receiver accepts.
     """
     leaves = io.BytesIO()
     for leaf in schema.leaves:
@@ -201,10 +201,10 @@ def to_bytes(schema: Schema) -> bytes:
 
 
 def from_bytes(data: bytes) -> Schema:
-    """Return the schema that came, and take no more memory than its bounds say.
+    """Decode a received schema, with bounded memory.
 
     Raises:
-      ProtocolError: it makes no sense, or is larger than its bounds.
+      ProtocolError: the schema is malformed or too large.
     """
     if problem := why_too_large(0, len(data), ""):
         raise errors.ProtocolError(problem)
@@ -229,7 +229,7 @@ def from_bytes(data: bytes) -> Schema:
 
 
 def why_too_large(leaves: int, size: int, structure: str) -> str:
-    """Return which bound of a schema is exceeded; "" if none is."""
+    """Return which limit a schema exceeds; "" if none."""
     if leaves > MOST_LEAVES:
         return f"a served tree has at most {MOST_LEAVES} leaves, got {leaves} or more"
     if size > MOST_SCHEMA:
@@ -244,7 +244,7 @@ def why_too_large(leaves: int, size: int, structure: str) -> str:
 
 
 def cast(tree: PyTree, schema: Schema) -> PyTree:
-    """``tree`` in the dtypes of ``schema``; itself if it has them."""
+    """Return ``tree`` in the dtypes of ``schema``, or itself if it has them."""
     leaves, dtypes = wire_leaves(tree), schema.numpy_dtypes
     if [getattr(leaf, "dtype", None) for leaf in leaves] == list(dtypes):
         return tree
@@ -257,15 +257,15 @@ def _cast(leaves: list[Any], dtypes: tuple[Any, ...]) -> list[jax.Array]:
 
 
 def to_device(arrays: Sequence[np.ndarray]) -> list[jax.Array]:
-    """Arrays of JAX that may lie where ``arrays`` do; nobody may change those then.
+    """Return JAX arrays that may share the memory of ``arrays``; do not change these.
 
-    Small ones are copied, all by one program: handing each over takes longer.
+    Small arrays are copied by one program, because passing each to JAX takes longer.
     """
     small = [array for array in arrays if array.nbytes < _SMALL]
     large = [array for array in arrays if array.nbytes >= _SMALL]
-    with jax.transfer_guard_host_to_device("allow"):  # it is what this is for
+    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
         copied = iter(_copied(small) if small else [])
-    placed = iter(jax.device_put(large) if large else [])  # slow even of nothing
+    placed = iter(jax.device_put(large) if large else [])  # slow even for no arrays
     return [next(copied if array.nbytes < _SMALL else placed) for array in arrays]
 
 
