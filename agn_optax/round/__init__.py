@@ -55,6 +55,7 @@ from agn_optax.round._placement import piece_length as piece_length
 from agn_optax.round._round import ExchangeState as ExchangeState
 from agn_optax.round._round import InFlight as InFlight
 from agn_optax.round._round import LocalState as LocalState
+from agn_optax.round._round import Moved as Moved
 from agn_optax.round._round import Public as Public
 from agn_optax.round._round import add_to_record as add_to_record
 from agn_optax.round._round import adopt as adopt
@@ -66,6 +67,7 @@ from agn_optax.round._round import check_step as check_step
 from agn_optax.round._round import contribute as contribute
 from agn_optax.round._round import contribution_like as contribution_like
 from agn_optax.round._round import decode as decode
+from agn_optax.round._round import descend as descend
 from agn_optax.round._round import difference_like as difference_like
 from agn_optax.round._round import empty_record as empty_record
 from agn_optax.round._round import follow as follow

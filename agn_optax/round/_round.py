@@ -15,8 +15,8 @@
         a  = c                                                          move_anchor
 
 An optimizer state that holds its center makes both halves at once by `exchange`, or
-with local steps between them by `send` and `receive_late`. A worker and a center outside
-of the program call the same pieces, with a connection between them. No other module
+with local steps between them by `send` and `receive_late`. A worker and a center
+outside the program call the same pieces, with a connection between them. No other module
 calls the functions of a rule.
 """
 
@@ -281,7 +281,18 @@ def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
 
 def weigh(rule: Rule, message: PyTree, about: dict[str, Any]) -> PyTree:
     """Return a message after the rule's discount, such as for its staleness."""
-    return discounted(rule, message, **about)
+    return discounted(rule, message, **told(about))
+
+
+def descend(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    about: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Return the center optimizer's updates for a message, and its new state."""
+    return rule.center.update(message, center_state, center, **told(about))
 
 
 def apply(
@@ -301,9 +312,9 @@ def apply(
       center: the center, in the same pieces.
       center_state: state of the center optimizer.
       public: the broadcast parameters, if the rule has any.
-      about: all extra arguments of the center optimizer, as `told` completes them.
+      about: extra arguments of the center optimizer.
     """
-    updates, center_state = rule.center.update(message, center_state, center, **about)
+    updates, center_state = descend(rule, message, center, center_state, about)
     moved = optax.apply_updates(center, updates)
     return Moved(moved, center_state, *publish(rule, moved, public))
 
@@ -675,9 +686,8 @@ def _moved(
     extra_args: dict[str, Any],
 ) -> Moved:
     """Weigh and apply a message that was made within the program."""
-    about = told(extra_args)
-    message = weigh(rule, optax.tree.cast_like(message, center), about)
-    return apply(rule, message, center, center_state, public, about)
+    message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
+    return apply(rule, message, center, center_state, public, extra_args)
 
 
 def _metadata(
