@@ -1,10 +1,10 @@
-"""A worker of several processes, of which only the first one talks to the center.
+"""A worker of several processes, of which only the first communicates with the center.
 
-All of them run one program with a `Worker` each, and these do the same at the same
-time, as every one hears what the center has said to the first. What it says travels
-between the processes as collectives of the program do, and so on the thread that hands
-out these: a message in flight is in the first process alone, and the others ask it
-how far that is.
+All processes run one program with a `Worker` each. These workers make the same calls at
+the same time, because the first process broadcasts each answer of the center to the
+others. The broadcasts are collectives, like those of the program, and must be issued on
+the same thread. Therefore a message in flight is in the first process only, and the
+others ask it for the progress.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from agn_optax.worker._flight import Message
 
 PyTree = Any
 
-# Seconds after which the others hear that there is nothing to hear yet: collectives do
-# not wait for long on every backend.
+# s between broadcasts while there is no answer yet: on some backends collectives time
+# out early.
 _PAUSE = 5.0
-# Bytes of what is said at once; what is longer follows.
+# Bytes of the first broadcast of a value; the rest of a longer value follows.
 _SHORT = 256
 
 
 def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
-    """A center to which the first process of a worker talks, for all of them.
+    """Connect a worker of several processes to a center, through the first process.
 
-    For a worker of several processes that `initialize_distributed` has joined, such as
-    towers on all hosts of a slice. Each of them makes a `Worker` with this center, and
-    calls the same methods of both in the same order with the same values. What the
-    first process gives is sent; the answer that it gets, or the error, is what each
-    gets, so that all of them stay alike, bit for bit. In a process that is alone this
-    is ``connect()``.
+    This is for a worker whose processes `initialize_distributed` has joined, such as
+    towers on all hosts of a slice. Each process makes a `Worker` with this center, and
+    calls the same methods of both in the same order with the same values. The arguments
+    of the first process are sent to the center, and its answer or error is passed to
+    all processes, so that all stay identical, bit for bit. In a program with a single
+    process the result is ``connect()``.
 
     Args:
-      connect: makes the center, as ``lambda: service.connect(address, rule)``; called
-        in the first process only.
-      rule: of that center.
+      connect: makes the center, such as ``lambda: service.connect(address, rule)``;
+        called in the first process only.
+      rule: the center's rule.
 
     Returns:
-      A center. Its ``close`` and `Worker.leave` may be called by each process when it
-      likes, since the others hear nothing of them.
+      A center. Each process may call its ``close`` and `Worker.leave` at any time,
+      because these do not communicate with the other processes.
 
     Raises:
       InvalidTypeError: ``rule`` is not a rule.
 
-    Also raises, in all processes, what ``connect`` raises in the first one.
+    An error of ``connect`` in the first process is raised in all processes.
 
     Example:
       >>> import jax.numpy as jnp, optax, agn_optax
@@ -73,16 +73,16 @@ def from_first_process(connect: Callable[[], Center], rule: Rule) -> Center:
 
 
 class _Told:
-    """A center, of which all hear what it says to the first process."""
+    """A center whose answers to the first process are passed to all processes."""
 
     def __init__(self, connect: Callable[[], Center], rule: Rule) -> None:
         self.rule = rule
-        self._treedef: Any = None  # of the parameters, once they are known
+        self._treedef: Any = None  # structure of the parameters, once known
         self._center: Any = _told(connect)  # None in the other processes
         self._name = _agreed(repr(self._center))
 
     def __repr__(self) -> str:
-        """The center that the first process talks to."""
+        """Return a description of the first process's center."""
         return f"{self._name}, for {jax.process_count()} processes"
 
     def join(
@@ -113,7 +113,7 @@ class _Told:
         return self.snapshot(lambda: self._center.pull(**how))
 
     def close(self) -> None:
-        """Closes what the first process has opened."""
+        """Close the center that the first process has opened."""
         if self._center is not None and hasattr(self._center, "close"):
             self._center.close()
 
@@ -124,7 +124,7 @@ class _Told:
         self.close()
 
     def snapshot(self, ask: Callable[[], Snapshot | None]) -> Any:
-        """What the first process gets when it asks."""
+        """Call ``ask`` in the first process, and return its snapshot in all."""
         snapshot = _told(ask)
         own = snapshot and snapshot.params
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(own)]
@@ -152,7 +152,7 @@ class _Told:
 
 
 class ToldSession(Session):
-    """One life of a worker, of which all hear what the center says to the first."""
+    """A session whose answers to the first process are passed to all processes."""
 
     def __init__(
         self, own: Session | None, snapshot: Callable[[Callable[[], Any]], Any]
@@ -183,7 +183,7 @@ class ToldSession(Session):
     def exchange_alone(
         self, sequence: int, contribution: PyTree, **how: Any
     ) -> Snapshot:
-        """An exchange of the first process, on any thread; the others hear nothing."""
+        """Exchange in the first process, on any thread, without the other processes."""
         how = _here(how)
         return cast(Snapshot, self._own.exchange(sequence, _here(contribution), **how))
 
@@ -198,7 +198,7 @@ class ToldSession(Session):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ToldMessage(Message):
-    """A message that the first process sends, and of whose answer all hear."""
+    """A message that the first process sends, and whose answer all processes get."""
 
     session: ToldSession
 
@@ -213,7 +213,7 @@ class ToldMessage(Message):
         if _is_first():
             super().take_off(give_up)
         else:
-            self.flight = concurrent.futures.Future()  # of which nothing is heard here
+            self.flight = concurrent.futures.Future()  # never done in this process
 
     def ask_if_answered(self) -> bool:
         return bool(_agreed(super().ask_if_answered()))
@@ -227,9 +227,9 @@ def _is_first() -> bool:
 
 
 def _told(act: Callable[[], Any]) -> Any:
-    """What ``act`` returns in the first process, and None in the others.
+    """Call ``act`` in the first process, and return its result there, else None.
 
-    All wait for it, and if it raises something, all raise that.
+    All processes wait for it, and all raise its error.
     """
     future = in_background(act, "agn-optax first process") if _is_first() else None
     while (said := _agreed(_outcome(future))) is None:
@@ -245,7 +245,10 @@ def _told(act: Callable[[], Any]) -> Any:
 
 
 def _outcome(future: Any) -> list[str] | None:
-    """Of what it raised, the type and the text; None if it is not over by now."""
+    """Return the type and text of a future's error, or [] without an error.
+
+    None if the future is not done after a pause.
+    """
     if future is None or not concurrent.futures.wait([future], _PAUSE).done:
         return None
     error = future.exception()
@@ -253,7 +256,7 @@ def _outcome(future: Any) -> list[str] | None:
 
 
 def _agreed(value: Any) -> Any:
-    """A value, in terms of JSON, as the first process has it."""
+    """Broadcast the first process's value, which must be serializable as JSON."""
     text = json.dumps(value).encode()
     size = np.frombuffer(np.uint32(len(text)).tobytes(), np.uint8)
     buffer = np.zeros(_SHORT, np.uint8)
@@ -263,7 +266,7 @@ def _agreed(value: Any) -> Any:
     length = int(buffer[: size.size].view(np.uint32)[0])
     said = buffer[size.size :].tobytes()
     if length > len(said):
-        # Of a size that comes again, for each is compiled.
+        # Round the size up to a power of two, because each size is compiled.
         rest = np.zeros(1 << (length - len(said)).bit_length(), np.uint8)
         if _is_first():
             tail = np.frombuffer(text[len(said) :], np.uint8)
@@ -273,7 +276,7 @@ def _agreed(value: Any) -> Any:
 
 
 def _of_first(leaves: list[np.ndarray], kinds: list[tuple[str, list[int]]]) -> Any:
-    """Arrays of the first process, bit for bit: a sum would lose signs of zeros."""
+    """Broadcast the first process's arrays as bits: sums would lose signs of zeros."""
     if not _is_first():
         leaves = [np.zeros(shape, jnp.dtype(dtype)) for dtype, shape in kinds]
     bits = multihost_utils.broadcast_one_to_all([_bits(leaf) for leaf in leaves])
@@ -289,7 +292,7 @@ def _bits(leaf: np.ndarray) -> np.ndarray:
 
 
 def _here(tree: PyTree) -> PyTree:
-    """Arrays that all processes have whole, as this one has them."""
+    """Replace arrays that every process has whole by this process's copies."""
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

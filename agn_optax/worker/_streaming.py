@@ -1,9 +1,9 @@
-"""A worker that exchanges by fragments: of a center in shards, one shard at a time.
+"""A worker that exchanges by fragments, with one shard of a center at a time.
 
-A shard is a center of its own, with versions, a journal and a ledger of its own. So a
-fragment has a `Worker` of its own, for the shard that keeps it: what makes an exchange
-be applied once, repeated, overlapped, saved and restored is all there. Here is only
-what they share: the local phase, and whose turn it is.
+A shard is a separate center with its own versions, journal and ledger. Therefore each
+fragment has its own `Worker`, for the shard that keeps it. That class applies an
+exchange once, retries, overlaps, saves and restores it. This module only adds what the
+fragments share: the local phase, and the order of their turns.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ PyTree = Any
 class StreamingState(NamedTuple):
     """State of the local phase of a worker that exchanges by fragments."""
 
-    inner_state: PyTree  # the inner optimizer's, of the whole tree
-    fragments: tuple[LocalState, ...]  # one for each, without inner state
+    inner_state: PyTree  # state of the inner optimizer, for the whole tree
+    fragments: tuple[LocalState, ...]  # one for each fragment, without inner state
 
 
 class StreamingWorkerState(NamedTuple):
-    """All that such a worker is, as a pytree to save and to restore from."""
+    """Complete state of a worker with fragments, to save and to restore from."""
 
     inner_state: PyTree
     fragments: tuple[WorkerState, ...]  # each with its part of the parameters
-    turn: Any = 0  # whose it is first, where several are due
+    turn: Any = 0  # int: fragment that comes first if several are due
 
 
 class StreamingWorker(Worker):
-    """What `Worker` makes of ``fragments``: a worker for each of them.
+    """A `Worker` with ``fragments``: one inner worker for each fragment.
 
-    Its methods are those of `Worker`, of the whole tree. `version` and `life` have one
-    entry for each fragment, `exchanges` counts those of the fragment that has made
-    least, and what is said of the last message is of the fragment that sent it.
-    Callbacks are told of each fragment's exchanges, with its number as ``fragment``.
+    Its methods are those of `Worker`, for the whole tree. `version` and `life` have one
+    entry for each fragment, `exchanges` is the smallest count among the fragments, and
+    attributes of the last message are those of the fragment that sent it. Callbacks are
+    called for each fragment's exchanges, with its index as ``fragment``.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class StreamingWorker(Worker):
             lambda state, params: sound(state, self._init_inner(params)),
             donate_argnums=0,
         )
-        self._next = 0  # whose turn it is first
-        # Of a call that was broken off: what some fragments have been given back.
+        self._next = 0  # fragment whose turn is first
+        # As in `Worker`: the results of a call that raised after it had donated.
         self._kept = self._counted = None
         self._sum_up(self._workers[0])
 
     def __repr__(self) -> str:
-        """Its name and rule, and how far its fragments are."""
+        """Return the worker's name and rule, and the fragments' progress."""
         return (
             f"Worker({self.name!r}, {self.center.rule.name}, "
             f"{[worker.exchanges for worker in self._workers]} exchanges of "
@@ -143,7 +143,7 @@ class StreamingWorker(Worker):
     # The local phase: the inner optimizer sees the whole tree.
 
     def _init_inner(self, params: PyTree) -> PyTree:
-        # Of a copy: some optimizers keep the parameters that they are shown.
+        # A copy, because some optimizers keep the parameters passed to their init.
         state = self._inner.init(trees.copy(params))
         check_local(state)
         if self._before is None:
@@ -185,7 +185,7 @@ class StreamingWorker(Worker):
             inner_state = InnerState(first, inner_state)
         return updates, StreamingState(inner_state, tuple(own))
 
-    # The life of all of them together.
+    # Start, leave, save and restore of all fragments together.
 
     def start(
         self,
@@ -194,14 +194,14 @@ class StreamingWorker(Worker):
         chief: bool | None = None,
         timeout: float | None = None,
     ) -> tuple[PyTree, Any]:
-        """Adopts the center and begins the first rounds: see `Worker.start`."""
+        """Adopt the center and begin the first rounds: see `Worker.start`."""
         if params is None and not chief:
             whole = self.center.pull() if chief is None else self.center.wait(timeout)
             params = whole.params
         if params is None:
-            return self._workers[0].start(None, chief=True)  # which says what is wrong
+            return self._workers[0].start(None, chief=True)  # raises the right error
         check.float_leaves(params, "params")
-        jax.eval_shape(self._init_inner, params)  # or it raises before others know
+        jax.eval_shape(self._init_inner, params)  # raises before any fragment joins
         cut = self._cut(params)
         self.leave()
         own = self._all(
@@ -218,7 +218,7 @@ class StreamingWorker(Worker):
         return self.fragments.divide(params).cut(params)
 
     def _all(self, begin: Callable[..., Any], *each: Sequence[Any]) -> list[Any]:
-        """``begin(worker, ...)`` for every fragment, or none of them has begun."""
+        """Call ``begin(worker, ...)`` for every fragment; leave all if one raises."""
         try:
             return [begin(*of_one) for of_one in zip(self._workers, *each, strict=True)]
         except BaseException:
@@ -226,30 +226,30 @@ class StreamingWorker(Worker):
             raise
 
     def leave(self) -> None:
-        """Leaves all shards: see `Worker.leave`."""
+        """Leave all shards: see `Worker.leave`."""
         self._kept = self._counted = None
         for worker in self._workers:
             worker.leave()
 
     @property
     def version(self) -> Any:
-        """Of the shards, as this worker adopted them last; None before the start."""
+        """The versions of the shards as last adopted; None before the start."""
         versions = tuple(worker.version for worker in self._workers)
         return None if None in versions else versions
 
     @property
     def life(self) -> Any:
-        """As `Worker.life`, of every fragment."""
+        """The sessions of all fragments, as `Worker.life`; None before the start."""
         lives = [worker.life for worker in self._workers]
         return None if None in lives else lives
 
     def report(self, **numbers: Any) -> None:
-        """Numbers of this worker's own, for whoever watches: see `Worker.report`."""
+        """Report numbers of this worker for monitoring: see `Worker.report`."""
         for worker in self._workers:
             worker.report(**numbers)
 
     def save(self, params: PyTree, state: Any) -> Any:
-        """Everything that this worker is: see `Worker.save`."""
+        """Return the complete state of this worker: see `Worker.save`."""
         self._check_state(state)
         saved = tuple(
             worker.save(part, local)
@@ -260,7 +260,7 @@ class StreamingWorker(Worker):
         return StreamingWorkerState(state.inner_state, saved, self._next)
 
     def restore(self, saved: Any, *, life: Any = None) -> tuple[PyTree, Any]:
-        """Goes on where `save` was called: see `Worker.restore`."""
+        """Continue from a saved state: see `Worker.restore`."""
         if len(saved.fragments) != len(self._workers):
             raise errors.WorkerStateError(
                 f"saved is of a worker with {len(saved.fragments)} fragments, and "
@@ -292,22 +292,22 @@ class StreamingWorker(Worker):
     # Exchanges.
 
     def fills_round(self, steps: int) -> bool:
-        """Whether the round of a fragment is full with so many local steps more."""
+        """Return whether a round is full after ``steps`` more local steps."""
         return any(worker.fills_round(steps) for worker in self._workers)
 
     @property
     def due(self) -> bool:
-        """As `Worker.due`, of any fragment."""
+        """True if `exchange` acts for any fragment: see `Worker.due`."""
         return self._kept is not None or any(worker.due for worker in self._workers)
 
     def next_full(self, steps: int) -> int | None:
-        """The fragment that `exchange` sends with so many local steps more, or None."""
+        """Return the fragment to send after ``steps`` more local steps, or None."""
         full = [p for p in self._order if self._workers[p].fills_round(steps)]
         return full[0] if full else None
 
     @property
     def _order(self) -> list[int]:
-        """Of turns; whose message has not come through goes on with that."""
+        """Fragments in the order of their turns; those to send again come first."""
         order = [*range(self._next, len(self._workers)), *range(self._next)]
         return sorted(order, key=lambda p: not self._workers[p].is_stuck)
 
@@ -319,11 +319,12 @@ class StreamingWorker(Worker):
         steps: int = 1,
         weight: float | None = None,
     ) -> tuple[PyTree, Any]:
-        """To be called after every local step: see `Worker.exchange`.
+        """Exchange fragments when they are due: see `Worker.exchange`.
 
-        One fragment is waited for at most. If several are due at once, the others'
-        turns are at the next calls, but for one that leaves while another one lands.
-        What has landed, if the other one raises, is kept for the next call.
+        A call waits for one fragment at most. If several are due at once, the others
+        have their turns at the next calls, except that one may be sent while the answer
+        of another one is adopted. If sending then raises, the adopted answer is kept
+        for the next call.
         """
         self._check_called_from_python(_local(state))
         check.whole_number(steps, "steps", least=1, optional=False)
@@ -353,14 +354,14 @@ class StreamingWorker(Worker):
 
     @property
     def is_stuck(self) -> bool:
-        """As `Worker.is_stuck`, of any fragment."""
+        """True if a message of any fragment must be sent again."""
         return any(worker.is_stuck for worker in self._workers)
 
     def _acting(self) -> list[int]:
-        """The fragments that one call is about: what lands, and what is sent."""
+        """Return the fragments of one call: one to adopt, and perhaps one to send."""
         now = [p for p in self._order if self._workers[p]._ask_if_acting()]
         landing = [p for p in now if self._workers[p]._in_flight][:1]
-        if not landing or self._workers[landing[0]].fills_round(0):  # it is sent, too
+        if not landing or self._workers[landing[0]].fills_round(0):  # it sends, too
             return now[:1]
         return landing + [p for p in now if self._workers[p]._departs][:1]
 
@@ -375,21 +376,20 @@ class StreamingWorker(Worker):
         steps: int | None = None,
         weight: float | None = None,
     ) -> tuple[PyTree, Any]:
-        """Exchanges all fragments now: see `Worker.flush`.
+        """Exchange all fragments now: see `Worker.flush`.
 
-        All of them are sent before the answer of any is waited for: in synchronous
-        rounds, another worker may wait for any of them.
+        All fragments are sent before any answer is waited for, because in synchronous
+        rounds another worker may wait for any of them.
 
-
-        If it raises, call it again with the same: what some of them have adopted is
-        kept. ``steps`` and ``weight`` must be None, as rounds of fragments began at
-        different times.
+        If this raises, repeat the same call: the answers that some fragments have
+        adopted are kept. ``steps`` and ``weight`` must be None, because the rounds of
+        fragments began at different times.
         """
         self.check_flush(steps, weight)
         return self._flush(params, state, range(len(self._workers)))
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
-        """As `Worker.check_flush`: neither of them can be told."""
+        """Check that ``steps`` and ``weight`` are None: see `flush`."""
         if steps is not None or weight is not None:
             raise errors.InvalidArgumentError(
                 "the rounds of fragments began at different times, so steps and weight "
@@ -400,15 +400,15 @@ class StreamingWorker(Worker):
     def flush_fragment(
         self, fragment: int, params: PyTree, state: Any
     ) -> tuple[PyTree, Any]:
-        """Exchanges one fragment now: for who knows that its turn has been."""
+        """Exchange one fragment now, for callers that know that it is due."""
         params, state = self._flush(params, state, [fragment])
         self._give_turn_after(fragment)
         return params, state
 
     def finish(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """Repeat what has not come through, and wait for all answers.
+        """Send failed messages again, and wait for all answers.
 
-        Nothing else is sent. Raises as `flush` does.
+        Nothing else is sent. Errors are those of `flush`.
         """
         return self._call(params, state, self._finishing_all(), "finish")
 
@@ -427,10 +427,10 @@ class StreamingWorker(Worker):
         )
 
     def _flushing_all(self, fragments: Sequence[int]) -> Iterator[Act]:
-        """Yield the acts of `flush`: nothing is waited for before all is sent.
+        """Yield the acts of `flush`, which sends all messages before it waits.
 
-        Only where a fragment has a message in flight already, that one must land before
-        the next can be sent.
+        If a fragment already has a message in flight, the answer of that one must be
+        adopted before the next can be sent.
         """
 
         def sending(p: int) -> Act:
@@ -445,7 +445,10 @@ class StreamingWorker(Worker):
             yield from self._of(p, Worker._flushing)
 
     def land(self, params: PyTree, state: Any) -> tuple[PyTree, Any]:
-        """Waits for all answers: see `Worker.land`. Raises as `flush` does."""
+        """Wait for all answers, and adopt them: see `Worker.land`.
+
+        Errors are those of `flush`.
+        """
         acts = [
             functools.partial(self._one, p, worker._land_flying)
             for p, worker in enumerate(self._workers)
@@ -460,7 +463,7 @@ class StreamingWorker(Worker):
     def _one(
         self, p: int, act: Act, params: PyTree, state: StreamingState
     ) -> tuple[PyTree, StreamingState]:
-        """An act of one fragment's worker."""
+        """Run an act of one fragment's worker on the whole tree."""
         self._check_state(state)
         worker, cut, own = self._workers[p], self._cut(params), list(state.fragments)
         refused = worker.refused
@@ -469,7 +472,7 @@ class StreamingWorker(Worker):
             return params, state
         cut[p], own[p] = part, local
         params, inner_state = parts.join(cut), state.inner_state
-        if worker.refused > refused:  # it may be that which made it so
+        if worker.refused > refused:  # the inner state may have caused the rejection
             inner_state = self._mend_inner(inner_state, params)
         self._sum_up(worker)
         return params, StreamingState(inner_state, tuple(own))
@@ -494,7 +497,7 @@ class StreamingWorker(Worker):
 
 
 class _FragmentWorker(Worker):
-    """Of one fragment: without an inner optimizer, which is one for the whole tree."""
+    """The worker of one fragment, without the inner optimizer of the whole tree."""
 
     def __init__(self, shard: Center, landing: Landing, **settings: Any) -> None:
         self._landing = landing
@@ -505,13 +508,13 @@ _ALONE = optax.identity()
 
 
 def _local(state: Any) -> Any:
-    """What tells whether it is traced, as each local step makes it anew."""
+    """Return the part of a state that tells whether it is traced."""
     return state.fragments[0] if isinstance(state, StreamingState) else state
 
 
 def _of_fragment(p: int, callback: Callback) -> Callback:
     if not callable(callback):
-        return callback  # `Worker` says what is wrong
+        return callback  # `Worker` raises the error
 
     def told(step: int, values: Mapping[str, float]) -> object:
         return callback(step, {**values, "fragment": float(p)})

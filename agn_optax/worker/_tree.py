@@ -1,15 +1,16 @@
 """A tree of centers: a center that is itself a worker of a parent center.
 
-The workers of a site talk to the site's own center, often; the sites talk to their
-parent, rarely. For the parent, a site is a `Worker` like any other: its parameters are
-the site's center, and an exchange at the site is one of its local steps. The site does
-not stop while it waits for its parent, so it adopts the answer with the progress that
-it has made since.
+The workers of a site exchange often with the site's own center, and the sites exchange
+rarely with their parent. For the parent, a site is a `Worker` like any other: its
+parameters are the site's center, and an exchange at the site is one of its local steps.
+The site does not stop while it waits for its parent, so it adopts the answer and keeps
+the progress that it has made meanwhile.
 
-Where the parent does not answer, the site sends the same message again. Where it knows
-the site no more, or refuses it, the site joins it anew: what the site's center has more
-than it had when it adopted last stays, and is sent. Whether a message without an answer
-is to be sent again, the parent says: it knows the last exchange of the life before.
+If the parent does not answer, the site sends the same message again. If the parent does
+not know the site any more, or rejects it, the site joins it again; the progress of the
+site's center since it last adopted the parent is kept, and sent. The parent then tells
+the last exchange that it knows of the previous session, and the site decides by this
+whether to send a message without an answer again.
 """
 
 from __future__ import annotations
@@ -35,55 +36,57 @@ from agn_optax.worker._worker import Worker
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_POLL = 0.5  # seconds; how soon it sees that somebody else initialized the parent
-_LONGEST = 15.0  # seconds between two attempts to reach the parent, at most
+_POLL = 0.5  # s between looks whether another site has initialized the parent
+_LONGEST = 15.0  # s, the longest pause between two attempts to reach the parent
 
 
 @dataclasses.dataclass
 class _Round:
-    """The progress of a site since it last sent something."""
+    """The progress of a site in one round with its parent."""
 
-    sent: PyTree  # the site's center at its end
-    steps: int
+    sent: PyTree  # the site's center at the end of the round
+    steps: int  # exchanges at the site
     weight: float | None
     record: PyTree
 
     @functools.cached_property
     def copied(self) -> PyTree:
-        """Parameters that an exchange may donate."""
+        """A copy of ``sent`` that an exchange may donate."""
         return trees.copy(self.sent)
 
 
 @dataclasses.dataclass
 class _Lost:
-    """A life at the parent that has ended, until the site has joined again."""
+    """A session with the parent that has ended, kept until the next one begins."""
 
     life: Any  # as `Worker.life`
     before: Any  # as `Session.before`
-    codec_state: PyTree  # the codec's
-    # ... if the message that is under way has arrived; None if that is not known.
+    codec_state: PyTree  # state of the codec, if the message has not arrived
+    # State of the codec, if the message under way has arrived; None if unknown.
     codec_state_after: PyTree
 
 
 class Uplink:
-    """Keeps a center in touch with its parent, on a thread of its own.
+    """Connection of a site's center to its parent, on a separate thread.
 
     Args:
-      core: of the site's center. Without parameters, it gets the parent's; if the
-        parent has none either, the parent gets those of the site's chief.
-      parent: the center that the sites share; its rule says what a site sends, and how
-        it adopts.
+      core: the core of the site's center. If it has no parameters, it gets the
+        parent's; if the parent has none either, the parent gets those of the site's
+        chief.
+      parent: the center that the sites share; its rule defines the messages of a site,
+        and how a site adopts the parent.
       period: exchanges at the site between two exchanges with the parent.
-      name: of the site, unique among the workers of the parent.
+      name: name of the site, unique among the workers of the parent.
 
     Attributes:
-      ready: an event, set when the site has joined its parent, or was refused.
-      error: why the site goes on without its parent, which it tries to reach or to join
-        again; None while it does not. Its core says the same as ``detached``.
+      ready: an event, set when the site has joined its parent, or was rejected.
+      error: the error because of which the site continues without its parent, while it
+        tries to reach or to join it again; None if there is none. ``core.detached`` has
+        the text.
 
     Raises:
       InvalidArgumentError: the parent's rule keeps a record of gradients, and the
-        site's rule has none to offer, or does not trust all of them.
+        site's rule sends no gradients, or leaves some of them out as not trusted.
     """
 
     def __init__(self, core: Core, parent: Center, *, period: int, name: str) -> None:
@@ -107,31 +110,30 @@ class Uplink:
         self.ready = threading.Event()
         self._core = core
         self._parent = parent
-        # A lost parent is an error of its exchange, which is then tried again.
+        # With patience 0 the exchange raises if the parent is lost; it is then retried.
         self._worker = Worker(
             parent, optax.identity(), period=period, name=name, patience=0
         )
-        # Of that worker: its state, and whether it is in touch. Where it is not, its
-        # life as it was.
+        # The worker's state, and whether it has joined; if its session has ended, the
+        # session's data.
         self._state: LocalState | None = None
         self._joined = False
         self._lost: _Lost | None = None
-        self._since = ""  # when `error` began
-        # The site's center where it last adopted the parent: all since is progress.
+        self._since = ""  # time of day at which `error` began
+        # The site's center when it last adopted the parent: later changes are progress.
         self._base: PyTree = None
-        self._rounds: list[
-            _Round
-        ] = []  # that are still to be sent, the first one first
-        self._given: _Round | None = None  # what the parent gets as first parameters
-        # Under the lock of the site's center: what its exchanges add up to since the
-        # last of those rounds. Each is read by a program, which nobody waits for there.
+        self._rounds: list[_Round] = []  # rounds still to be sent, in order
+        self._given: _Round | None = None  # round that initializes the parent
+        # Under the lock of the site's center: the sums over its exchanges since the
+        # last of these rounds. A program adds each to the record, without a wait for
+        # the result under the lock.
         self._steps = 0
-        self._weight: float | None = None  # None while none of them says anything
-        self._record: PyTree = None  # None before the first
+        self._weight: float | None = None  # None until a message has a weight
+        self._record: PyTree = None  # None before the first exchange
         self._begin_record = jax.jit(lambda: rule.record.init(self._like()))
         self._accumulate = jax.jit(self._recorded, donate_argnums=1)
         self._stopped = threading.Event()
-        self._given_up = threading.Event()  # nothing that it owes is waited for
+        self._given_up = threading.Event()  # set: do not wait to send what is left
         with core.atomically():
             core.observer = self._observe
             if core.is_initialized:
@@ -139,12 +141,12 @@ class Uplink:
         self._ended = in_background(self._run, f"{name} uplink", lasting=True)
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Exchanges once more, if there is something to say, and leaves the parent."""
+        """Send the remaining progress, if there is any, and leave the parent."""
         self._stopped.set()
         wait([self._ended], timeout)
         self._given_up.set()
 
-    # What it does next, again and again.
+    # The loop.
 
     def _run(self) -> None:
         pause = _POLL
@@ -156,7 +158,7 @@ class Uplink:
                     else:
                         self._core.wait_for(lambda: self._steps >= self._period, _POLL)
                     pause = _POLL
-                except Exception as error:  # whatever it is, another time may do
+                except Exception as error:  # any: a later attempt may succeed
                     self._fails(error)
                     if self._stopped.is_set():
                         self._given_up.wait(_POLL)
@@ -178,18 +180,21 @@ class Uplink:
     def _is_over(self) -> bool:
         if not self._stopped.is_set():
             return False
-        # One that has never joined owes nothing.
+        # A site that has never joined has nothing to send.
         owes = self._state is not None and (self._steps or self._rounds)
         return self._given_up.is_set() or not owes
 
     @property
     def _is_due(self) -> bool:
-        """True where there is something to do with the parent now."""
+        """True if the site must join the parent or send a round now."""
         enough = 1 if self._stopped.is_set() else self._period
         return not self._joined or bool(self._rounds) or self._steps >= enough
 
     def _act(self) -> None:
-        """One attempt at what comes next. What has been done stays done if it fails."""
+        """Attempt the next action: join, or send a round.
+
+        If it fails, the actions before are not undone.
+        """
         if not self._joined:
             if not self._meet():
                 self._core.wait_for(lambda: self._core.is_initialized, _POLL)
@@ -205,7 +210,10 @@ class Uplink:
         self.ready.set()
 
     def _fails(self, error: Exception) -> None:
-        """Say why an attempt has failed; the next one joins anew, or tries again."""
+        """Record and log why an attempt failed, and prepare the next one.
+
+        The next attempt sends again if the parent is unreachable, else it joins again.
+        """
         is_lost = isinstance(error, errors.CenterUnreachableError)
         if self._joined and not is_lost:
             self._lost, self._joined = self._now_lost(), False
@@ -221,10 +229,14 @@ class Uplink:
             _log.warning("%s", said)
         self.error, self._core.detached = error, said
 
-    # How it joins.
+    # Joining the parent.
 
     def _meet(self) -> bool:
-        """Give one center the other's parameters; False while neither has any."""
+        """Initialize one center with the other's parameters.
+
+        Returns:
+          False if neither has parameters yet.
+        """
         if self._given is None:
             try:
                 params = self._parent.pull().params
@@ -239,25 +251,25 @@ class Uplink:
         try:
             self._parent.initialize(given.sent, worker=self._worker.name)
         except errors.AlreadyInitializedError:  # another site was quicker
-            if self._base is None:  # all that this one has are its chief's parameters
+            if self._base is None:  # this site only has the parameters of its chief
                 self._base = given.sent
             elif given.steps:
                 self._rounds.append(given)
-        else:  # everything that was to be sent is in there
+        else:  # the parent's first parameters include all progress
             self._base = given.sent
             self._rounds.clear()
         self._given = None
         return True
 
     def _begin(self, params: PyTree) -> None:
-        """The site's first parameters, if it has none."""
+        """Set the site's base, and initialize its center with ``params`` if needed."""
         if self._base is not None:
             return
         with self._core.atomically():
             if not self._core.is_initialized:
                 self._core.initialize(params, worker=None)
             self._base = self._now()
-        self._take()  # what it had from a chief gives way to the parent's
+        self._take()  # discarded: parameters of the site's chief yield to the parent's
 
     def _join(self) -> None:
         adopted, state = self._worker.start(self._base)
@@ -267,24 +279,25 @@ class Uplink:
             if left and self._has_arrived(lost):
                 base, left = left[0].sent, left[1:]
                 codec_state = lost.codec_state_after
-                if codec_state is None:  # what it owes is lost, and not sent twice
+                if codec_state is None:  # the residual is lost rather than sent twice
                     codec_state = state.codec_state
             state = state._replace(codec_state=codec_state)
         if jax.tree.all(jax.tree.map(jnp.array_equal, base, adopted)):
             self._base, self._rounds = base, left
         else:
             self._adopt(adopted, base, left)
-        # Only now, for what raises before is tried again from the beginning.
+        # Set last: if a call above raises, the next attempt joins again.
         self._joined, self._state, self._lost = True, state, None
 
     def _has_arrived(self, lost: _Lost) -> bool:
-        """Return whether the parent has a message of an earlier life without an answer.
+        """Return whether the unanswered message of a lost session reached the parent.
 
-        Where nobody knows, it is not sent again: nothing may count twice.
+        If this is unknown, the result is True, so that the message is not sent again:
+        nothing may count twice.
         """
         (lives, sequence), (now, _) = lost.life, self._worker.life
         then, before = lost.before, self._before
-        if isinstance(lives[0], str):  # of a parent that is not in shards
+        if isinstance(lives[0], str):  # the parent is not in shards
             lives, now, then, before = [lives], [now], [then], [before]
         found = set()
         for (center, incarnation), (center_now, _), first, known in zip(
@@ -292,9 +305,9 @@ class Uplink:
         ):
             if known is not None and known[0] == incarnation:
                 found.add(known[1] > sequence)
-            elif center != center_now:  # a parent in another life has never had it
+            elif center != center_now:  # a parent with a new id has never had it
                 found.add(False)
-            else:  # nothing was settled since that life began, or nobody knows
+            else:  # no exchange was settled since that session began, or unknown
                 found.add(False if known is not None and known == first else None)
         if found - {True, False} or len(found) > 1:
             _log.warning(
@@ -306,23 +319,23 @@ class Uplink:
 
     @property
     def _before(self) -> Any:
-        """The parent's word on this site's life before, see `Session.before`."""
+        """The last exchange that the parent knows, as in `Session.before`."""
         session = self._worker._session
         assert session is not None
         return session.before
 
     def _now_lost(self) -> _Lost:
-        """The life that ends with an error."""
+        """Return the data of the session that ends with an error."""
         assert self._state is not None
         try:
             after = self._codec_state_after()
-        except Exception:  # a program has failed, and the site goes on all the same
+        except Exception:  # a program has failed; the site goes on anyway
             _log.exception("what the codec keeps for the next message may be lost")
             after = None
         return _Lost(self._worker.life, self._before, self._state.codec_state, after)
 
     def _codec_state_after(self) -> PyTree:
-        """The codec's, had the parent the message that is under way."""
+        """Return the codec's state if the message under way has reached the parent."""
         state = self._state
         assert state is not None
         if not self._rounds or not jax.tree.leaves(state.codec_state):
@@ -332,14 +345,14 @@ class Uplink:
         state = state._replace(local_steps=jnp.int32(sent.steps), record=sent.record)
         return self._worker._programs.contribute(state, sent.sent, anchor.params)[1]
 
-    # What it sends, and adopts.
+    # Sending and adopting.
 
     def _now(self) -> PyTree:
-        """The site's center, which stays what it is; called under its lock."""
+        """Return a snapshot of the site's center; called under its lock."""
         return self._core.snapshot().params
 
     def _take(self) -> _Round:
-        """Take the progress since this was called last; it begins anew."""
+        """End a round of progress: return it, and begin the next one."""
         with self._core.atomically():
             version = self._core.store.current
             version.escaped = True
@@ -358,15 +371,15 @@ class Uplink:
         adopted, self._state = self._worker.flush(
             sent.copied, state, steps=steps, weight=sent.weight
         )
-        # The parent has it, whether or not the site can adopt the answer.
+        # The parent has the round, even if the site cannot adopt the answer.
         self._base = sent.sent
         del self._rounds[0]
         self._adopt(adopted, sent.sent, self._rounds)
 
     def _adopt(self, adopted: PyTree, base: PyTree, left: list[_Round]) -> None:
-        """The parent's parameters in place of ``base``, and all progress since.
+        """Replace ``base`` by the parent's parameters, and keep all progress since.
 
-        That are the rounds that are left, too. If it raises, nothing has changed.
+        The rounds in ``left`` are moved as well. If this raises, nothing has changed.
         """
         left = [
             _Round(
@@ -381,7 +394,12 @@ class Uplink:
         self._base, self._rounds = adopted, left
 
     def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
-        """An exchange at the site; called under the lock of its center."""
+        """Add an exchange at the site to the sums; called under the center's lock.
+
+        Returns:
+          An array that is ready once the contribution has been read; None if it is not
+          read.
+        """
         self._steps += 1
         if claim.weight is not None:
             self._weight = (self._weight or 0.0) + claim.weight
@@ -395,16 +413,17 @@ class Uplink:
     def _recorded(
         self, contribution: PyTree, record: PyTree
     ) -> tuple[PyTree, jax.Array]:
-        """The parent's record with a contribution at the site, which came encoded.
+        """Add an encoded contribution at the site to the parent's record.
 
-        Also what is ready as soon as the contribution has been read.
+        Returns:
+          The record, and an array that is ready once the contribution has been read.
         """
         gradients = self._core.rule.codec.decode(contribution, self._like())
         record = self._parent.rule.record.update(gradients, record, gradients)[1]
         return record, jnp.zeros((), jnp.bool)
 
     def _like(self) -> PyTree:
-        """Zeros like the site's center."""
+        """Return zeros like the site's center."""
         return jax.tree.map(
             lambda c: jnp.zeros(c.shape, c.dtype), self._core.store.like
         )

@@ -1,9 +1,9 @@
 """The worker's side of a center, embedded or remote: one class for both.
 
-A worker that exchanges mostly sends a message, waits for the answer, and adopts it.
-With `overlap`, or when the center is lost, it does not wait. It goes on with local
-steps while the message is in flight, and when the answer is there, it lands: it adopts
-the answer, and keeps the progress that it has made since the message left.
+In an exchange, a worker usually sends a message, waits for the answer, and adopts it.
+With ``overlap``, or if the center is lost, it does not wait but makes further local
+steps while the message is in flight. When the answer arrives, the worker adopts it and
+keeps the progress that it has made since the message was sent.
 """
 
 from __future__ import annotations
@@ -27,101 +27,107 @@ from agn_optax.worker._processes import ToldMessage, ToldSession
 from agn_optax.worker._programs import AT_ONCE, Left, programs
 
 PyTree = Any
-# Part of a call: the loop's parameters and state, and those with which to go on.
+# One action of a call: (params, state) -> (params, state).
 Act = Callable[[PyTree, Any], tuple[PyTree, Any]]
-# Told of something, with its number and what there is to say of it.
+# (number of the exchange, values by name) -> ignored.
 Callback = Callable[[int, Mapping[str, float]], object]
 _log = logging.getLogger("agn_optax")
 
 
 class WorkerState(NamedTuple):
-    """All that a worker is, as a pytree to save and to restore from."""
+    """Complete state of a worker, as a pytree to save and to restore from."""
 
     params: PyTree
     state: LocalState
-    anchor: PyTree  # the center as last adopted; None where the rule does not read it
-    anchor_version: Any  # int; a tuple of them for a center in shards
-    local_steps: Any  # int: since the last exchange
+    anchor: PyTree  # the center as last adopted; None if the rule does not read it
+    anchor_version: Any  # int; a tuple of ints for a center in shards
+    local_steps: Any  # int: local steps since the last exchange
     exchanges: Any  # int
-    weight: Any = None  # float: said of the round so far; None if nothing was
+    weight: Any = None  # float: weight of the round so far; None if none was given
     pace: Any = None  # float: as `Worker.pace`
 
 
 class Worker:
-    """One participant: its local phase as an optax transformation, and its exchanges.
+    """A worker: its local phase as an optax transformation, and its exchanges.
 
-    The loop is yours, as with any optax optimizer; `exchange` is called after every
-    local step, from Python, and acts when the period is full. It counts on the host, so
-    that no local step waits for the device.
+    You write the loop, as with any optax optimizer, and call `exchange` from Python
+    after every local step. It makes an exchange when the period is full. Steps are
+    counted on the host, so that no local step waits for the device.
 
     Args:
-      center: where the center variable lives: a `LocalCenter`, or anything with its
-        protocol.
+      center: the center: a `LocalCenter`, or any other object with its protocol.
       inner: the inner optimizer.
       period: local steps between exchanges, a positive int; or a function from the
-        exchanges that this worker has made (int) to the length of the round that
-        begins; or `dynamic_period`, by which it follows the worker's speed.
-      gradients: what is done to a gradient before anything else, such as
+        exchanges that this worker has made (int) to the length of the next round; or
+        `dynamic_period`, which follows the worker's speed.
+      gradients: transformation of the gradients before anything else, such as
         ``optax.clip_by_global_norm(1.0)``: both the inner optimizer and the record,
-        which the center gets, see what comes out. In ``inner``, it would change the
-        local steps alone. None for nothing.
-      name: the worker's name, unique among the workers of the center; None makes one
-        up.
-      overlap: sends in the background while local steps go on. When the answer comes,
+        which is sent to the center, get its output. As a part of ``inner`` it would
+        change the local steps only. None for none.
+      name: the worker's name, unique among the workers of the center; None generates a
+        name.
+      overlap: send in the background while local steps go on. When the answer arrives,
         the worker adopts the center, and keeps the local progress made since the
-        message left. One exchange is in flight at most. It takes memory: the buffers of
-        the contribution are kept for the next one, and with AGN also those of a copy of
-        the parameters, which its contribution does not tell. The first exchange waits
-        for its answer, so that a newcomer starts from a center that knows of it.
+        message was sent. At most one exchange is in flight. This takes memory: the
+        buffers of the contribution are kept for the next one, and with AGN also those
+        of a copy of the parameters, which cannot be recovered from its contribution.
+        The first exchange waits for its answer, so that a new worker starts from a
+        center that includes its first message.
       patience: local steps that the worker makes while an answer is missing, because
-        exchanges overlap or the center is lost. Then it waits. None is one round of
+        exchanges overlap or the center is lost, before it waits. None is one round of
         steps. With 0, `exchange` raises as soon as the center counts as lost.
-      give_up: seconds that it waits for a lost center before it raises.
-      fragments: parts of the parameters that exchange by turns, for a center in as many
-        shards, each of which keeps one. None exchanges all at once. Then one fragment
-        is sent at a time; its offset in the period is its own, and so are its version,
-        its staleness and its answer. With a ``delay`` it is on its way while local
-        steps go on, and is adopted after so many, for which the worker then waits (but
-        for its ``patience``, if that is given and longer); with ``mixing`` a share of
-        its own parameters stays. State is a `StreamingState`, and `save` gives a
-        `StreamingWorkerState`. All workers of that center need the same fragments.
-      callbacks: what is told of each exchange once it is over, as
-        ``callback(step, values)``: the number of the exchange, and float values by
-        their names. ``steps`` were made in the round; the message had this
-        ``message_norm`` and ``staleness``, and was ``applied`` or ``refused`` (0 or 1);
-        ``distance`` was that of worker and center before it was adopted, and
-        ``version`` the center's; ``codec_error`` is what the codec changed of the
-        contribution as a share of its norm, ``seconds`` is the time from sending to
-        the answer, and ``bytes_sent`` and ``bytes_received`` are those of the arrays;
-        and whatever was reported (`report`). They cost a pass over the parameters an
-        exchange, and wait for the device. One that raises is logged: the exchange has
-        been made. `agn_optax.sinks` has some.
+      give_up: seconds that the worker waits for a lost center before it raises.
+      fragments: parts of the parameters that are exchanged in turn, for a center with
+        as many shards, each of which keeps one fragment. None exchanges all at once.
+        With fragments, one is sent at a time, and each has its own offset in the
+        period, version, staleness and answer. With a ``delay``, local steps go on while
+        the fragment is in flight, and the answer is adopted after that many steps; the
+        worker then waits for it (or after ``patience`` steps, if that is given and
+        longer). With ``mixing``, a share of the worker's own parameters stays. The
+        state is a `StreamingState`, and `save` returns a `StreamingWorkerState`. All
+        workers of the center need the same fragments.
+      callbacks: functions called after each exchange as ``callback(step, values)``,
+        with the number of the exchange, and a dictionary of floats. ``steps``: local
+        steps of the round. ``message_norm`` and ``staleness``: of the message.
+        ``applied`` and ``refused``: whether the message was applied or rejected (0 or
+        1). ``distance``: norm of the difference between worker and center before the
+        adoption. ``version``: version of the center. ``codec_error``: error of the
+        codec relative to the norm of the contribution. ``seconds``: time from sending
+        to the answer. ``bytes_sent`` and ``bytes_received``: bytes of the arrays. The
+        numbers given to `report` are included. Callbacks cost a pass over the
+        parameters per exchange, and wait for the device. An exception in a callback is
+        logged and not raised, because the exchange has been made. `agn_optax.sinks` has
+        ready-made callbacks.
 
     Attributes:
       tx: the local phase, inner step and record: ``tx.update(grads, state, params)``.
         Pure; jit it.
       name: the worker's name.
-      fragments: as given.
-      exchanges: exchanges made.
-      staleness: of the last message sent; None before the first. If the rule adopts the
-        center as it was before a message, the worker's own previous message counts too.
-      norm: of the last message sent, as a scalar; None before the first.
-      dropped: messages that the center did not apply (too stale, or too late).
-      refused: messages that the center did not want; `agn_optax.center.Refuse` has
-        which. The worker then forgets what it has done since its last exchange, local
-        steps of now included, adopts the center whole, and goes on; if its inner
-        optimizer's state is not finite, that begins anew.
-      refusal: why the last message was refused; "" if it was not.
-      version: of the center that it adopted last; None before the start.
-      pace: this worker's speed as a share of the fastest worker's, as the center has
-        measured it last; None before it has.
+      fragments: the fragments as given.
+      exchanges: number of exchanges made.
+      staleness: staleness of the last message sent; None before the first. If the rule
+        adopts the center as it was before a message, the worker's own previous message
+        counts too.
+      norm: norm of the last message sent, as a scalar; None before the first.
+      dropped: number of messages that the center did not apply (too stale, or too
+        late).
+      refused: number of messages that the center rejected by its limits, which are in
+        `agn_optax.center.Refuse`. After a rejection the worker discards its progress
+        since its last exchange, including the current local steps, adopts the center in
+        full, and goes on. If the state of its inner optimizer is not finite, that state
+        is initialized again.
+      refusal: reason why the last message was rejected; "" if it was not.
+      version: version of the center that the worker adopted last; None before the
+        start.
+      pace: this worker's speed as a share of the fastest worker's, as last measured by
+        the center; None before the first measurement.
 
     Raises:
       InvalidArgumentError: ``period`` is not a positive whole number, or ``patience``
-        or ``give_up`` is negative; or the center is not in as many shards as there are
-        ``fragments``, or these are not for this rule, or eager, or have a delay beside
-        ``overlap``.
-      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center``
+        or ``give_up`` is negative; or the center does not have one shard for each of
+        the ``fragments``; or the fragments cannot be used with this rule, are eager, or
+        have a delay together with ``overlap``.
+      InvalidTypeError: ``inner`` or ``gradients`` is not an optimizer, or ``center`` is
         not a center.
 
     Example:
@@ -141,9 +147,9 @@ class Worker:
     _landing = AT_ONCE
 
     def __new__(cls, *args: Any, **settings: Any) -> Worker:
-        """One for each fragment, where there are any."""
+        """Make a `StreamingWorker` if there are fragments."""
         if cls is Worker and settings.get("fragments") is not None:
-            # Which is made of workers.
+            # Imported here, because that module imports this one.
             from agn_optax.worker._streaming import StreamingWorker  # noqa: PLC0415
 
             return super().__new__(StreamingWorker)
@@ -190,34 +196,35 @@ class Worker:
         self._give_up = give_up
         self.pace: float | None = None
         self._length = self._lengths(period)
-        self._follows = isinstance(period, rounds.DynamicPeriod)  # its own speed
+        self._follows = isinstance(period, rounds.DynamicPeriod)  # the worker's speed
         self._session: Session | None = None
         self._sent = 0  # exchanges of this session that are over
         self._anchor: Snapshot | None = None
-        self._knows_anchor = True  # whether it is of this life of the center
+        self._knows_anchor = True  # whether the center, by its id, has had this anchor
         self._callbacks = _callbacks(callbacks)
         self._reported: dict[str, Any] = {}
-        self._paced = False  # whether a miscount was said
-        # Local steps of a message, as the device has counted them, and as `exchange`
-        # was told: until the device has made the number.
+        self._paced = False  # whether a warning about miscounted steps was logged
+        # Local steps of a message, as counted by the device, and as `exchange` was
+        # told; kept until the device has computed its count.
         self._steps: tuple[Any, int] | None = None
         self._empty = 0  # messages in a row without local steps of `tx`
-        self._message: Message | None = None  # whose answer has not been adopted
-        # Buffers of a message that is over, and of the parameters it was made of: the
-        # next one that departs is written over them.
+        self._message: Message | None = None  # its answer has not been adopted
+        # Buffers of the last message, and of the parameters of which it was made: the
+        # next message sent in the background overwrites them.
         self._spare: tuple[PyTree, PyTree] | None = None
         self._like: tuple[PyTree, LocalState]  # params and state, abstract
         self._local_steps = 0
-        self._weight: float | None = None  # said of the round
-        # Parameters and state of a call that raised after it had donated those that
-        # it was given: what the next call goes on from.
+        self._weight: float | None = None  # weight of the round so far
+        # Parameters and state of a call that raised after it had donated its arguments:
+        # the next call continues from them.
         self._kept: tuple[PyTree, Any] | None = None
-        # The method whose call that was: what it was told is counted, and its
-        # repetition counts nothing, also if `land` is called in between.
+        # The method that raised in this way. Its steps and weight have been counted, so
+        # they are not counted again when it is repeated, even if `land` is called
+        # before.
         self._counted: str | None = None
 
     def __repr__(self) -> str:
-        """Its name and rule, and how far it is."""
+        """Return the worker's name, rule and progress."""
         where = "not started" if self._session is None else f"version {self.version}"
         return (
             f"Worker({self.name!r}, {self.center.rule.name}, {self.exchanges} "
@@ -231,36 +238,35 @@ class Worker:
         chief: bool | None = None,
         timeout: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """Adopts the center and begins the first round.
+        """Adopt the center and begin the first round.
 
         Every worker may run the same line, ``worker.start(params, chief=rank == 0)``:
-        the chief's parameters initialize the center, the others wait for it and adopt
-        it.
+        the chief's parameters initialize the center, and the other workers wait for
+        them and adopt them.
 
         Args:
-          params: this worker's own parameters. Only the chief's values count; the
-            others' give the dtypes and devices in which they adopt the center. None
-            takes those of the center.
+          params: this worker's own parameters. Only the chief's values are used; those
+            of the others give the dtypes and devices for the adopted center. None uses
+            the dtypes and devices of the center.
           chief: True initializes the center with ``params``, unless this worker has
-            done so in an earlier life; False waits until a chief has; None expects an
-            initialized center.
+            done so in an earlier session; False waits until a chief has; None expects
+            an initialized center.
           timeout: seconds to wait at most, for a chief or for the other workers of a
-            barrier; None waits for good.
+            barrier; None waits forever.
 
         Returns:
-          Parameters and state of the local phase: fresh arrays, to be donated if you
-          like.
+          Parameters and state of the local phase: new arrays, which you may donate.
 
         Raises:
           NotInitializedError: the center has no parameters (in time).
           AlreadyInitializedError: ``chief=True``, but another worker was the chief.
           MissingArgumentError: ``chief=True`` without ``params``.
-          TreeMismatchError: ``params`` does not belong to this center.
-          NameTakenError: another worker has this one's name.
-          CenterFullError: the center has no room for one more.
-          InvalidArgumentError: the inner optimizer exchanges with a center itself.
+          TreeMismatchError: ``params`` does not match this center.
+          NameTakenError: another worker has the same name.
+          CenterFullError: the center takes no further worker.
+          InvalidArgumentError: the inner optimizer itself exchanges with a center.
         """
-        self._length(self.exchanges)  # or it raises before anything changes
+        self._length(self.exchanges)  # raises if invalid, before anything changes
         if chief and params is None:
             raise errors.MissingArgumentError(
                 f"worker {self.name!r} starts as chief and so must give parameters: "
@@ -268,7 +274,7 @@ class Worker:
             )
         if chief:
             check.float_leaves(params, "params")
-            # What it raises, it is to raise before others are let in.
+            # If this raises, it must do so before other workers can join.
             jax.eval_shape(self._programs.start, params, params)
         self.leave()
         session = self.center.join(self.name, params, timeout=timeout)
@@ -294,28 +300,29 @@ class Worker:
 
     @property
     def version(self) -> Any:
-        """Of the center that this worker adopted last; None before the start."""
+        """The version of the center adopted last; None before the start."""
         return None if self._anchor is None else self._anchor.version
 
     @property
     def life(self) -> Any:
-        """What `restore` takes to go on with this life of the worker; None before one.
+        """This worker's session, for `restore` to continue; None before the start.
 
-        It names the life, and says which of its exchanges are over. JSON can write it.
+        It has the ids of the session and the center, and the number of exchanges that
+        are over. It can be serialized as JSON.
         """
         return None if self._session is None else [self._session.life, self._sent]
 
     def fills_round(self, steps: int) -> bool:
-        """Whether the round is full with so many local steps more."""
+        """Return whether the round is full after ``steps`` more local steps."""
         length = self._length(self.exchanges + self._in_flight)
         return self._local_steps + steps >= length
 
     @property
     def due(self) -> bool:
-        """Whether `exchange`, at its next call, acts (or may, if one is in flight).
+        """True if the next call of `exchange` acts, or may act on a message in flight.
 
-        For loops whose arrays must be brought together first, such as those of
-        `Towers`: on the other steps `exchange` returns whatever it is given.
+        This is for loops that must first gather their arrays, such as those of
+        `Towers`: on all other steps `exchange` returns its arguments unchanged.
         """
         if self._kept is not None:
             return True
@@ -330,18 +337,19 @@ class Worker:
         steps: int = 1,
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """To be called after every local step: exchanges when the period is full.
+        """Make an exchange when the period is full; call this after every local step.
 
-        It is called from Python: a compiled function would count its steps once, as it
-        is traced. On the other steps it returns what it was given, at the cost of a few
-        comparisons.
-        An exchange donates ``params`` and ``state``: go on with what is returned. If it
-        raises, nothing has changed: ``steps`` and ``weight`` are not counted, so the
-        same call again tries again. If the center was unreachable, that sends the same
-        message again, and local steps that were made after the first attempt are lost
-        when the answer is adopted. If an answer had been adopted before the error, the
-        arrays are donated but not lost: the same call again, or `land` before it, goes
-        on from there.
+        Call it from Python: inside a compiled function it would count its steps only
+        once, while tracing. Before the period is full it returns its arguments, at the
+        cost of a few comparisons.
+
+        An exchange donates ``params`` and ``state``: continue with the returned ones.
+        If it raises, nothing has changed: ``steps`` and ``weight`` are not counted, so
+        you can repeat the same call. If the center was unreachable, the repeated call
+        sends the same message again, and local steps made after the first attempt are
+        lost when the answer is adopted. If an answer had been adopted before the error,
+        the arrays have been donated but are not lost: repeat the same call, or call
+        `land` before it, to continue from the adopted parameters.
 
         Args:
           params: the parameters after the local step.
@@ -349,27 +357,27 @@ class Worker:
           steps: local steps since the last call that returned, if a compiled function
             makes several (`jax.lax.scan`). The round ends at the first call with which
             it is full.
-          weight: what these local steps count, such as their tokens or samples, a
-            positive number of Python's or NumPy's. The message says the sum of its
-            round, for center optimizers that ask for it, and where messages of a round
-            become their mean. None says nothing; a round of which nothing is said
-            counts 1.
+          weight: weight of these local steps, such as their number of tokens or
+            samples, a positive Python or NumPy number. The message carries the sum over
+            its round, for center optimizers that use it, and for rules that take the
+            mean of the messages of a round. None gives no weight; a round without
+            weights counts 1.
 
         Returns:
-          Parameters and state with which to go on.
+          Parameters and state with which to continue.
 
         Raises:
           InvalidTypeError: it was called inside `jax.jit`, `jax.lax.scan` or the like.
           InvalidArgumentError: ``steps`` is not a positive whole number, or ``weight``
-            not positive and finite.
-          ProtocolError: the center is of a release that takes no weights.
+            is not positive and finite.
+          ProtocolError: the center's version does not support weights.
           WorkerStateError: the worker was not started, or parameters or state have been
-            donated to something else; or the center has been started anew, or has given
-            this worker's name to another one.
-          MessageRefusedError: the center has refused too many messages in a row (10,
-            unless it was told otherwise).
-          CenterUnreachableError: the center is lost, and ``patience`` 0 or ``give_up``
-            over.
+            donated elsewhere; or the center has restarted and does not know this
+            session, or has given this worker's name to another worker.
+          MessageRefusedError: the center has rejected too many messages in a row (10 by
+            default).
+          CenterUnreachableError: the center is lost, and ``patience`` is 0 or
+            ``give_up`` seconds have passed.
           TreeMismatchError: parameters or state are not those of this worker.
         """
         self._require_start()
@@ -387,18 +395,18 @@ class Worker:
         method: str,
         count: Callable[[], None] | None = None,
     ) -> tuple[PyTree, Any]:
-        """Count what a call of the loop is told, and make its acts in their order.
+        """Count the steps and weight of a call, and run its acts in order.
 
-        A call that raises can be made again with the same. Nothing is counted twice;
-        and where an act before the one that raised has donated the loop's arrays, what
-        it returned is kept, and the next call goes on from there.
+        A call that raises can be repeated with the same arguments. Nothing is counted
+        twice. If an act before the one that raised has donated the loop's arrays, its
+        results are kept, and the next call continues from them.
 
         Args:
-          params: the loop's.
-          state: the loop's.
-          acts: what is done, one after the other.
-          method: that was called.
-          count: counts what it was told; None if it is told nothing.
+          params: the loop's parameters.
+          state: the loop's state.
+          acts: the acts.
+          method: name of the method that was called.
+          count: counts the steps and weight of the call; None if it has none.
         """
         (kept, self._kept), counted = (self._kept, None), self._counted
         before = self._counts
@@ -424,7 +432,7 @@ class Worker:
 
     @property
     def _counts(self) -> Any:
-        """The local steps of the round so far, and what was said that they count."""
+        """The local steps of the round so far, and their weight."""
         return self._local_steps, self._weight
 
     @_counts.setter
@@ -432,23 +440,23 @@ class Worker:
         self._local_steps, self._weight = counts
 
     def _count(self, steps: int, weight: float | None = None) -> None:
-        """So many local steps more have been made, which count so much."""
+        """Add local steps and their weight to the round."""
         self._require_start()
-        self._length(self.exchanges + self._in_flight)  # or it raises before
+        self._length(self.exchanges + self._in_flight)  # raises before counting
         self._local_steps += steps
         if weight is not None:
             self._weight = (self._weight or 0.0) + weight
 
     def _ask_if_acting(self) -> bool:
-        """Return whether there is something to do after the local steps made so far.
+        """Return whether an act is due after the local steps made so far.
 
-        A worker of several processes communicates: all of them must ask at once.
+        A worker of several processes communicates here: all of them must call this.
         """
         message = self._message
         if message is None or self.is_stuck:
             return self.fills_round(0)
         length = self._length(self.exchanges + 1)
-        delay = min(self._landing.delay, length)  # of a round that is shorter
+        delay = min(self._landing.delay, length)  # the round may be shorter
         patience = delay or length
         if self._patience is not None:
             patience = max(self._patience, delay, 1)
@@ -457,12 +465,12 @@ class Worker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has a message that did not come through, to be sent again."""
+        """True if a message could not be sent and must be sent again."""
         return self._message is not None and self._message.flight is None
 
     @property
     def _departs(self) -> bool:
-        """Whether its next message leaves, and local steps go on meanwhile."""
+        """True if local steps go on while the next message is in flight."""
         if self._message is not None:
             return False
         return bool(self._landing.delay or (self.overlap and self.exchanges))
@@ -473,42 +481,42 @@ class Worker:
             yield from self._ending()
 
     def _ending(self) -> Iterator[Act]:
-        """Lands, and ends the round if it is full."""
+        """Yield the acts that adopt an answer, and end the round if it is full."""
         length = self._length(self.exchanges + self._in_flight)
         yield self._land_flying
         if self._local_steps >= length:
-            self._length(self.exchanges + 1)  # or the next round cannot begin
+            self._length(self.exchanges + 1)  # raises if the next period is invalid
             yield self._exchange
 
     def _flushing(self) -> Iterator[Act]:
         """Yield the acts of `flush`: land, send the round as it is, and land."""
         yield self._land_flying
         if self._local_steps or self.is_stuck:
-            # Whatever the schedule says of the next round, these steps are sent.
+            # The next period is not checked: these steps are sent in any case.
             yield self._exchange
         yield self._land_flying
 
     def _finishing(self) -> Iterator[Act]:
-        """Lands, or repeats a message that has not come through."""
+        """Yield the acts that adopt an answer, or send a failed message again."""
         yield self._land_flying
         if self.is_stuck:
             yield self._exchange
         yield self._land_flying
 
     def report(self, **numbers: Any) -> None:
-        """Numbers of this worker's own, such as its loss, for whoever watches.
+        """Report numbers of this worker, such as its loss, for monitoring.
 
-        They travel with its next exchange, and later ones, until they are reported
-        anew; a served center shows them in ``agn-optax watch`` and on its page.
+        They are sent with the next exchange and all later ones, until they are reported
+        again. A served center shows them in ``agn-optax watch`` and on its page.
 
         Args:
-          numbers: real scalars by their names. An array is waited for when it is sent,
-            and not here.
+          numbers: real scalars by name. An array is waited for when it is sent, not
+            here.
 
         Raises:
-          InvalidTypeError: one of them is no real scalar.
-          InvalidArgumentError: there are more than 64 by now, or a name has more than
-            64 characters.
+          InvalidTypeError: a value is not a real scalar.
+          InvalidArgumentError: more than 64 numbers have been reported in total, or a
+            name has more than 64 characters.
 
         Example:
           >>> import optax, agn_optax
@@ -536,15 +544,15 @@ class Worker:
         steps: int | None = None,
         weight: float | None = None,
     ) -> tuple[PyTree, LocalState]:
-        """Exchanges now, however few local steps the round has had; not if it had none.
+        """Exchange now, unless the round has had no local steps.
 
-        For a worker that is about to leave, or to be preempted. The message says how
-        many steps were really made. Waits for the answers of this exchange and of one
-        that is in flight.
+        This is for a worker that is about to leave, or to be preempted. The message
+        carries the number of steps really made. The call waits for the answers of this
+        exchange and of one in flight.
 
-        Args, returns and raises as `exchange`; but ``steps`` are all local steps that
-        the round has had, if not those that `exchange` was told of, and ``weight`` is
-        what all of them count.
+        Arguments, results and errors are those of `exchange`, except that ``steps`` is
+        the total number of local steps of the round and ``weight`` their total weight.
+        None keeps the values counted by `exchange`.
         """
         self._require_start()
         self._check_called_from_python(state)
@@ -557,37 +565,37 @@ class Worker:
         return self._call(params, state, self._flushing(), "flush", count)
 
     def check_flush(self, steps: int | None, weight: float | None) -> float | None:
-        """The weight, as Python's own, if `flush` can be told both of these."""
+        """Check the arguments of `flush`; return the weight as a Python float."""
         check.whole_number(steps, "steps", least=0)
         return check.weight(weight)
 
     def land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Waits for the answer of an exchange that is in flight, and adopts it.
+        """Wait for the answer of an exchange in flight, and adopt it.
 
-        For who must know where it stands, to `save` it say. Nothing is sent; if nothing
-        is in flight, nothing happens at all.
+        This is for code that needs a worker without a message in flight, such as for
+        `save`. Nothing is sent. If nothing is in flight, the call does nothing.
 
-        Args, returns and raises as `exchange`.
+        Arguments, results and errors are those of `exchange`.
         """
         return self._call(params, state, [self._land_flying], "land")
 
     def _land_flying(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
-        """Waits for the answer of an exchange that is in flight, if one is."""
+        """Adopt the answer of an exchange in flight, if there is one."""
         return self._land(params, state) if self._in_flight else (params, state)
 
     def leave(self) -> None:
-        """Leaves the center, which then no longer waits for this worker.
+        """Leave the center, which then no longer waits for this worker.
 
-        What was not exchanged is lost: call `flush` before, if it matters. A ``with
-        worker:`` block calls this at its end, also when Ctrl-C ends it.
+        Progress that was not exchanged is lost: call `flush` before, if it matters. A
+        ``with worker:`` block calls this at its end, also when Ctrl-C ends it.
         """
         self._anchor = self._spare = self._kept = self._counted = None
         session, self._session = self._session, None
         message, self._message = self._message, None
         if message is not None:
-            message.abandoned.set()  # nobody waits for its answer any more
+            message.abandoned.set()  # end its retries
         if session is not None:
             session.leave()
 
@@ -598,24 +606,24 @@ class Worker:
         self.leave()
 
     def save(self, params: PyTree, state: LocalState) -> WorkerState:
-        """Everything that this worker is, for a checkpoint.
+        """Return the complete state of this worker, for a checkpoint.
 
-        The arrays are those given, not copies: write them before you donate them.
+        The arrays are the given ones, not copies: write them before you donate them.
 
         Args:
-          params: the parameters as they are.
-          state: the state as it is.
+          params: the current parameters.
+          state: the current state.
 
         Returns:
-          A pytree; with the center's own ``save``, made while no worker exchanges,
-          training goes on as if it had never stopped.
+          A pytree. Together with the center's own ``save``, made while no worker
+          exchanges, it lets training continue as if it had never stopped.
 
         Raises:
           WorkerStateError: the worker was not started, or has an exchange in flight.
         """
         anchor, _ = self._require_start()
         self._check_called_from_python(state)
-        if self._message is not None:  # the center may have applied it
+        if self._message is not None:  # the center may or may not have applied it
             raise errors.WorkerStateError(
                 f"worker {self.name!r} has an exchange that has not ended, which "
                 "cannot be saved: land() or flush() before"
@@ -635,23 +643,23 @@ class Worker:
     def restore(
         self, saved: WorkerState, *, life: Any = None
     ) -> tuple[PyTree, LocalState]:
-        """Goes on where `save` was called, instead of `start`.
+        """Continue from a saved state; call this instead of `start`.
 
         Args:
-          saved: what `save` returned, or its arrays read back from a checkpoint;
+          saved: the result of `save`, or its arrays read back from a checkpoint;
             copied.
-          life: of the worker that was saved, as its `life` was: this one goes on with
-            it, at a center that has outlived it. Its next exchange, if the center has
-            applied that before, is answered and not applied again. None begins another
-            life, at a center that was saved with the worker.
+          life: the saved worker's `life`: this worker continues its session, at a
+            center that has kept running. If the center has already applied the next
+            exchange of the session, it answers that exchange without applying it again.
+            None begins a new session, at a center that was saved with the worker.
 
         Returns:
-          Parameters and state with which to go on.
+          Parameters and state with which to continue.
 
         Raises:
-          TreeMismatchError: what was saved does not belong to this worker or center.
-          WorkerStateError: the center is older than what was saved, or knows nothing of
-            that life.
+          TreeMismatchError: ``saved`` does not match this worker or center.
+          WorkerStateError: the center is older than ``saved``, or does not know the
+            session.
         """
         center = self.center.pull()
         check.same_tree(saved.params, center.params, "saved.params", "center")
@@ -668,14 +676,14 @@ class Worker:
                 "adopt this center with start()"
             )
         exchanges = int(saved.exchanges)
-        self._length(exchanges)  # or it raises before anything changes
+        self._length(exchanges)  # raises if invalid, before anything changes
         params, state, anchor = trees.copy((saved.params, saved.state, saved.anchor))
         self.leave()
         its, sent = (None, 0) if life is None else life
         session = self.center.join(self.name, params, life=its)
         self.exchanges = exchanges
         self._begin(session, (params, state), Snapshot(anchor, seen))
-        self._knows_anchor = life is not None  # as the center has had it
+        self._knows_anchor = life is not None  # else the center may have a new id
         self._sent = sent
         self._local_steps = int(saved.local_steps)
         self._weight = None if saved.weight is None else float(saved.weight)
@@ -683,7 +691,7 @@ class Worker:
         return params, state
 
     def _exchange(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Ends a round."""
+        """End a round: make its exchange, or send its message in the background."""
         self._check_loop(params, state)
         message = self._message
         if self._departs:
@@ -702,7 +710,7 @@ class Worker:
                 return params, state
             except Exception as error:
                 if is_settled(error):
-                    self._message = None  # it was refused, and is not to be sent again
+                    self._message = None  # it was not applied: do not send it again
                 raise
         answer = self._taken(message, message.answer, params)
         state = state._replace(codec_state=message.codec_state)
@@ -717,9 +725,10 @@ class Worker:
     def _send_ahead(
         self, params: PyTree, state: LocalState
     ) -> tuple[PyTree, LocalState]:
-        """Ends a round as `_exchange` does, but for the answer, which that waits for.
+        """Begin to end a round: send its message, without a wait for the answer.
 
-        Nothing is done if there is nothing to send, or a message is in flight.
+        `_exchange` then waits for the answer. If there is nothing to send, or a message
+        is in flight, nothing is done.
         """
         if self._in_flight or not (self._local_steps or self.is_stuck):
             return params, state
@@ -732,7 +741,7 @@ class Worker:
         return params, state
 
     def _made_message(self, params: PyTree, state: LocalState) -> Message:
-        """Make the message of a round, to be sent while nobody makes local steps."""
+        """Make the message of a round, to be sent while no local steps are made."""
         anchor, _ = self._require_start()
         measured = self._measured(params, state)
         contribution, codec_state, made = self._programs.contribute(
@@ -743,10 +752,11 @@ class Worker:
     def _give_in(
         self, params: PyTree, state: LocalState, message: Message, answer: Snapshot
     ) -> tuple[PyTree, LocalState]:
-        """The center in place of all that this worker has; its message was refused.
+        """Reset this worker to the center, after its message was rejected.
 
-        What the message had is sent later, if the codec does that. But once only: what
-        is refused again, such as for its size, would be refused for good.
+        The codec returns the rejected message to its residual, if it can, to send it
+        later. After two rejections in a row the residual is discarded: a message that
+        is rejected again, such as for its size, would always be rejected.
         """
         _log.warning(
             "a message of worker %r was refused, which goes on from the center: %s",
@@ -766,9 +776,10 @@ class Worker:
     def _taken_back(
         self, state: LocalState, message: Message, answer: Snapshot
     ) -> LocalState:
-        """With what a dropped message had, if the codec sends that later.
+        """Return a dropped message to the codec's residual, to be sent later.
 
-        Nothing may be applied twice, and of one in parts some may have been.
+        A message in parts is lost instead: some parts may have been applied, and
+        nothing may be applied twice.
         """
         is_whole = answer.applied or answer.in_part
         if is_whole or self._programs.take_back is None:
@@ -805,7 +816,7 @@ class Worker:
         return self._message is not None and self._message.flight is not None
 
     def _depart(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Contributes, and goes on with local steps while that is on its way."""
+        """Make the message, and send it in the background while local steps go on."""
         anchor, _ = self._require_start()
         spare, self._spare = self._spare, None
         if spare is None:
@@ -822,13 +833,13 @@ class Worker:
         return params, state
 
     def _take_off(self, message: Message, left: Left) -> None:
-        """A round begins while a message is in flight."""
+        """Send a message in the background, and begin the next round."""
         message.left, self._message = left, message
         self._local_steps, self._weight = 0, None
         message.take_off(self._give_up)
 
     def _land(self, params: PyTree, state: LocalState) -> tuple[PyTree, LocalState]:
-        """Waits for the answer, and adopts it with the progress made since."""
+        """Wait for the answer of the message in flight, adopt it, and keep progress."""
         message = self._message
         assert message is not None
         assert message.left is not None
@@ -838,7 +849,7 @@ class Worker:
             answer = message.land()
         except Exception as error:
             if is_settled(error):
-                self._message = None  # it is lost, and local steps may go on
+                self._message = None  # it was not applied; local steps may go on
             else:
                 message.take_off(self._give_up)
             raise
@@ -856,13 +867,13 @@ class Worker:
         return params, state
 
     def _check_steps(self) -> None:
-        """Warn where the local steps of a message are not those that were told.
+        """Warn if the device counted other local steps than `exchange` was told.
 
-        Of steps that an optimizer of the caller's own has made, the record has nothing,
-        and the center gets nothing. That is no error: loss scaling may skip all steps
-        of a round, or of some.
+        Steps made with an optimizer of the caller's own are not in the record, so the
+        center gets nothing of them. This is not an error, because loss scaling may skip
+        some or all steps of a round.
         """
-        # A number that the device has yet to make is looked at after a later exchange.
+        # If the device has not computed its count yet, a later exchange checks it.
         if self._paced or self._steps is None or not self._steps[0].is_ready():
             return
         (counted, told), self._steps = self._steps, None
@@ -873,7 +884,7 @@ class Worker:
                 "its rounds are longer than its period. Call it once after every local "
                 "step, or say of how many it is: exchange(params, state, steps=...)"
             )
-        elif 0 < 2 * made <= told:  # fewer where steps are skipped, but not half
+        elif 0 < 2 * made <= told:  # loss scaling skips some steps, but not half
             is_off = (
                 "its rounds are shorter than its period. Call it once after every "
                 "local step"
@@ -899,7 +910,7 @@ class Worker:
         )
 
     def _measured(self, params: PyTree, state: LocalState) -> dict[str, Any]:
-        """What callbacks want to know of a message before it is made."""
+        """Return the values for callbacks that are known before a message is made."""
         if not self._callbacks:
             return {}
         anchor, _ = self._require_start()
@@ -911,7 +922,7 @@ class Worker:
         return measured
 
     def _taken(self, message: Message, answer: Snapshot, params: PyTree) -> Snapshot:
-        """An answer where the parameters are that it is to be adopted by."""
+        """Move an answer to the devices of ``params``, and measure it for callbacks."""
         if self._callbacks:
             received = answer.received
             if received is None:
@@ -925,7 +936,7 @@ class Worker:
         return answer
 
     def _tell(self, message: Message, answer: Snapshot) -> None:
-        """Callbacks, of an exchange that is over."""
+        """Call the callbacks after an exchange."""
         said = {
             **message.measured,
             "staleness": answer.staleness,
@@ -939,11 +950,11 @@ class Worker:
         for callback in self._callbacks:
             try:
                 callback(self.exchanges, values)
-            except Exception:  # the center has moved, and the loop needs its arrays
+            except Exception:  # not raised: the center has moved, and the loop goes on
                 _log.exception("%r failed; training goes on", callback)
 
     def _adopted(self, answer: Snapshot) -> None:
-        """An exchange is over."""
+        """Update counts and the anchor after an exchange."""
         message = self._message
         self._check_steps()
         self._sent += 1
@@ -963,7 +974,7 @@ class Worker:
     def _set_pace(self, pace: float | None) -> None:
         if pace is not None:
             self.pace = pace
-        elif self._follows and self._sent == 2:  # by then a center knows
+        elif self._follows and self._sent == 2:  # by then a center has measured it
             _log.warning(
                 "%r says nothing of how fast worker %r is, as a center of an earlier "
                 "release: its rounds stay at %d local steps",
@@ -973,7 +984,7 @@ class Worker:
             )
 
     def _lengths(self, period: Any) -> Callable[[int], int]:
-        """Local steps of the round after so many exchanges."""
+        """Return a function: exchanges made so far -> local steps of the next round."""
         if isinstance(period, rounds.DynamicPeriod):
             return lambda exchanges: period(self.pace)
         return _scheduled(period)
@@ -987,13 +998,13 @@ class Worker:
         self._keep_anchor(anchor)
 
     def _keep_anchor(self, anchor: Snapshot) -> None:
-        # Where nobody reads its arrays they are let go, so that the center can write
-        # over them.
+        # If the arrays are not read, they are released, so that the center can
+        # overwrite them.
         holds = self._programs.holds_anchor
         self._anchor = anchor if holds else anchor._replace(params=None)
 
     def _check_loop(self, params: PyTree, state: LocalState) -> None:
-        """Everything that can be wrong with the loop's arrays, before any is sent."""
+        """Check the loop's arrays before anything is sent."""
         check.params_given(params, f"worker {self.name!r}")
         self._check_called_from_python((params, state))
         check.same_tree(params, self._like[0], "params", "this worker's parameters")
@@ -1015,12 +1026,12 @@ class Worker:
                         "returned"
                     )
         anchor, _ = self._require_start()
-        if anchor.params is not None:  # as after `start`, when towers took the loop
+        if anchor.params is not None:  # the parameters may have moved since `start`
             self._anchor = _placed(anchor, params)
 
     def _check_called_from_python(self, tree: PyTree) -> None:
-        """What is traced is counted once, however often the program is called."""
-        # Of a state one leaf tells of all, as each local step makes it anew.
+        """Raise if called while tracing: the host would count the steps only once."""
+        # Each local step renews `local_steps`, so it is traced if the state is.
         leaves = tree.local_steps if isinstance(tree, LocalState) else tree
         if any(map(check.is_traced, jax.tree.leaves(leaves))):
             raise errors.InvalidTypeError(
@@ -1049,7 +1060,7 @@ def _callbacks(given: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _scheduled(period: Any) -> Callable[[int], int]:
-    """Local steps of the round after so many exchanges; each is asked for once."""
+    """Return ``period`` as a function of exchanges, called once for each round."""
     schedule = rounds.as_schedule(period)
 
     @functools.lru_cache(maxsize=2)  # this round and the next
