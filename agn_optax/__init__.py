@@ -6,7 +6,6 @@ import typing as _typing
 from agn_optax import errors, rules
 from agn_optax._version import __version__
 from agn_optax.round import (
-    Departed,
     ExchangeState,
     Fragments,
     FragmentsState,
@@ -69,7 +68,6 @@ __all__ = [
     "Center",
     "CenterState",
     "DelayedNesterovState",
-    "Departed",
     "ExchangeState",
     "Fitted",
     "Fragments",

@@ -89,6 +89,24 @@ def test_no_import_reaches_past_the_front_of_another_folder(layer):
                 assert not past, f"{path.relative_to(PACKAGE)} imports {name}"
 
 
+CALL_OF_A_RULE = re.compile(
+    r"\brule\.(contribution|message|adopt|(record|penalty|center|discount)\.update"
+    r"|codec\.(encode|decode|returned))$"
+)
+
+
+def test_only_the_round_calls_the_functions_of_a_rule():
+    callers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and CALL_OF_A_RULE.search(ast.unparse(node.func))
+    }
+    assert {each for each in callers if not each.startswith("rules/")} == {
+        "round/_round.py"
+    }
+
+
 def test_every_folder_is_a_layer():
     folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name[:2] != "__"}
     assert folders == {layer for layer in LAYERS if (PACKAGE / layer).is_dir()}

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from agn_optax import round as rounds
 from agn_optax._internal import layout, tracing, trees
 from agn_optax.round import contribution_like, elementwise
-from agn_optax.rules import Rule, told
+from agn_optax.rules import Rule
 
 PyTree = Any
 
@@ -132,7 +133,7 @@ def packing_of(rule: Rule, params: PyTree) -> Packing | None:
         together = packing.pack_state(rule, apart)
         expected = jax.eval_shape(rule.center.init, tree)
         zeros = Packed(*(np.zeros(1, part.dtype) for part in parts))
-        moved = rule.center.update(zeros, rule.center.init(zeros), zeros, **told({}))
+        moved = rounds.descend(rule, zeros, zeros, rule.center.init(zeros), {})
         if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(moved)):
             raise tracing.UnfitError("zeros, which lie between leaves, become others")
         if [*map(trees.kinds, (apart, together))] != [

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from agn_optax import round as rounds
 from agn_optax._internal import tracing
-from agn_optax.rules import Rule, discounted, told
+from agn_optax.rules import Rule, told
 
 PyTree = Any
 Range = tuple[float, float]  # lower and upper bound of the finite numbers of an array
@@ -64,8 +65,8 @@ class Reach:
 
         def update(message: PyTree, state: PyTree, center: PyTree, said: Any) -> PyTree:
             said = {**said, "outside": True}
-            message = discounted(rule, message, **said)
-            return rule.center.update(message, state, center, **said)
+            message = rounds.weigh(rule, message, said)
+            return rounds.descend(rule, message, center, state, said)
 
         abstract = jax.eval_shape(lambda: (center, state, center, said))
         self._program, made = jax.make_jaxpr(update, return_shape=True)(*abstract)

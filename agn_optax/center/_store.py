@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import SingleDeviceSharding
 
 from agn_optax import errors
@@ -26,7 +27,7 @@ from agn_optax.center._packing import Packed, packing_of
 from agn_optax.center._reach import Bound, Reach, extremes, reach_of
 from agn_optax.center._refusals import UNSAID, Claim
 from agn_optax.round import Public
-from agn_optax.rules import Rule, codecs, discounted, downpour, robust, told
+from agn_optax.rules import Rule, downpour, robust
 
 PyTree = Any
 
@@ -634,7 +635,7 @@ def _programs(rule: Rule) -> SimpleNamespace:
         message = jax.tree.map(
             lambda m, c: m.astype(trees.wider(c.dtype, jnp.float32)), message, center
         )
-        message = discounted(rule, message, **told(about.said()))
+        message = rounds.weigh(rule, message, about.said())
         return jax.tree.map(lambda m: m * weight.astype(m.dtype), message)
 
     # Sums messages one after another; the sum is divided once.
@@ -655,51 +656,48 @@ def _programs(rule: Rule) -> SimpleNamespace:
         together = jax.tree.map(lambda *m: jnp.stack(m), *messages)
         return how.of(together, robust.whole_total)
 
-    def move(one: PyTree, about: _About, center: PyTree, state: PyTree) -> PyTree:
-        return rounds.move_center(rule, one, center, state, extra_args=about.said())
-
-    made = dataclasses.replace(
-        rule, message=None, discount=None, codec=codecs.identity()
-    )
+    def move(
+        one: PyTree, about: _About, center: PyTree, state: PyTree, public: PyTree
+    ) -> rounds.Moved:
+        return rounds.receive(rule, one, center, state, public, about.said())
 
     def move_round(
-        total: PyTree, of_round: tuple[Any, _About], center: PyTree, state: PyTree
-    ) -> PyTree:
+        total: PyTree,
+        of_round: tuple[Any, _About],
+        center: PyTree,
+        state: PyTree,
+        public: PyTree,
+    ) -> rounds.Moved:
         parts, about = of_round
-        message = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
-        said = about.said()
-        return rounds.move_center(made, message, center, state, extra_args=said)
+        mean = jax.tree.map(lambda t: t / parts.astype(t.dtype), total)
+        message = optax.tree.cast_like(mean, center)
+        return rounds.apply(rule, message, center, state, public, about.said())
 
     def compiled(program: Any) -> SimpleNamespace:
         """Compile a program in three forms: in place, anew, and as finiteness check."""
 
-        def whole(
-            one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
-        ) -> PyTree:
-            moved, state = program(one, about, center, state)
-            return moved, state, *rounds.publish(rule, moved, public)
-
         def stays_finite(
             one: PyTree, about: Any, center: PyTree, state: PyTree, public: PyTree
         ) -> Any:
-            moved, moved_state, _, made = whole(one, about, center, state, public)
+            moved = program(one, about, center, state, public)
             # In the dtype of the answer, whose range may be smaller than the center's.
             old = jax.tree.leaves((rounds.answer_of(rule, center), state))
-            new = jax.tree.leaves((rounds.answer_of(rule, moved), moved_state))
+            new = (rounds.answer_of(rule, moved.center), moved.center_state)
             stay = [
                 (jnp.isfinite(n) | ~jnp.isfinite(o)).all()
-                for n, o in zip(new, old, strict=True)
+                for n, o in zip(jax.tree.leaves(new), old, strict=True)
                 if jnp.issubdtype(n.dtype, jnp.floating)
             ]
-            if _is_narrower(made, center):
-                stay += [jnp.isfinite(x).all() for x in _floats(made)]
+            if _is_narrower(moved.difference, center):
+                difference = _floats(moved.difference)
+                stay += [jnp.isfinite(x).all() for x in difference]
             return jnp.stack([*stay, jnp.array(True)]).all()
 
         # Arguments are ``(one, about, center, center_state, public)``. The optimizer's
         # state has no readers and is always donated; a version may have readers.
         return SimpleNamespace(
-            in_place=jax.jit(whole, donate_argnums=(2, 3, 4)),
-            anew=jax.jit(whole, donate_argnums=3),
+            in_place=jax.jit(program, donate_argnums=(2, 3, 4)),
+            anew=jax.jit(program, donate_argnums=3),
             stays_finite=jax.jit(stays_finite),  # donates nothing
         )
 

@@ -1,6 +1,6 @@
 """Rounds inside a program: the steps of an exchange, and three forms to run them.
 
-- `_exchange`: the steps of a round, and the only place that knows their order.
+- `_round`: the steps of a round, and the only place that knows their order.
 - `_forms`: the three forms that keep the center in the optimizer state, and the
   functions that find the center in that state.
 - `_optimizers`: the drop-in optimizers.
@@ -22,31 +22,6 @@ from agn_optax.round import _collectives as collectives
 from agn_optax.round import _elementwise as elementwise
 from agn_optax.round import _messages as messages
 from agn_optax.round import _parts as parts
-from agn_optax.round._exchange import Departed as Departed
-from agn_optax.round._exchange import ExchangeState as ExchangeState
-from agn_optax.round._exchange import LocalState as LocalState
-from agn_optax.round._exchange import Public as Public
-from agn_optax.round._exchange import adopt as adopt
-from agn_optax.round._exchange import adopt_late as adopt_late
-from agn_optax.round._exchange import answer_of as answer_of
-from agn_optax.round._exchange import begin_round as begin_round
-from agn_optax.round._exchange import check_step as check_step
-from agn_optax.round._exchange import contribute as contribute
-from agn_optax.round._exchange import contribution_like as contribution_like
-from agn_optax.round._exchange import difference_like as difference_like
-from agn_optax.round._exchange import empty_record as empty_record
-from agn_optax.round._exchange import follow as follow
-from agn_optax.round._exchange import init_local as init_local
-from agn_optax.round._exchange import init_public as init_public
-from agn_optax.round._exchange import local_step as local_step
-from agn_optax.round._exchange import message_of as message_of
-from agn_optax.round._exchange import move_anchor as move_anchor
-from agn_optax.round._exchange import move_center as move_center
-from agn_optax.round._exchange import overwrite as overwrite
-from agn_optax.round._exchange import publish as publish
-from agn_optax.round._exchange import recover as recover
-from agn_optax.round._exchange import recovers as recovers
-from agn_optax.round._exchange import with_progress as with_progress
 from agn_optax.round._forms import Phases as Phases
 from agn_optax.round._forms import center_params as center_params
 from agn_optax.round._forms import exchange_every as exchange_every
@@ -77,6 +52,39 @@ from agn_optax.round._placement import OwnCenter as OwnCenter
 from agn_optax.round._placement import Placement as Placement
 from agn_optax.round._placement import ShardedCenter as ShardedCenter
 from agn_optax.round._placement import piece_length as piece_length
+from agn_optax.round._round import ExchangeState as ExchangeState
+from agn_optax.round._round import InFlight as InFlight
+from agn_optax.round._round import LocalState as LocalState
+from agn_optax.round._round import Moved as Moved
+from agn_optax.round._round import Public as Public
+from agn_optax.round._round import add_to_record as add_to_record
+from agn_optax.round._round import adopt as adopt
+from agn_optax.round._round import adopt_late as adopt_late
+from agn_optax.round._round import answer_of as answer_of
+from agn_optax.round._round import apply as apply
+from agn_optax.round._round import begin_round as begin_round
+from agn_optax.round._round import check_step as check_step
+from agn_optax.round._round import contribute as contribute
+from agn_optax.round._round import contribution_like as contribution_like
+from agn_optax.round._round import decode as decode
+from agn_optax.round._round import descend as descend
+from agn_optax.round._round import difference_like as difference_like
+from agn_optax.round._round import empty_record as empty_record
+from agn_optax.round._round import follow as follow
+from agn_optax.round._round import has_residual as has_residual
+from agn_optax.round._round import init_local as init_local
+from agn_optax.round._round import init_public as init_public
+from agn_optax.round._round import local_step as local_step
+from agn_optax.round._round import message_of as message_of
+from agn_optax.round._round import move_anchor as move_anchor
+from agn_optax.round._round import overwrite as overwrite
+from agn_optax.round._round import publish as publish
+from agn_optax.round._round import receive as receive
+from agn_optax.round._round import recover as recover
+from agn_optax.round._round import recovers as recovers
+from agn_optax.round._round import take_back as take_back
+from agn_optax.round._round import weigh as weigh
+from agn_optax.round._round import with_progress as with_progress
 from agn_optax.round._slots import slots as slots
 
 __all__ = ["collectives", "elementwise", "messages", "parts"]

@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from agn_optax import errors
 from agn_optax._internal import tracing
-from agn_optax.round._exchange import move_center
+from agn_optax.round import _round
 from agn_optax.rules import Rule, codecs
 
 PyTree = Any
@@ -114,7 +115,7 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
     """
     leaves = len(jax.tree.leaves(tree))
     given = [tracing.Value("the leaf", frozenset({leaf})) for leaf in range(leaves)]
-    reading = tracing.read(lambda tree: _move(rule, tree, tree), tree, given=given)
+    reading = tracing.read(lambda tree: _moved_by(rule, tree), tree, given=given)
     for operation, outermost in reading.across:
         raise tracing.UnfitError(
             f"{operation.primitive.name} in {tracing.origin(outermost)}, which looks "
@@ -135,15 +136,20 @@ def _of_each_leaf(rule: Rule, tree: PyTree) -> Any:
 
 
 def _exchange(rule: Rule, params: PyTree) -> PyTree:
-    _, record = rule.record.update(params, rule.record.init(params), params)
-    steps = jnp.ones((), jnp.int32)
-    contribution = rule.contribution(record, params, params, steps)
-    return _move(rule, params, contribution, steps=steps), record
+    state = _round.init_local(rule, optax.identity(), params, None)
+    record = _round.add_to_record(rule, state.record, params, params)
+    state = state._replace(record=record, local_steps=jnp.ones((), jnp.int32))
+    sent, _ = _round.contribute(rule, state, params, params)
+    return _moved(rule, params, sent, steps=state.local_steps), record
 
 
-def _move(
-    rule: Rule, params: PyTree, contribution: PyTree, **extra_args: Any
-) -> PyTree:
-    sent, _ = rule.codec.encode(contribution, rule.codec.init(params))
+def _moved_by(rule: Rule, tree: PyTree) -> PyTree:
+    """Move a center by a contribution that equals it."""
+    sent, _ = _round.encode(rule, tree, rule.codec.init(tree))
+    return _moved(rule, tree, sent)
+
+
+def _moved(rule: Rule, params: PyTree, sent: PyTree, **extra_args: Any) -> PyTree:
     state = rule.center.init(params)
-    return move_center(rule, sent, params, state, extra_args=extra_args)
+    moved = _round.receive(rule, sent, params, state, extra_args=extra_args)
+    return moved.center, moved.center_state

@@ -30,17 +30,17 @@ from agn_optax._internal import check, trees
 from agn_optax.round import (
     _collectives,
     _elementwise,
-    _exchange,
     _fragments,
     _leafwise,
     _parts,
     _period,
     _placement,
+    _round,
 )
-from agn_optax.round._exchange import ExchangeState, with_inner
 from agn_optax.round._fragments import Fragments, FragmentsState
 from agn_optax.round._measure import measure
 from agn_optax.round._placement import Layout, OnHost, Placement, unwrapped
+from agn_optax.round._round import ExchangeState, with_inner
 from agn_optax.rules import Rule, check_rule, counts_exchanges
 
 PyTree = Any
@@ -178,18 +178,18 @@ def phases(
         whole = layout.own(trees.copy(params, center_dtype))
         piece = layout.piece(whole)
         center_state = layout.own(rule.center.init(trees.copy(piece)))
-        departed = None
+        in_flight = None
         if fragments is not None and fragments.delay:
-            departed = _exchange.nothing_departed(params, piece, eager=fragments.eager)
+            in_flight = _round.nothing_in_flight(params, piece, eager=fragments.eager)
         center, center_state = layout.store(piece, center_state, params)
         anchor = trees.copy(whole) if keep_anchor else None
         return ExchangeState(
-            local=_exchange.init_local(rule, inner, params, anchor, layout),
+            local=_round.init_local(rule, inner, params, anchor, layout),
             center=center,
             center_state=center_state,
             exchanges=jnp.zeros((), jnp.int32),
-            public=_exchange.init_public(rule, whole),
-            departed=departed,
+            public=_round.init_public(rule, whole),
+            in_flight=in_flight,
         )
 
     def init_fn(params: PyTree) -> State:
@@ -229,7 +229,7 @@ def phases(
     def update_fn(
         updates: PyTree, state: State, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, State]:
-        _exchange.check_step(updates, params, rule.name)
+        _round.check_step(updates, params, rule.name)
         check_state(params, state)
         if layout.sharded:
             layout.check_bound()
@@ -243,29 +243,33 @@ def phases(
                 state.inner_state,
                 [own.local for own in state.fragments],
                 params,
-                [_exchange.adopted_last(own) for own in state.fragments],
+                [_round.adopted_last(own) for own in state.fragments],
                 extra_args,
                 layout,
             )
             both = zip(state.fragments, locals_, strict=True)
             moved = tuple(own._replace(local=local) for own, local in both)
             return updates, FragmentsState(inner_state, moved)
-        center = _exchange.adopted_last(state)
-        updates, local = _exchange.local_step(
+        center = _round.adopted_last(state)
+        updates, local = _round.local_step(
             rule, inner, updates, state.local, params, center, extra_args, layout
         )
         return updates, state._replace(local=local)
 
     def exchange_one(
-        params: PyTree, own: ExchangeState, extra_args: dict[str, Any], *, lands: bool
+        params: PyTree,
+        own: ExchangeState,
+        extra_args: dict[str, Any],
+        *,
+        receives: bool,
     ) -> tuple[PyTree, ExchangeState]:
         """Exchange a whole tree, or a fragment."""
-        exchange, depart, land = _halves(rule, layout, extra_args, fragments)
-        if own.departed is not None:
+        exchange, send, receive = _halves(rule, layout, extra_args, fragments)
+        if own.in_flight is not None:
             params, own = _collectives.when(
-                own.departed.in_flight, lambda carry: land(*carry), (params, own)
+                own.in_flight.is_sent, lambda carry: receive(*carry), (params, own)
             )
-            return (params, own) if lands else depart(params, own)
+            return (params, own) if receives else send(params, own)
         if rule.adopts == "before":  # both move, from their old values
             owners = functools.partial(_owners, rule, own)
             return _leafwise.when(
@@ -290,7 +294,7 @@ def phases(
         layout.check_bound()
         chosen = _fragments.chosen(fragments, fragment, landing)
         exchange = functools.partial(
-            exchange_one, extra_args=extra_args, lands=landing is not None
+            exchange_one, extra_args=extra_args, receives=landing is not None
         )
         if isinstance(own, FragmentsState):
             assert fragments is not None
@@ -322,7 +326,7 @@ def phases(
                 )
             params = fragments.divide(params).take(fragment, params)
             own = own.fragments[fragment]
-        anchor = _exchange.adopted_last(own)
+        anchor = _round.adopted_last(own)
         center = _placement.held(own.center)
         return measure(rule, own.local, params, center, own.center_state, anchor)
 
@@ -426,9 +430,9 @@ def exchange_every(
         and not mixing
         and not is_eager
     )
-    # The same for the departure of a message. (If updates outside the loop were read,
+    # The same for the sending of a message. (If updates outside the loop were read,
     # XLA would compute the message before the loop, at every step.)
-    departs_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
+    sends_alone = not rule.needs_params and rule.adopts == "after" and not is_eager
 
     def center_alone(
         due: jax.Array,
@@ -442,8 +446,7 @@ def exchange_every(
         # updates are written to memory: they stay fused with their application, and
         # only `where` reads the center.
         moved = _collectives.when(due, lambda state: act((updates, state))[1], state)
-        answer = _exchange.answer_of(rule, moved.center, moved.public)
-        adopted = _exchange.adopt(rule, params, answer)
+        adopted = _round.adopt_center(rule, params, moved)
         adopting = optax.tree.sub(adopted, params)
         return optax.tree.where(due, adopting, updates), moved
 
@@ -467,24 +470,24 @@ def exchange_every(
 
     def exchange_late(
         due: jax.Array,
-        lands: jax.Array,
+        is_received: jax.Array,
         updates: PyTree,
         state: ExchangeState,
         params: PyTree,
         extra_args: dict[str, Any],
     ) -> tuple[PyTree, ExchangeState]:
         """Make the halves of an exchange where due, with local steps between them."""
-        _, depart, land = _halves(rule, layout, extra_args, fragments)
-        landed = functools.partial(_of_updates, land, params=params)
-        departed = functools.partial(_of_updates, depart, params=params)
+        _, send, receive = _halves(rule, layout, extra_args, fragments)
+        received = functools.partial(_of_updates, receive, params=params)
+        sent = functools.partial(_of_updates, send, params=params)
         if reads_center_only:
-            updates, state = center_alone(lands, landed, updates, state, params)
+            updates, state = center_alone(is_received, received, updates, state, params)
         else:
-            updates, state = _collectives.when(lands, landed, (updates, state))
-        if not departs_alone:
-            return _collectives.when(due, departed, (updates, state))
+            updates, state = _collectives.when(is_received, received, (updates, state))
+        if not sends_alone:
+            return _collectives.when(due, sent, (updates, state))
         return updates, _collectives.when(
-            due, lambda state: departed((updates, state))[1], state
+            due, lambda state: sent((updates, state))[1], state
         )
 
     def update_fn(
@@ -511,10 +514,10 @@ def exchange_every(
             own = settled(each)
             due = fragments.is_due(p, own, period_of)
             here = parts.take(p, updates), own, parts.take(p, params), extra_args
-            if own.departed is None:
+            if own.in_flight is None:
                 moved.append(exchange_one(due, *here))
             else:
-                moved.append(exchange_late(due, fragments.lands(own, due), *here))
+                moved.append(exchange_late(due, fragments.is_received(own, due), *here))
         updates = _parts.join([updates for updates, _ in moved])
         return updates, state._replace(fragments=tuple(own for _, own in moved))
 
@@ -605,7 +608,7 @@ def scan_round(
         begin, metrics = 0, []
         for end in range(1, period + 1):
             # Step `period + end`, because the second round, unlike the first, also has
-            # the landings of messages from the round before.
+            # the receivings of messages from the round before.
             calls = fragments.due(period + end, period)
             if not calls and end < period:
                 continue
@@ -724,15 +727,15 @@ def _halves(
     extra_args: dict[str, Any],
     fragments: Fragments | None,
 ) -> tuple[_Act, _Act, _Act]:
-    """Return ``exchange``, ``depart`` and ``land`` as functions of (params, state)."""
-    exchange = functools.partial(_exchange.exchange, rule, layout)
-    depart = functools.partial(_exchange.depart, rule, layout)
-    land = functools.partial(_exchange.land, rule, layout)
+    """Return exchange, sending and receiving as functions of (params, state)."""
+    exchange = functools.partial(_round.exchange, rule, layout)
+    send = functools.partial(_round.send, rule, layout)
+    receive = functools.partial(_round.receive_late, rule, layout)
     mixing = 0.0 if fragments is None else fragments.mixing
     return (
         functools.partial(exchange, extra_args=extra_args, mixing=mixing),
-        functools.partial(depart, extra_args=extra_args),
-        functools.partial(land, extra_args=extra_args, mixing=mixing),
+        functools.partial(send, extra_args=extra_args),
+        functools.partial(receive, extra_args=extra_args, mixing=mixing),
     )
 
 
@@ -751,9 +754,9 @@ def _owners(rule: Rule, state: ExchangeState, numbers: PyTree) -> ExchangeState:
     if public is not None:
         codec = rule.codec.answer_codec
         of_codec = _leafwise.owners_in(codec, public.codec_state, numbers)
-        public = _exchange.Public(numbers, of_codec)
+        public = _round.Public(numbers, of_codec)
     return ExchangeState(
-        local=_exchange.LocalState(
+        local=_round.LocalState(
             local_steps=_parts.SHARED,
             inner_state=None,
             record=_leafwise.owners_in(rule.record, local.record, numbers),

@@ -1,7 +1,7 @@
 """Fragments: parts of the parameters that are exchanged in turn, each at its offset.
 
 Each fragment has its own `ExchangeState`, without an inner optimizer: that is shared by
-the whole tree. The exchange itself is in `_exchange`, and the three forms are in
+the whole tree. The exchange itself is in `_round`, and the three forms are in
 `_forms`. This module only decides which leaves a fragment has, and when it is due.
 """
 
@@ -17,10 +17,10 @@ import optax
 
 from agn_optax import errors
 from agn_optax._internal import check, tracing, trees
-from agn_optax.round import _exchange, _parts, _period
-from agn_optax.round._exchange import ExchangeState, LocalState
+from agn_optax.round import _parts, _period, _round
 from agn_optax.round._parts import Parts
 from agn_optax.round._placement import WHOLE, Layout, Placement
+from agn_optax.round._round import ExchangeState, LocalState
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -276,14 +276,14 @@ class Fragments:
         rest = 0 if before is None else before - self._offset(fragment, before)
         return rest + self._offset(fragment, period)
 
-    def lands(self, state: ExchangeState, departs: jax.Array) -> jax.Array:
+    def is_received(self, state: ExchangeState, due: jax.Array) -> jax.Array:
         """Return whether a message in flight is applied now, in a traced program.
 
-        It is applied after the delay, or earlier if the next message departs.
+        It is applied after the delay, or earlier if the next message is due.
         """
-        assert state.departed is not None
+        assert state.in_flight is not None
         is_time = state.local.local_steps >= self.delay
-        return state.departed.in_flight & (is_time | departs)
+        return state.in_flight.is_sent & (is_time | due)
 
     def _offset(self, fragment: int, period: Any) -> Any:
         """Return the step of a period after which a fragment is exchanged."""
@@ -350,7 +350,7 @@ def begin(
     alone = optax.with_extra_args_support(optax.identity())
 
     def of(part: PyTree) -> ExchangeState:
-        return _exchange.with_inner(of_part(part, alone), None)
+        return _round.with_inner(of_part(part, alone), None)
 
     begun = tracing.unless_unfit(
         f"rule {rule.name!r} by fragments", lambda: tuple(map(of, parts))
@@ -400,7 +400,7 @@ def each(
     parts = fragments.divide(params)
     cut, own = parts.cut(params), list(state.fragments)
     for number in numbers:
-        if (own[number].departed is None) != (not fragments.delay):
+        if (own[number].in_flight is None) != (not fragments.delay):
             raise errors.TreeMismatchError(
                 f"the state is of fragments {'without' if fragments.delay else 'with'} "
                 f"a delay, and here delay={fragments.delay}"
@@ -415,17 +415,17 @@ def taken_out(state: PyTree) -> tuple[list[Any], PyTree]:
     Returns:
       The messages, and the states without them.
     """
-    flying = [node.departed for _, node in trees.nodes(state, ExchangeState)]
-    return flying, trees.map_nodes(
-        lambda node: node._replace(departed=None), state, ExchangeState
+    messages = [node.in_flight for _, node in trees.nodes(state, ExchangeState)]
+    return messages, trees.map_nodes(
+        lambda node: node._replace(in_flight=None), state, ExchangeState
     )
 
 
-def put_back(flying: list[Any], state: PyTree) -> PyTree:
+def put_back(messages: list[Any], state: PyTree) -> PyTree:
     """Put messages back into states: the reverse of `taken_out`, after local steps."""
-    order = iter(flying)
+    order = iter(messages)
     return trees.map_nodes(
-        lambda node: node._replace(departed=next(order)), state, ExchangeState
+        lambda node: node._replace(in_flight=next(order)), state, ExchangeState
     )
 
 
@@ -441,7 +441,7 @@ def local_step_of_fragments(
     extra_args: dict[str, Any],
     layout: Layout = WHOLE,
 ) -> tuple[PyTree, PyTree, list[LocalState]]:
-    """Make one local step of the whole tree, like `_exchange.local_step`.
+    """Make one local step of the whole tree, like `_round.local_step`.
 
     Each fragment records its part of the gradients, and the inner optimizer sees all.
 
@@ -451,7 +451,7 @@ def local_step_of_fragments(
     seen, moved = [], []
     pieces = zip(parts.cut(grads), fragments, parts.cut(params), centers, strict=True)
     for raw, own, part, center in pieces:
-        penalized, local = _exchange.record(rule, raw, own, part, center, layout)
+        penalized, local = _round.record(rule, raw, own, part, center, layout)
         seen.append(penalized)
         moved.append(local)
     updates, inner_state = inner.update(

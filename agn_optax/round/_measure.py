@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax._internal import trees
-from agn_optax.round._exchange import LocalState, contribute, message_of
+from agn_optax.round._round import (
+    LocalState,
+    contribute,
+    decode,
+    encode,
+    message_of,
+)
 from agn_optax.rules import Rule, codecs
 
 PyTree = Any
@@ -71,8 +77,8 @@ def codec_error(
         return jnp.zeros(())
     plain = dataclasses.replace(rule, codec=codecs.identity())
     whole, _ = contribute(plain, state, params, center)
-    sent, _ = rule.codec.encode(whole, state.codec_state)
-    lost = distance(rule.codec.decode(sent, whole), whole)
+    sent, _ = encode(rule, whole, state.codec_state)
+    lost = distance(decode(rule, sent, whole), whole)
     size = norm(whole)
     return jnp.where(size > 0, lost / jnp.where(size > 0, size, 1), 0)
 

@@ -13,9 +13,9 @@ from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 
 from agn_optax import errors
 from agn_optax._internal import trees
-from agn_optax.round._exchange import ExchangeState, LocalState
 from agn_optax.round._fragments import FragmentsState
 from agn_optax.round._placement import held, unwrapped
+from agn_optax.round._round import ExchangeState, LocalState
 from agn_optax.rules import AccumulateState
 
 PyTree = Any
@@ -37,7 +37,7 @@ def slots(opt_state: PyTree, params: PyTree = None) -> dict[str, PyTree]:
     ``center``                the center
     ``public``                the broadcast parameters, if workers adopt these
     ``center_optimizer/...``  of the center optimizer: ``center_optimizer/mu``
-    ``departed/...``          of messages in flight: ``departed/message``
+    ``in_flight/...``         of messages in flight: ``in_flight/message``
     ========================  ===================================================
 
     Labels of ``multi_transform`` and names of ``named_chain`` come before this prefix
@@ -227,7 +227,7 @@ def _of_round(
             yield from whole("public", state.public.params)
         center_state = unwrapped(state.center_state)[1]
         yield from within("center_optimizer", "center_state", center_state)
-        yield from within("departed", "departed", state.departed)
+        yield from within("in_flight", "in_flight", state.in_flight)
     else:
         yield from within("inner", "inner_state", state.inner_state)
         yield from within("record", "record", state.record)

@@ -1,6 +1,6 @@
 """The rule record, and the rules: what tells one method from another, and no more.
 
-A rule is data. It owns no parameters, no loop, no device and no clock; `_exchange` is
+A rule is data. It owns no parameters, no loop, no device and no clock; `_round` is
 the one place that says in which order its parts are called.
 """
 

@@ -146,11 +146,11 @@ def programs(
         fresh = init(params)
         # States that are not finite would spoil the next round too.
         codec_state = sound(state.codec_state, fresh.codec_state)
-        if rule.codec.returned is not None and becomes == "owed":
-            codec_state = rule.codec.returned(contribution, codec_state)
+        if rounds.has_residual(rule) and becomes == "owed":
+            codec_state = rounds.take_back(rule, contribution, codec_state)
         elif becomes == "forgotten":
             # A message that is not finite has left nothing in the codec's residual.
-            message = rule.codec.decode(contribution, center)
+            message = rounds.decode(rule, contribution, center)
             is_finite = _all([jnp.isfinite(x).all() for x in jax.tree.leaves(message)])
             codec_state = jax.lax.cond(
                 is_finite, lambda: fresh.codec_state, lambda: codec_state
@@ -159,8 +159,7 @@ def programs(
         return params, state._replace(inner_state=inner_state, codec_state=codec_state)
 
     def take_back(state: LocalState, contribution: PyTree) -> LocalState:
-        assert rule.codec.returned is not None
-        owed = rule.codec.returned(contribution, state.codec_state)
+        owed = rounds.take_back(rule, contribution, state.codec_state)
         return state._replace(codec_state=owed)
 
     # A message in flight is kept in separate buffers, which local steps cannot change.
@@ -210,7 +209,9 @@ def programs(
         adopt=jax.jit(adopt, donate_argnums=(0, 1)),
         give_in=jax.jit(give_in, donate_argnums=(0, 1), static_argnames="becomes"),
         # Return a dropped message to the residual; None if the codec keeps none.
-        take_back=jax.jit(take_back, donate_argnums=0) if rule.codec.returned else None,
+        take_back=jax.jit(take_back, donate_argnums=0)
+        if rounds.has_residual(rule)
+        else None,
         depart=jax.jit(depart, donate_argnums=(0, 2)),
         stay=jax.jit(stay, donate_argnums=1),
         land=jax.jit(land, donate_argnums=(0, 1)),

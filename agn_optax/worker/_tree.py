@@ -418,8 +418,9 @@ class Uplink:
         Returns:
           The record, and an array that is ready once the contribution has been read.
         """
-        gradients = self._core.rule.codec.decode(contribution, self._like())
-        record = self._parent.rule.record.update(gradients, record, gradients)[1]
+        gradients = rounds.decode(self._core.rule, contribution, self._like())
+        rule = self._parent.rule
+        record = rounds.add_to_record(rule, record, gradients, gradients)
         return record, jnp.zeros((), jnp.bool)
 
     def _like(self) -> PyTree:

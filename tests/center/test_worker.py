@@ -26,7 +26,7 @@ from support import (
 
 import agn_optax
 from agn_optax import errors
-from agn_optax.round import _exchange
+from agn_optax import round as rounds
 
 
 def test_the_chief_initializes_and_the_others_wait_and_adopt():
@@ -292,7 +292,7 @@ def test_a_late_answer_leaves_the_progress_made_since(rule, dtype):
     answer = message.flight.result(60)
     assert (message.left.params is None) == (rule != "agn")
     params, state = local_step(*loop)
-    expected = _exchange.adopt_late(made, params, sent, answer.params)
+    expected = rounds.adopt_late(made, params, sent, answer.params)
     params, state = worker.exchange(params, state)
     assert worker.exchanges == 2
     assert_close(params, expected, dtype)

@@ -462,11 +462,11 @@ def test_a_message_in_flight_lands_before_the_next_departs():
     local, exchange = programs(tx)
     loop = local(params, tx.init(params), at(steps_of(params), 0))
     loop = exchange(*loop, fragment=0)
-    assert bool(loop[1].fragments[0].departed.in_flight)
+    assert bool(loop[1].fragments[0].in_flight.is_sent)
     before = np.asarray(agn_optax.center_params(loop[1])["layers"][0]["w"])
     loop = exchange(*local(*loop, at(steps_of(params), 1)), fragment=0)
     assert np.any(before != agn_optax.center_params(loop[1])["layers"][0]["w"])
-    assert bool(loop[1].fragments[0].departed.in_flight)
+    assert bool(loop[1].fragments[0].in_flight.is_sent)
 
 
 # A mesh: what is in flight is nothing that local steps need.
@@ -646,7 +646,7 @@ def test_slots_and_measures_of_fragments():
         "inner/nu",
         "center",
         "center_optimizer/trace",
-        "departed/message",
+        "in_flight/message",
     ]
     assert_identical(found["center"], agn_optax.center_params(loop[1]))
     measured = [tx.measure(*loop, fragment=p)["distance"] for p in range(2)]

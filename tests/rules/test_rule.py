@@ -13,7 +13,7 @@ from support import RULES, assert_close, assert_identical, feeds, run_split, tre
 
 import agn_optax
 from agn_optax import codecs, rules
-from agn_optax.round import _exchange
+from agn_optax import round as rounds
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -132,8 +132,8 @@ def test_the_center_optimizer_sees_the_message_in_the_center_s_dtype(
         sent_so = dataclasses.replace(rule, codec=codec)
         split = agn_optax.phases(optax.sgd(0.1), sent_so, center_dtype=center_dtype)
         jax.eval_shape(split.exchange, params, split.init(params))
-        move = functools.partial(_exchange.move_center, sent_so)
-        sent = _exchange.contribution_like(sent_so, center, params)
+        move = functools.partial(rounds.receive, sent_so)
+        sent = rounds.contribution_like(sent_so, center, params)
         jax.eval_shape(move, sent, center, optax.EmptyState())
     assert len(seen) == 4
     assert set(jax.tree.leaves(seen)) == {jnp.dtype(center_dtype)}
@@ -170,7 +170,7 @@ def test_a_late_elastic_answer_pulls_from_what_was_sent(name):
     expected = jax.tree.map(
         lambda x, s, c: s - 0.3 * (s - c) + (x - s), now, sent, center
     )
-    assert_close(_exchange.adopt_late(rule, now, sent, center), expected)
+    assert_close(rounds.adopt_late(rule, now, sent, center), expected)
 
 
 @pytest.mark.parametrize("name", ["downpour", "agn_window", "average", "diloco"])

@@ -1,23 +1,23 @@
-"""The round: the only module that defines local steps and exchanges.
+"""THE round: the one place that knows the order of a rule's parts.
 
     every local step                                                    local_step
         x <- x + inner(penalty(g)),   r <- record(r, g)
-    at an exchange
-        k  = contribution(r, x, a, steps)          at the worker        contribute
-        s  = encode(k)                             at the worker        contribute
-        m  = message(decode(s), c)                 at the center        message_of
-        c' = c + center_optimizer(m)               at the center        move_center
-        p' = p + decode(encode(c' - p))            at the center        publish
-        c  = round(c or c'), or p or p'            at the center        answer_of
-        x  = adopt(x, c)                           at the worker        adopt
-        r  = an empty record,   a = c              at the worker        begin_round
+    sending, at the worker
+        k  = contribution(r, x, a, steps),   s = encode(k)              contribute
+        r  = an empty record                                            empty_record
+    receiving, at the center                                            receive
+        m  = message(decode(s), c)                                      message_of
+        m  = discount(m)                                                weigh
+        c' = c + center_optimizer(m),   p' = p + decode(encode(c' - p)) apply
+    the answer, at the worker
+        c  = round(c or c'), or p or p'                                 answer_of
+        x  = adopt(x, c)                                                adopt
+        a  = c                                                          move_anchor
 
-x are the parameters, g the gradients, r the record, a the anchor, c the center and p
-the broadcast parameters. `exchange` makes all steps of an exchange. Code that holds the
-center in an optimizer state calls `exchange`, or its two halves with local steps
-between them: `depart`, which makes the message, and `land`, which moves the center. A
-worker and a center outside the program call the single functions, with or without a
-network between them. No other code knows the order of the steps.
+An optimizer state that holds its center makes both halves at once by `exchange`, or
+with local steps between them by `send` and `receive_late`. A worker and a center
+outside the program call the same pieces, with a connection between them. No other
+module calls the functions of a rule.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class LocalState(NamedTuple):
     codec_state: PyTree  # state of the rule's codec; EmptyState for stateless codecs
 
 
-class Departed(NamedTuple):
-    """A message in flight, which moves the center some local steps later."""
+class InFlight(NamedTuple):
+    """A message that was sent, and is received some local steps later."""
 
-    in_flight: jax.Array  # bool scalar: whether a message is in flight
-    steps: jax.Array  # int32 scalar: local steps of which the message was made
-    weight: jax.Array  # float scalar: mean weight of the workers' rounds
-    message: PyTree  # combined message of all workers; like the center
-    adopted: PyTree  # the parameters adopted at departure; None unless eager
+    is_sent: jax.Array  # bool scalar: whether there is one
+    steps: jax.Array  # int32 scalar: local steps that it was made of
+    weight: jax.Array  # float scalar: the mean weight of the workers' rounds
+    message: PyTree  # of all workers together, as the center
+    adopted: PyTree  # the parameters adopted when it was sent; None if it is not eager
 
 
 class ExchangeState(NamedTuple):
@@ -65,7 +65,7 @@ class ExchangeState(NamedTuple):
     center_state: PyTree  # state of the center optimizer
     exchanges: jax.Array  # int32 scalar: exchanges made or begun so far
     public: Public | None = None  # broadcast parameters; None if workers adopt `center`
-    departed: Departed | None = None  # message in flight; None without a delay
+    in_flight: InFlight | None = None  # None unless messages have a delay
 
 
 class Public(NamedTuple):
@@ -138,8 +138,8 @@ def record(
     Returns:
       The gradients for the inner optimizer, and the new state.
     """
-    _, recorded = rule.record.update(
-        layout.part(grads), state.record, layout.part(params)
+    recorded = add_to_record(
+        rule, state.record, layout.part(grads), layout.part(params)
     )
     if rule.penalty is not None:
         stateless = rule.penalty.init(params)
@@ -148,6 +148,11 @@ def record(
     return grads, state._replace(
         local_steps=optax.safe_increment(state.local_steps), record=recorded
     )
+
+
+def add_to_record(rule: Rule, record: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+    """Return the record with the gradients of one local step in it."""
+    return rule.record.update(grads, record, params)[1]
 
 
 def _anchor(state: LocalState, center: PyTree) -> PyTree:
@@ -168,7 +173,14 @@ def contribute(
         _anchor(state, center) if rule.needs_anchor else None,
         state.local_steps,
     )
-    return rule.codec.encode(contribution, state.codec_state)
+    return encode(rule, contribution, state.codec_state)
+
+
+def encode(
+    rule: Rule, contribution: PyTree, codec_state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Encode a contribution: return it as it is sent, and the codec's next state."""
+    return rule.codec.encode(contribution, codec_state)
 
 
 def contribution_like(rule: Rule, center: PyTree, params: PyTree = None) -> PyTree:
@@ -224,48 +236,98 @@ def recover(
     )
 
 
-def move_center(
+class Moved(NamedTuple):
+    """A center after a message."""
+
+    center: PyTree
+    center_state: PyTree  # the center optimizer's
+    public: Public | None  # what workers adopt, where that is not the center
+    difference: PyTree  # encoded, from the last public center; None where none is sent
+
+
+def receive(
     rule: Rule,
     contribution: PyTree,
     center: PyTree,
     center_state: PyTree,
-    *,
+    public: Public | None = None,
     extra_args: dict[str, Any] | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Apply one worker's contribution: return the new center and optimizer state.
+) -> Moved:
+    """Apply one worker's contribution to the center.
 
     Args:
       rule: the rule of the center.
       contribution: encoded contribution of a worker.
       center: the center.
       center_state: state of the center optimizer.
-      extra_args: for the center optimizer: the metadata of the contribution, or of the
-        combined message of the round (see `Rule`), and further arguments.
+      public: the broadcast parameters, if the rule has any.
+      extra_args: for the center optimizer: the metadata of the contribution (see
+        `Rule`), and further arguments.
     """
     message = message_of(rule, contribution, center)
-    return _descend(rule, message, center, center_state, extra_args or {})
+    return _moved(rule, message, center, center_state, public, extra_args or {})
 
 
-def _descend(
-    rule: Rule,
-    message: PyTree,
-    center: PyTree,
-    center_state: PyTree,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
-    """Apply one message to the center, or to this tower's pieces of both."""
-    extra_args = told(extra_args)
-    message = discounted(rule, optax.tree.cast_like(message, center), **extra_args)
-    updates, center_state = rule.center.update(
-        message, center_state, center, **extra_args
-    )
-    return optax.apply_updates(center, updates), center_state
+def decode(rule: Rule, contribution: PyTree, like: PyTree) -> PyTree:
+    """Decode a contribution to a tree with the shapes of ``like``."""
+    return rule.codec.decode(contribution, like)
 
 
 def message_of(rule: Rule, contribution: PyTree, center: PyTree) -> PyTree:
     """Decode a contribution, and make its message to the current ``center``."""
-    contribution = rule.codec.decode(contribution, center)
+    contribution = decode(rule, contribution, center)
     return rule.message(contribution, center) if rule.message else contribution
+
+
+def weigh(rule: Rule, message: PyTree, about: dict[str, Any]) -> PyTree:
+    """Return a message after the rule's discount, such as for its staleness."""
+    return discounted(rule, message, **told(about))
+
+
+def descend(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    about: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Return the center optimizer's updates for a message, and its new state."""
+    return rule.center.update(message, center_state, center, **told(about))
+
+
+def apply(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    public: Public | None,
+    about: dict[str, Any],
+) -> Moved:
+    """Apply a message, which has been weighed, and publish the new center.
+
+    Args:
+      rule: the rule of the center.
+      message: one message, or the combined message of a round; on a mesh, perhaps this
+        tower's piece of it.
+      center: the center, in the same pieces.
+      center_state: state of the center optimizer.
+      public: the broadcast parameters, if the rule has any.
+      about: extra arguments of the center optimizer.
+    """
+    updates, center_state = descend(rule, message, center, center_state, about)
+    moved = optax.apply_updates(center, updates)
+    return Moved(moved, center_state, *publish(rule, moved, public))
+
+
+def has_residual(rule: Rule) -> bool:
+    """Return whether the codec can send later what a center has not applied."""
+    return rule.codec.returned is not None
+
+
+def take_back(rule: Rule, contribution: PyTree, codec_state: PyTree) -> PyTree:
+    """Add a contribution that the center has not applied to the codec's residual."""
+    assert rule.codec.returned is not None
+    return rule.codec.returned(contribution, codec_state)
 
 
 def init_public(rule: Rule, center: PyTree) -> Public | None:
@@ -409,6 +471,11 @@ def move_anchor(state: LocalState, adopted: PyTree) -> LocalState:
     return state._replace(anchor=overwrite(state.anchor, adopted))
 
 
+def adopt_center(rule: Rule, params: PyTree, state: ExchangeState) -> PyTree:
+    """Return the parameters after adopting the center of ``state``, which is whole."""
+    return adopt(rule, params, answer_of(rule, state.center, state.public))
+
+
 def exchange(
     rule: Rule,
     layout: Layout,
@@ -418,7 +485,9 @@ def exchange(
     *,
     mixing: float = 0.0,
 ) -> tuple[PyTree, ExchangeState]:
-    """Make an exchange with the center (or this tower's part of it) in ``state``.
+    """Send a message and receive its answer at once.
+
+    The center (or this tower's part of it) is in ``state``.
 
     Args:
       rule: the rule.
@@ -438,6 +507,160 @@ def exchange(
     live = None
     if rule.message is not None or rule.needs_anchor or rule.adopts == "before":
         live = layout.unite(kept, params)
+    sent = _sent(rule, layout, params, state, kept, live, extra_args)
+    moved = _moved(rule, sent.message, kept, center_state, state.public, sent.about)
+    if rule.adopts == "before":
+        adopted, known = live, state.public
+    else:
+        adopted, known = layout.unite(moved.center, params), moved.public
+    answer = answer_of(rule, layout.whole(adopted, params), known)
+    adopting = adopt(rule, params, answer, mixing)
+    local = empty_record(rule, sent.local, params, answer, layout)
+    center, center_state = layout.store(moved.center, moved.center_state, state.center)
+    return adopting, state._replace(
+        local=move_anchor(local, answer),
+        center=center,
+        center_state=center_state,
+        exchanges=optax.safe_increment(state.exchanges),
+        public=moved.public,
+    )
+
+
+def send(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, ExchangeState]:
+    """Send a message, which `receive_late` receives, and begin the next round.
+
+    No local step needs the message meanwhile. A rule that adopts the center as it was
+    before the message does so now. With eager updates (``state.in_flight.adopted`` is
+    not None) each worker now adopts the center moved by its own share of the message.
+
+    Arguments and results are those of `exchange`; the center is whole.
+    """
+    layout.check_met(rule.name)
+    assert state.in_flight is not None
+    center = state.center
+    sent = _sent(rule, layout, params, state, center, center, extra_args)
+    message = optax.tree.cast_like(sent.message, center)
+    local, adopted = sent.local, None
+    if state.in_flight.adopted is not None:
+        own = message_of(rule, sent.contribution, center)
+        if rule.combine == "mean":
+            count = layout.count(state.exchanges)
+            part = jnp.asarray(1.0 if sent.share is None else sent.share) / count
+            own = trees.scaled(own, part)
+        moved = _moved(rule, own, center, state.center_state, None, sent.about)
+        params = adopted = overwrite(params, answer_of(rule, moved.center))
+    elif rule.adopts == "before":
+        params = adopt_center(rule, params, state)
+        local = move_anchor(local, answer_of(rule, center, state.public))
+    weight = sent.about.get("weight")
+    in_flight = InFlight(
+        is_sent=jnp.ones((), bool),
+        steps=local.local_steps,
+        weight=jnp.asarray(1.0 if weight is None else weight, float),
+        message=message,
+        adopted=adopted,
+    )
+    return params, state._replace(
+        local=empty_record(rule, local, params, message, layout),
+        exchanges=optax.safe_increment(state.exchanges),
+        in_flight=in_flight,
+    )
+
+
+def receive_late(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    extra_args: dict[str, Any],
+    *,
+    mixing: float = 0.0,
+) -> tuple[PyTree, ExchangeState]:
+    """Apply the message in flight, and adopt the center.
+
+    Arguments and results are those of `exchange`.
+    """
+    in_flight = state.in_flight
+    assert in_flight is not None
+    about = {
+        **extra_args,
+        "steps": in_flight.steps,
+        "since": state.exchanges - 1,
+        "workers": layout.count(state.exchanges - 1),
+        "weight": in_flight.weight,
+    }
+    moved = _moved(
+        rule, in_flight.message, state.center, state.center_state, state.public, about
+    )
+    local = state.local
+    if rule.adopts == "after":
+        answer = answer_of(rule, moved.center, moved.public)
+        adopted = adopt(rule, params, answer, mixing)
+        if in_flight.adopted is not None:
+            adopted = with_progress(adopted, params, in_flight.adopted)
+        params = adopted
+        local = move_anchor(local, answer)
+    # Reset the message to zeros that formally depend on the center. If the loop left
+    # the message unchanged, XLA would hoist what it can compute from the message out of
+    # the loop, and compute it at every step.
+    never = in_flight.steps < 0
+    empty = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), moved.center)
+    return params, state._replace(
+        local=local,
+        center=moved.center,
+        center_state=moved.center_state,
+        public=moved.public,
+        in_flight=in_flight._replace(is_sent=jnp.zeros((), bool), message=empty),
+    )
+
+
+def nothing_in_flight(params: PyTree, center: PyTree, *, eager: bool) -> InFlight:
+    """Return an `InFlight` without a message, for states with a delay."""
+    return InFlight(
+        is_sent=jnp.zeros((), bool),
+        steps=jnp.zeros((), jnp.int32),
+        weight=jnp.ones((), float),
+        message=optax.tree.zeros_like(center),
+        adopted=optax.tree.zeros_like(params) if eager else None,
+    )
+
+
+class _Sent(NamedTuple):
+    """A message that was sent within the program."""
+
+    message: PyTree  # of all workers together
+    about: dict[str, Any]  # extra arguments of the center optimizer
+    local: LocalState  # with the codec's next state
+    contribution: PyTree  # of this worker, encoded
+    share: jax.Array | None  # of this worker in a mean; None if all count alike
+
+
+def _sent(
+    rule: Rule,
+    layout: Layout,
+    params: PyTree,
+    state: ExchangeState,
+    kept: PyTree,
+    live: PyTree,
+    extra_args: dict[str, Any],
+) -> _Sent:
+    """Make the message of all workers of a mesh.
+
+    Args:
+      rule: the rule.
+      layout: layout of the center.
+      params: the parameters.
+      state: the state.
+      kept: the center, or this tower's piece of it.
+      live: the center in the pieces of the parameters; None if the rule reads none.
+      extra_args: as of `exchange`.
+    """
     local = state.local
     anchor = None if local.anchor is None else layout.part(local.anchor)
     contribution, codec_state = contribute(
@@ -446,32 +669,28 @@ def exchange(
         layout.part(params),
         live if state.public is None else state.public.params,
     )
-    share, said = _said(rule, layout, state, extra_args)
+    share, about = _metadata(rule, layout, state, extra_args)
     message = _combined(
         rule, layout, params, contribution, kept, live, share, state.exchanges
     )
-    moved, center_state = _descend(
-        rule, message, kept, center_state, {**extra_args, **said}
-    )
-    public, _ = publish(rule, moved, state.public)
-    if rule.adopts == "before":
-        adopted, known = live, state.public
-    else:
-        adopted, known = layout.unite(moved, params), public
-    adopted = answer_of(rule, layout.whole(adopted, params), known)
-    adopting = adopt(rule, params, adopted, mixing)
-    local = begin_round(rule, local, params, adopted, layout)
-    center, center_state = layout.store(moved, center_state, state.center)
-    return adopting, state._replace(
-        local=local._replace(codec_state=codec_state),
-        center=center,
-        center_state=center_state,
-        exchanges=optax.safe_increment(state.exchanges),
-        public=public,
-    )
+    local = local._replace(codec_state=codec_state)
+    return _Sent(message, {**extra_args, **about}, local, contribution, share)
 
 
-def _said(
+def _moved(
+    rule: Rule,
+    message: PyTree,
+    center: PyTree,
+    center_state: PyTree,
+    public: Public | None,
+    extra_args: dict[str, Any],
+) -> Moved:
+    """Weigh and apply a message that was made within the program."""
+    message = weigh(rule, optax.tree.cast_like(message, center), extra_args)
+    return apply(rule, message, center, center_state, public, extra_args)
+
+
+def _metadata(
     rule: Rule, layout: Layout, state: ExchangeState, extra_args: dict[str, Any]
 ) -> tuple[jax.Array | None, dict[str, Any]]:
     """Return this worker's share of the mean, and the metadata of the message.
@@ -479,18 +698,18 @@ def _said(
     The share is relative to the mean weight of the workers of a mesh, and None if all
     messages count alike. The metadata are extra arguments of the center optimizer.
     """
-    said: dict[str, Any] = {
+    about: dict[str, Any] = {
         "steps": state.local.local_steps,
         "since": state.exchanges,
         "workers": layout.count(state.exchanges),
     }
     weight = extra_args.get("weight")
     if weight is None:
-        return None, said
+        return None, about
     check.rate(weight, "weight", low=0.0, high=math.inf, low_open=True)
     own = jnp.asarray(weight, float)
     mean = layout.mean(own, state.exchanges)
-    return own / mean if rule.combine == "mean" else None, {**said, "weight": mean}
+    return own / mean if rule.combine == "mean" else None, {**about, "weight": mean}
 
 
 def _combined(
@@ -518,117 +737,6 @@ def _combined(
         return layout.combine(own, rule.combine, params, kept, turn)
     return layout.combine_encoded(
         contribution, lambda each: message(each, kept), rule.combine, params, share
-    )
-
-
-def nothing_departed(params: PyTree, center: PyTree, *, eager: bool) -> Departed:
-    """Return an empty `Departed`, for a state whose exchanges have two halves."""
-    return Departed(
-        in_flight=jnp.zeros((), bool),
-        steps=jnp.zeros((), jnp.int32),
-        weight=jnp.ones((), float),
-        message=optax.tree.zeros_like(center),
-        adopted=optax.tree.zeros_like(params) if eager else None,
-    )
-
-
-def depart(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, ExchangeState]:
-    """Make the first half of an exchange: make the message and begin the next round.
-
-    No later step needs the message until `land`. A rule that adopts the center as it
-    was before the message does so now. With eager updates (``state.departed.adopted``
-    is not None) each worker now adopts the center moved by its own share of the
-    message.
-
-    Arguments and results are those of `exchange`; the center is whole.
-    """
-    layout.check_met(rule.name)
-    local, center = state.local, state.center
-    contribution, codec_state = contribute(rule, local, params, adopted_last(state))
-    local = local._replace(codec_state=codec_state)
-    share, said = _said(rule, layout, state, extra_args)
-    message = _combined(
-        rule, layout, params, contribution, center, center, share, state.exchanges
-    )
-    message = optax.tree.cast_like(message, center)
-    assert state.departed is not None
-    is_eager, adopted = state.departed.adopted is not None, None
-    if is_eager:
-        own = message_of(rule, contribution, center)
-        if rule.combine == "mean":
-            count = layout.count(state.exchanges)
-            part = jnp.asarray(1.0 if share is None else share) / count
-            own = trees.scaled(own, part)
-        more = {**extra_args, **said}
-        moved, _ = _descend(rule, own, center, state.center_state, more)
-        params = adopted = overwrite(params, answer_of(rule, moved))
-    elif rule.adopts == "before":
-        before = answer_of(rule, center, state.public)
-        params = adopt(rule, params, before)
-        local = move_anchor(local, before)
-    weight = jnp.asarray(said.get("weight", 1.0), float)
-    departed = Departed(jnp.ones((), bool), local.local_steps, weight, message, adopted)
-    return params, state._replace(
-        local=empty_record(rule, local, params, message, layout),
-        exchanges=optax.safe_increment(state.exchanges),
-        departed=departed,
-    )
-
-
-def land(
-    rule: Rule,
-    layout: Layout,
-    params: PyTree,
-    state: ExchangeState,
-    extra_args: dict[str, Any],
-    *,
-    mixing: float = 0.0,
-) -> tuple[PyTree, ExchangeState]:
-    """Make the second half of an exchange: apply the message and adopt the center.
-
-    Arguments and results are those of `exchange`; ``state`` has a message in flight.
-    """
-    departed = state.departed
-    assert departed is not None
-    said = {
-        "steps": departed.steps,
-        "since": state.exchanges - 1,
-        "workers": layout.count(state.exchanges - 1),
-        "weight": departed.weight,
-    }
-    center, center_state = _descend(
-        rule,
-        departed.message,
-        state.center,
-        state.center_state,
-        {**extra_args, **said},
-    )
-    public, _ = publish(rule, center, state.public)
-    local = state.local
-    if rule.adopts == "after":
-        answer = answer_of(rule, center, public)
-        adopted = adopt(rule, params, answer, mixing)
-        if departed.adopted is not None:
-            adopted = with_progress(adopted, params, departed.adopted)
-        params = adopted
-        local = move_anchor(local, answer)
-    # Reset the message to zeros that formally depend on the center. If the loop left
-    # the message unchanged, XLA would hoist what it can compute from the message out of
-    # the loop, and compute it at every step.
-    never = departed.steps < 0
-    landed = jax.tree.map(lambda c: jnp.where(never, c, jnp.zeros_like(c)), center)
-    return params, state._replace(
-        local=local,
-        center=center,
-        center_state=center_state,
-        public=public,
-        departed=departed._replace(in_flight=jnp.zeros((), bool), message=landed),
     )
 
 
