@@ -124,12 +124,12 @@ __all__ = [
 
 
 # What optimizers alone do not need is imported when it is used first.
+_OPERATIONS = ("cli", "engines", "launch", "planning")  # in agn_optax.ops
 _MODULES = (
+    *_OPERATIONS,
     "center",
     "checkpoint",
     "flax",
-    "launch",
-    "planning",
     "service",
     "sinks",
     "towers",
@@ -149,7 +149,8 @@ def _module_of(name: str) -> str:
 
 def __getattr__(name: str) -> _typing.Any:
     if name in _MODULES:
-        return _importlib.import_module(f"agn_optax.{name}")
+        folder = "agn_optax.ops" if name in _OPERATIONS else "agn_optax"
+        return _importlib.import_module(f"{folder}.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
     module = _importlib.import_module(f"agn_optax.{_module_of(name)}")

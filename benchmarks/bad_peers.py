@@ -36,9 +36,10 @@ from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
-from agn_optax.service import Tls, _servicer
-from agn_optax.service._access import KEY_SIZE
+from agn_optax.service import Tls
 from agn_optax.service._address import SERVICE
+from agn_optax.service.security._access import KEY_SIZE
+from agn_optax.service.server import _servicer
 from agn_optax.service.transports import _socket
 from agn_optax.service.wire._packets import HEAD
 

@@ -9,7 +9,7 @@ after the other; "speed" is relative to the peer's, the median of neighbors in t
 its quartiles.
 
 Codecs are compared over sockets, encoding and decoding included, with contributions of
-normal numbers. "planned" is what `agn_optax.planning` makes of this machine's constants
+normal numbers. "planned" is what `agn-optax plan` makes of this machine's constants
 and of the codec's speed, which are measured first, and "pays below" the rate of a link
 at which, by that plan, an exchange takes as long as one in float32.
 
@@ -35,9 +35,10 @@ from processes import Process
 from report import Report, Row, parse
 from side_by_side import Form
 
-from agn_optax import planning, rules
-from agn_optax.cli import _calibrate
-from agn_optax.planning import Cluster, Machine
+from agn_optax import rules
+from agn_optax.ops import planning
+from agn_optax.ops.cli import _calibrate
+from agn_optax.ops.planning import Cluster, Machine
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace

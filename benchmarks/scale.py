@@ -1,6 +1,6 @@
 """What `agn-optax plan` predicts, beside what happens here: many, trees, shards, size.
 
-"predicted" is what `agn_optax.planning` makes of this machine's constants, which are
+"predicted" is what `agn-optax plan` makes of this machine's constants, which are
 measured first, and "ratio" what was measured relative to that: the median of the
 repeats, with quartiles. All processes share this machine, where the plan takes every
 host for one by itself.
@@ -44,10 +44,11 @@ import optax
 from processes import Process
 from report import Report, Row, parse
 
-from agn_optax import planning, service
+from agn_optax import service
 from agn_optax.center import Journal
-from agn_optax.cli import _calibrate
-from agn_optax.planning import Cluster, Cost, Disk, Machine, Tree
+from agn_optax.ops import planning
+from agn_optax.ops.cli import _calibrate
+from agn_optax.ops.planning import Cluster, Cost, Disk, Machine, Tree
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace

@@ -58,7 +58,7 @@ from rich.table import Table
 
 import agn_optax
 from agn_optax import center, service
-from agn_optax.cli import Program, run
+from agn_optax.ops.cli import Program, run
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from waiting import LIMIT, wait_until
+from helpers.waiting import LIMIT, wait_until
 
 from agn_optax._internal import background, in_background, keep_running
 from agn_optax.service._watchdog import Transfer, Transfers, Watchdog

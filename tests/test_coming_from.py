@@ -12,11 +12,11 @@ import shlex
 import tempfile
 import threading
 
-import commands
 import numpy as np
 import optax
 import pytest
-from waiting import wait_until
+from helpers import commands
+from helpers.waiting import wait_until
 
 import agn_optax
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers import shared
 
 import agn_optax
 from agn_optax import errors

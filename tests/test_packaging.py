@@ -15,7 +15,7 @@ import zipfile
 import jax
 import pytest
 import test_project
-import typed_program
+from helpers import typed_program
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -115,7 +115,7 @@ def test_what_the_wheel_says_of_itself(installed):
     ]
     assert sorted(alone) == ["jax", "jaxlib", "optax"]
     (script,) = about.entry_points
-    assert (script.name, script.value) == ("agn-optax", "agn_optax.cli:main")
+    assert (script.name, script.value) == ("agn-optax", "agn_optax.ops.cli:main")
 
 
 # Imports every module of the package, with what extras install hidden, and runs the
@@ -144,7 +144,7 @@ for path in sorted(folder.rglob("*.py")):
     except ImportError as error:
         failed[name] = [type(error).__name__, str(error)]
 try:
-    agn_optax.cli.main()
+    agn_optax.ops.cli.main()
 except SystemExit as end:
     print(json.dumps([str(folder), count, failed, end.code]))
 """
@@ -168,9 +168,9 @@ def test_without_any_extra(installed):
     assert count > 90
     assert {name.split(".")[1] for name in failed} <= set(test_project.EXTRAS)
     assert "grpc" in failed["agn_optax.service"][1]
-    assert "agn_optax.cli" not in failed  # `run` needs no extra
+    assert "agn_optax.ops.cli" not in failed  # `run` needs no extra
     for name, (error, message) in failed.items():
-        if not name.startswith("agn_optax.cli."):
+        if not name.startswith("agn_optax.ops.cli."):
             assert error == "MissingExtraError", name
             assert "pip install 'agn_optax[" in message
     assert "typer" in ended

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from network import Network
-from support import RULES, step, tree
+from helpers.network import Network
+from helpers.support import RULES, step, tree
 
 import agn_optax
-from agn_optax import errors, planning, rules, service
+from agn_optax import errors, rules, service
 from agn_optax.center.durability import _keeper
-from agn_optax.planning import Cluster, Disk, Machine, Tree, _cluster
+from agn_optax.ops import planning
+from agn_optax.ops.planning import Cluster, Disk, Machine, Tree, _cluster
 from agn_optax.rules import codecs
 
 PATIENCE = 60.0  # seconds

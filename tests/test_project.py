@@ -3,8 +3,10 @@
 import ast
 import contextlib
 import io
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -21,18 +23,15 @@ LAYERS = {
     "_internal": set(),
     "rules": {"_internal"},
     "round": {"_internal", "rules"},
-    "planning": {"_internal", "rules", "round"},
     "sinks": {"_internal"},
     "towers": {"_internal", "rules", "round"},
     "center": {"_internal", "rules", "round"},
     "worker": {"_internal", "rules", "round", "center"},
-    "training": {"_internal", "towers", "worker", "flax", "checkpoint", "launch"},
-    "service": {"_internal", "rules", "round", "center", "worker", "launch"},
+    "training": {"_internal", "towers", "worker", "flax", "checkpoint"},
+    "service": {"_internal", "rules", "round", "center", "worker"},
     "flax": {"_internal"},
     "checkpoint": {"_internal", "rules", "round", "towers", "center", "worker"},
-    "launch": {"_internal"},
-    "engines": {"_internal", "service", "launch"},
-    "cli": {"_internal", "rules", "center", "planning", "service", "launch", "engines"},
+    "ops": {"_internal", "rules", "round", "center", "service"},
 }
 # What a layer needs beyond jax, numpy, optax and the standard library: its extra.
 EXTRAS = {
@@ -43,14 +42,44 @@ EXTRAS = {
         "grpc_health",
         "grpc_reflection",
         "ml_dtypes",
-        "prometheus_client",
     },
     "flax": {"flax"},
     "checkpoint": {"orbax"},
     "training": {"rich"},
-    "engines": {"ray", "yaml"},
-    "cli": {"cryptography", "grpc", "orbax", "rich", "typer"},
+    "ops": {
+        "cryptography",
+        "grpc",
+        "orbax",
+        "prometheus_client",
+        "ray",
+        "rich",
+        "typer",
+        "yaml",
+    },
 }
+
+# The rooms of these folders, and the other rooms that each of them may import. The one
+# circle is meant: a transport hands calls to the servicer, and a server has transports.
+ROOMS = {
+    "service": {
+        "wire": set(),
+        "security": set(),
+        "server": {"wire", "security", "transports"},
+        "transports": {"wire", "security", "server"},
+        "client": {"wire", "security", "transports"},
+    },
+    "ops": {
+        "planning": set(),
+        "launch": set(),
+        "keys": set(),
+        "watch": set(),
+        "doctor": set(),
+        "engines": {"launch"},
+        "cli": {"planning", "launch", "keys", "doctor", "engines"},
+    },
+}
+# The only import of the operations wing from outside: made when a page is asked for.
+INTO_OPS = {("service/server/_server.py", "agn_optax.ops.watch.Page")}
 
 
 def imports(path):
@@ -69,13 +98,17 @@ def files(layer):
     return folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
 
 
+def is_into_ops(path, name):
+    return (path.relative_to(PACKAGE).as_posix(), name) in INTO_OPS
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_point_downwards(layer):
     allowed = LAYERS[layer] | {layer, "errors", "_version"}
     for path in files(layer):
         for name in imports(path):
             top, *rest = name.split(".")
-            if top == "agn_optax":
+            if top == "agn_optax" and not is_into_ops(path, name):
                 assert rest[0] in allowed, f"{path.name} imports {name}"
 
 
@@ -84,6 +117,8 @@ def test_no_import_reaches_past_the_front_of_another_folder(layer):
     for path in files(layer):
         for name in imports(path):
             top, *rest = name.split(".")
+            if is_into_ops(path, name):
+                continue
             if top == "agn_optax" and rest[0] != layer and (PACKAGE / rest[0]).is_dir():
                 past = len(rest) > 2 or any(part[0] == "_" for part in rest[1:])
                 assert not past, f"{path.relative_to(PACKAGE)} imports {name}"
@@ -105,6 +140,58 @@ def test_only_the_round_calls_the_functions_of_a_rule():
     assert {each for each in callers if not each.startswith("rules/")} == {
         "round/_round.py"
     }
+
+
+@pytest.mark.parametrize(
+    ("layer", "room"),
+    [(layer, room) for layer, rooms in ROOMS.items() for room in rooms],
+)
+def test_rooms_import_only_the_rooms_below_them(layer, room):
+    allowed = ROOMS[layer][room] | {room}
+    for path in files(f"{layer}/{room}"):
+        for name in imports(path):
+            _, *rest = name.split(".")
+            if rest[:1] == [layer] and rest[1] in ROOMS[layer]:
+                assert rest[1] in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("layer", ROOMS)
+def test_every_folder_of_a_layer_is_a_room(layer):
+    folders = {p.name for p in (PACKAGE / layer).iterdir() if p.is_dir()}
+    assert folders - {"__pycache__"} == set(ROOMS[layer])
+
+
+TRAINS = """
+import jax.numpy as jnp, optax, agn_optax
+from agn_optax import service
+
+rule = agn_optax.rules.agn(optax.sgd(0.1))
+with service.serve(rule, jnp.zeros(2)) as server:
+    center = service.connect(server.address, rule)
+    with agn_optax.Worker(center, optax.sgd(0.1), period=2) as worker:
+        params, state = worker.start()
+        for _ in range(4):
+            updates, state = worker.tx.update(jnp.ones(2), state, params)
+            params = optax.apply_updates(params, updates)
+            params, state = worker.exchange(params, state)
+    center.close()
+    print(agn_optax.__file__, server.center.version)
+"""
+
+
+def test_package_works_without_the_operations_wing(tmp_path):
+    left_out = shutil.ignore_patterns("ops", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "agn_optax", ignore=left_out)
+    ended = subprocess.run(  # noqa: S603 our own program
+        [sys.executable, "-c", TRAINS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [str(tmp_path / "agn_optax/__init__.py"), "2"]
 
 
 def test_every_folder_is_a_layer():

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import planning, rules
-from agn_optax.cli._units import rate
-from agn_optax.planning import Cluster, Cost, Disk, Machine, Tree
+from agn_optax import rules
+from agn_optax.ops import planning
+from agn_optax.ops.planning import Cluster, Cost, Disk, Machine, Tree
+from agn_optax.ops.units import rate
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
 BEGIN, END = "<!-- python tools/scale.py -->\n", "<!-- end -->"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from agn_optax import errors, rules
-from agn_optax.service._engines import Task, Variables, number, tasks
+from agn_optax.service._task_variables import Task, Variables, number, tasks
 
 RULE = "AGN_OPTAX_RULE"
 

@@ -10,8 +10,7 @@ import struct
 import threading
 
 import jax.numpy as jnp
-import shared
-import talking
+from helpers import shared, talking
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
+from helpers import shared
 
 import agn_optax
 from agn_optax import errors

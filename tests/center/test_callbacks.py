@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import support
+from helpers import support
 
 import agn_optax
 from agn_optax import codecs, errors, rules

@@ -6,15 +6,13 @@ import functools
 import json
 import threading
 
-import center_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
-from support import (
+from helpers import center_kinds, sessions, shared
+from helpers.support import (
     RULES,
     assert_close,
     assert_identical,

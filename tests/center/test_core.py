@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
+from helpers import shared
+from helpers.waiting import wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -30,7 +31,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from waiting import wait_until
 
 from agn_optax import errors
 from agn_optax._internal import in_background

@@ -11,8 +11,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-import sessions
-import shared
+from helpers import sessions, shared
 
 from agn_optax import errors
 from agn_optax.center import Journal, LocalCenter, Snapshots

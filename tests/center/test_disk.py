@@ -18,14 +18,11 @@ import threading
 import time
 import types
 
-import commands
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sessions
-import shared
-import talking
-from waiting import wait_until
+from helpers import commands, sessions, shared, talking
+from helpers.waiting import wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Journal, LocalCenter, Snapshots, backup

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
-from support import RULES, assert_identical, feeds, run_worker, tree
+from helpers import sessions, shared
+from helpers.support import RULES, assert_identical, feeds, run_worker, tree
 
 import agn_optax
 from agn_optax import errors

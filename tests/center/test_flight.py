@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-import waiting
-from support import RULES, assert_close, assert_identical, tree
+from helpers import shared, waiting
+from helpers.support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
 from agn_optax import checkpoint, errors

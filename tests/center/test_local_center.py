@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
+from helpers import sessions, shared
+from helpers.support import RULES, assert_close, assert_identical, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import RULES, assert_close, assert_identical, tree
 
 import agn_optax
 from agn_optax import errors, service

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sessions
-import shared
-from support import nothing_compiles
+from helpers import sessions, shared
+from helpers.support import nothing_compiles
 
 import agn_optax
 from agn_optax.center._store import Store

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
-from support import assert_identical
+from helpers import sessions, shared
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import errors, rules, service

@@ -6,12 +6,11 @@ import threading
 import time
 import types
 
-import center_kinds
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
+from helpers import center_kinds, shared
 
 import agn_optax
 from agn_optax import checkpoint, errors

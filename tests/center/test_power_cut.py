@@ -15,8 +15,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sessions
-import shared
+from helpers import sessions, shared
 
 from agn_optax.center import Journal, LocalCenter, Snapshots
 from agn_optax.center._ledger import Ledger

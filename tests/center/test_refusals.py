@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
-from support import RULES, assert_identical, tree
+from helpers import sessions, shared
+from helpers.support import RULES, assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, service

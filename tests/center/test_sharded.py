@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shared
-from support import assert_identical
+from helpers import shared
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import codecs, errors

@@ -7,9 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import assert_close, assert_identical, at, feeds, run_worker, step, tree
-from waiting import LIMIT
+from helpers import shared
+from helpers.support import (
+    assert_close,
+    assert_identical,
+    at,
+    feeds,
+    run_worker,
+    step,
+    tree,
+)
+from helpers.waiting import LIMIT
 
 import agn_optax
 from agn_optax import codecs, errors

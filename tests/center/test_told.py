@@ -9,15 +9,13 @@ import functools
 import shutil
 from typing import Any, NamedTuple
 
-import center_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-import shared
-from support import (
+from helpers import center_kinds, sessions, shared
+from helpers.support import (
     assert_close,
     assert_identical,
     at,
@@ -32,7 +30,7 @@ from agn_optax import checkpoint, errors, rules
 from agn_optax.center import Journal, Refuse, Synchronous
 from agn_optax.center._store import _about, _programs
 from agn_optax.center.durability import _writer
-from agn_optax.service import _session
+from agn_optax.service.client import _session
 from agn_optax.worker import Uplink
 
 LIMIT = 60  # seconds that nothing here takes

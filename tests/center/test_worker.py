@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import (
+from helpers import shared
+from helpers.support import (
     RULES,
     assert_close,
     assert_identical,

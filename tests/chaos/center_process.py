@@ -6,7 +6,7 @@ import sys
 
 from chaos import model
 
-from agn_optax.cli import main
+from agn_optax.ops.cli import main
 
 if __name__ == "__main__":
     told = json.loads(sys.stdin.readline())

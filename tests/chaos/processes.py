@@ -13,7 +13,7 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
-import talking
+from helpers import talking
 
 _HERE = pathlib.Path(__file__).parent
 _PATIENCE = 240.0  # seconds that nothing here takes, on a machine that is busy

@@ -11,14 +11,13 @@ import shutil
 import tempfile
 import time
 
-import certificates
 import numpy as np
-import ports
 from chaos import laws, model
 from chaos.processes import CONTINUE, DRAIN, KILL, STOP
 from chaos.scenario import TIMEOUT
 from chaos.tally import Tally
-from network import Proxy
+from helpers import certificates, ports
+from helpers.network import Proxy
 
 from agn_optax import service
 

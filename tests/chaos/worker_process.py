@@ -11,9 +11,9 @@ import traceback
 import jax
 import numpy as np
 import optax
-import talking
 from chaos import model
 from chaos.tally import Tally
+from helpers import talking
 
 import agn_optax
 from agn_optax import checkpoint, errors, service

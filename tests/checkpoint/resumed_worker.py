@@ -7,8 +7,7 @@ import grain
 import jax
 import numpy as np
 import optax
-import shared
-import talking
+from helpers import shared, talking
 
 import agn_optax
 from agn_optax import checkpoint, service

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import shared
-import support
+from helpers import problem, shared, support
 from orbax.checkpoint import v1 as ocp
 
 import agn_optax

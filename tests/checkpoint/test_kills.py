@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shared
-import talking
-from waiting import LIMIT, wait_until
+from helpers import shared, talking
+from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import service
 

@@ -4,8 +4,8 @@ import contextlib
 
 import jax.numpy as jnp
 import optax
-import ports
 import pytest
+from helpers import ports
 
 import agn_optax
 from agn_optax import rules, service

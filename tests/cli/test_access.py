@@ -8,11 +8,11 @@ import urllib.request
 
 import jax.numpy as jnp
 import pytest
-from commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
+from helpers.commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
 
 from agn_optax import errors, rules, service
-from agn_optax.cli import _center_options
-from agn_optax.cli._center_options import CenterOptions
+from agn_optax.ops.cli import _center_options
+from agn_optax.ops.cli._center_options import CenterOptions
 
 RULE = rules.downpour()
 READS, DRAINS = "observer-0123456789", "operator-0123456789"
@@ -199,7 +199,13 @@ def test_beyond_this_machine_no_center_is_open():
 
 def test_an_operator_drains_a_center(runtime, tokens, tmp_path):
     arguments, environment = python(
-        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0"),
+        *(
+            "-m",
+            "agn_optax.ops.cli",
+            "serve",
+            "--rule=downpour",
+            "--address=127.0.0.1:0",
+        ),
         *("--json", f"--tokens={tokens}"),
     )
     with subprocess.Popen(  # noqa: S603 our own program
@@ -228,7 +234,7 @@ from agn_optax import errors, rules, service
 me = service.environment()
 lines = [p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
 if os.path.exists("/proc"):
-    assert any(b"agn_optax.cli" in line for line in lines)
+    assert any(b"agn_optax.ops.cli" in line for line in lines)
 assert not any(os.environ["AGN_OPTAX_TOKEN"].encode() in line for line in lines)
 with service.connect(me.address, rules.downpour()) as center:
     if me.rank == 0:

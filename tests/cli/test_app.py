@@ -5,13 +5,13 @@ import re
 
 import pytest
 import typer
-from commands import command, fails, succeeds
+from helpers.commands import command, fails, succeeds
 
 from agn_optax import __version__, errors
-from agn_optax.cli import _app, _options, _status
-from agn_optax.cli._center_options import CenterOptions
-from agn_optax.cli._rules import RuleOptions
-from agn_optax.engines import _run
+from agn_optax.ops.cli import _app, _options, _status
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.engines import _run
 
 
 def test_version_and_help():

@@ -9,14 +9,14 @@ import subprocess
 import threading
 import time
 
-import certificates
 import jax.numpy as jnp
 import pytest
-from commands import PATIENCE, command, fails, succeeds
-from network import Network, answered_by, joined
+from helpers import certificates
+from helpers.commands import PATIENCE, command, fails, succeeds
+from helpers.network import Network, answered_by, joined
 
 from agn_optax import center, errors, rules, service
-from agn_optax.cli import _checks, _network
+from agn_optax.ops.doctor import _checks, _network
 from agn_optax.service import address as addresses
 
 RULE = rules.easgd(0.25)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from commands import PATIENCE, fails, python, serve, succeeds
+from helpers.commands import PATIENCE, fails, python, serve, succeeds
+from helpers.support import assert_identical
 from orbax.checkpoint import v1 as ocp
-from support import assert_identical
 
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax.center import Journal, Snapshots, read
-from agn_optax.cli import _export
+from agn_optax.ops.cli import _export
 
 RULE = rules.agn(optax.adam(0.1))
 AGN = ["--rule=agn", "--center-optimizer=adam", "--learning-rate=0.1"]
@@ -219,7 +219,7 @@ def test_what_workers_say_at_the_end_is_saved(tmp_path):
     (tmp_path / "train.py").write_text(WORKER)
     to = tmp_path / "checkpoint"
     arguments, environment = python(
-        *("-m", "agn_optax.cli", "launch", "--workers=2", "--rule=downpour"),
+        *("-m", "agn_optax.ops.cli", "launch", "--workers=2", "--rule=downpour"),
         *(f"--save={to}", f"--stop-grace={PATIENCE}", tmp_path / "train.py"),
     )
     with subprocess.Popen(  # noqa: S603 our own program

@@ -6,12 +6,11 @@ import stat
 
 import jax.numpy as jnp
 import pytest
-import sessions
-import shared
-from commands import fails, succeeds
+from helpers import sessions, shared
+from helpers.commands import fails, succeeds
 
 from agn_optax import errors, service
-from agn_optax.cli import _keys
+from agn_optax.ops.cli import _keys
 from agn_optax.service import Access
 
 RULE = shared.downpour()

@@ -14,8 +14,8 @@ import threading
 import pytest
 
 from agn_optax import errors
-from agn_optax.launch import _process
-from agn_optax.launch._launch import Program, run
+from agn_optax.ops.launch import _process
+from agn_optax.ops.launch._launch import Program, run
 
 PATIENCE = 30.0  # for what happens at once, even on a busy machine
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -524,7 +524,7 @@ LAUNCHER = """
 import signal, sys, types
 sys.modules["agn_optax"] = types.ModuleType("agn_optax")
 sys.modules["agn_optax"].__path__ = [PACKAGE]
-from agn_optax.launch._launch import Program, run
+from agn_optax.ops.launch._launch import Program, run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import rich.console
-from commands import ROOT, command, fails
+from helpers.commands import ROOT, command, fails
 
-from agn_optax.cli import _launch_command
-from agn_optax.engines import Local, Run, _local, reached_at, serving
+from agn_optax.ops.cli import _launch_command
+from agn_optax.ops.engines import Local, Run, _local, reached_at, serving
 from agn_optax.service import Access, tokens
-from agn_optax.service._access import ROLES
+from agn_optax.service.security._access import ROLES
 
 WORKER = """
 import sys, jax.numpy as jnp, optax, agn_optax
@@ -95,7 +95,8 @@ from agn_optax import service
 
 me = service.environment()
 del os.environ["AGN_OPTAX_TOKEN"]  # as an operator, who is this user
-drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
+cli = [sys.executable, "-m", "agn_optax.ops.cli"]
+                    drain = [*cli, "drain", me.address]
 subprocess.run(drain, check=True)
 time.sleep(60)
 """
@@ -218,7 +219,8 @@ with service.connect(me.address, me.rule) as center:
                 params = optax.apply_updates(params, updates)
                 params, state = worker.exchange(params, state)
                 if step == 0:
-                    drain = [sys.executable, "-m", "agn_optax.cli", "drain", me.address]
+                    cli = [sys.executable, "-m", "agn_optax.ops.cli"]
+                    drain = [*cli, "drain", me.address]
                     # Not of this program's group, which is told to end meanwhile.
                     subprocess.run(drain, env=operator, check=True, process_group=0)
             worker.flush(params, state)

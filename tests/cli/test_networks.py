@@ -11,7 +11,7 @@ import subprocess
 import uuid
 
 import pytest
-from commands import PATIENCE, python
+from helpers.commands import PATIENCE, python
 
 CENTER = "10.77.1.2:5000"
 DIRECT = 5001
@@ -83,7 +83,7 @@ def hosts():
         made.make()
         made.wire()
         arguments, environment = python(
-            *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--insecure"),
+            *("-m", "agn_optax.ops.cli", "serve", "--rule=downpour", "--insecure"),
             *("--open", "--address=0.0.0.0:5000", f"--direct-address=0.0.0.0:{DIRECT}"),
         )
         with subprocess.Popen(  # noqa: S603 our own program
@@ -111,7 +111,7 @@ def wired(hosts):
 def doctor(hosts, *options, **environment):
     """What it found from here, by check."""
     arguments, known = python(
-        *("-m", "agn_optax.cli", "doctor", CENTER, "--insecure", "--json", *options)
+        *("-m", "agn_optax.ops.cli", "doctor", CENTER, "--insecure", "--json", *options)
     )
     said = run(
         *("ip", "netns", "exec", hosts.here, *arguments), env={**known, **environment}

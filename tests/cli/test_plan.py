@@ -8,10 +8,11 @@ import types
 
 import pytest
 import rich.console
-from commands import fails, succeeds
+from helpers.commands import fails, succeeds
 
-from agn_optax import errors, planning, rules
-from agn_optax.cli import _calibrate, _plan, _units
+from agn_optax import errors, rules
+from agn_optax.ops import planning, units
+from agn_optax.ops.cli import _calibrate, _plan
 
 PLAN = ("plan", "--parameters=1.3e9", "--step-time=0.8", "--bandwidth=1Gbit")
 
@@ -205,7 +206,7 @@ def test_bad_options(options, message):
     ],
 )
 def test_rates(text, bytes_a_second):
-    assert _units.rate(text, "it") == pytest.approx(bytes_a_second)
+    assert units.rate(text, "it") == pytest.approx(bytes_a_second)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_rates(text, bytes_a_second):
 )
 def test_no_rates(text):
     with pytest.raises(errors.InvalidArgumentError, match="it must be a positive rate"):
-        _units.rate(text, "it")
+        units.rate(text, "it")
 
 
 @pytest.mark.slow

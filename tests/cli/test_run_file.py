@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from commands import ROOT, command, fails, succeeds
+from helpers.commands import ROOT, command, fails, succeeds
 
 RUN = """
 program = "train.py"

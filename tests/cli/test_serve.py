@@ -10,23 +10,21 @@ import subprocess
 import sys
 import threading
 
-import certificates
 import jax.numpy as jnp
 import optax
-import ports
 import pytest
-import sessions
-from commands import PATIENCE, command, fails, python, serve
+from helpers import certificates, ports, sessions
+from helpers.commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
 from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
 from agn_optax.center.durability import _writer
-from agn_optax.cli import _center_options, _rules
-from agn_optax.cli._center_options import CenterOptions
-from agn_optax.cli._rules import RuleOptions
+from agn_optax.ops.cli import _center_options, _rules
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
 from agn_optax.rules import _named
-from agn_optax.service import _fingerprint
+from agn_optax.service.wire import _fingerprint
 
 
 @pytest.fixture
@@ -409,7 +407,13 @@ def test_a_parent_with_another_rule_is_a_failure():
 def test_a_process_drains_when_it_is_told_to(code):
     options = [] if not code else [f"--signal-exit-code={code}"]
     arguments, environment = python(
-        *("-m", "agn_optax.cli", "serve", "--rule=downpour", "--address=127.0.0.1:0"),
+        *(
+            "-m",
+            "agn_optax.ops.cli",
+            "serve",
+            "--rule=downpour",
+            "--address=127.0.0.1:0",
+        ),
         *options,
     )
     with subprocess.Popen(  # noqa: S603 our own program

@@ -7,14 +7,14 @@ import re
 import jax.numpy as jnp
 import optax
 import pytest
-import shared
-from commands import command, fails, succeeds
-from waiting import wait_until
+from helpers import shared
+from helpers.commands import command, fails, succeeds
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import service
-from agn_optax.service import _servicer
-from agn_optax.service._access import EVERYBODY, Caller
+from agn_optax.service.security._access import EVERYBODY, Caller
+from agn_optax.service.server import _servicer
 
 RULE = shared.downpour()
 
@@ -184,7 +184,7 @@ def test_watch_of_a_tree_keeps_what_goes_away(monkeypatch):
 
             yield show
 
-        monkeypatch.setattr("agn_optax.cli._table.live", live)
+        monkeypatch.setattr("agn_optax.ops.cli._table.live", live)
         said = fails("watch", both, "--tree", "--count=2", "--interval=0.1", code=1)
         assert f"the center at {site.address} does not answer" in said
         table, *warnings = printed[1].renderables

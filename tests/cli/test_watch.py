@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 import rich.console
-from commands import command, fails, succeeds
+from helpers.commands import command, fails, succeeds
 
 from agn_optax import Worker, errors, rules, service
-from agn_optax.cli import _status, _table
+from agn_optax.ops.cli import _status, _table
 
 
 def test_status(new_server):

@@ -14,7 +14,7 @@ import sys
 import threading
 from concurrent import futures
 
-from ports import in_a_row
+from helpers.ports import in_a_row
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 240  # seconds, on a busy machine

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-import talking
+from helpers import talking
 
 # Ray is quiet, asks nobody on the network, and soon notices what is lost.
 QUIET = {

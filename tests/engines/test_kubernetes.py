@@ -14,11 +14,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from commands import command, fails, succeeds
 from engines.jobset_schema import SCHEMA
 from engines.pods import KUBECTL, LIMIT, Cluster, IndexedJob, ended
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import wait_until
+from helpers.commands import command, fails, succeeds
+from helpers.waiting import wait_until
 
 from agn_optax import errors, service
 

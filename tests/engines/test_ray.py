@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import talking
-import waiting
-from commands import ROOT, command, fails, python, succeeds
+from helpers import talking, waiting
+from helpers.commands import ROOT, command, fails, python, succeeds
 from orbax.checkpoint import v1
 
 from agn_optax import center, errors, rules
-from agn_optax.engines import Ray, Resources, Run
-from agn_optax.engines._ray_actors import Supervisor, reserved
-from agn_optax.engines._ray_room import can_hold
+from agn_optax.ops.engines import Ray, Resources, Run
+from agn_optax.ops.engines._ray_actors import Supervisor, reserved
+from agn_optax.ops.engines._ray_room import can_hold
 
 # A node of Ray's is there after seconds, and on a busy machine after a minute.
 LIMIT = 240
@@ -229,7 +228,15 @@ def cluster():
 def launched(folder, *options):
     """A driver, and what it says."""
     command, environment = python(
-        *("-m", "agn_optax.cli", "launch", "run.toml", "--on=ray", "--json", *options)
+        *(
+            "-m",
+            "agn_optax.ops.cli",
+            "launch",
+            "run.toml",
+            "--on=ray",
+            "--json",
+            *options,
+        )
     )
     with (folder / "said").open("ab") as said, (folder / "summary").open("wb") as out:
         process = subprocess.Popen(  # noqa: S603 our own program

@@ -8,12 +8,10 @@ import signal
 import socket
 import subprocess
 
-import certificates
-import ports
 import pytest
-import slurm
-from commands import ROOT, command, fails, succeeds
-from waiting import wait_until
+from helpers import certificates, ports, slurm
+from helpers.commands import ROOT, command, fails, succeeds
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import service

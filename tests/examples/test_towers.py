@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 import pytest
-import support
+from helpers import support
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,14 +15,13 @@ import threading
 import time
 from typing import NamedTuple
 
-import certificates
 import grpc
 import jax
 import numpy as np
-import sessions
 from chaos import model
 from chaos.processes import Held, Spares
 from fuzz import mutate
+from helpers import certificates, sessions
 
 from agn_optax import service
 from agn_optax.service import _address

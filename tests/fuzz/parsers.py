@@ -13,34 +13,29 @@ from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
-import shared
 from chaos import model
 from fuzz import mutate
 from google.protobuf.message import DecodeError
+from helpers import shared
 
 from agn_optax import LocalCenter, errors, service
 from agn_optax.center.durability import _directory, _found, _records
-from agn_optax.cli import _center_options, _options, _rules, _units
-from agn_optax.cli._center_options import CenterOptions
-from agn_optax.cli._rules import RuleOptions
-from agn_optax.service import (
-    Access,
-    Tls,
-    _address,
-    _connection,
-    _http,
-    _status,
-    _token,
-    _x509,
-)
+from agn_optax.ops import units
+from agn_optax.ops.cli import _center_options, _options, _rules
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.watch import _http
+from agn_optax.service import Access, Tls, _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._access import why_no_token
-from agn_optax.service._connection import Connection
-from agn_optax.service._fingerprint import fingerprint
-from agn_optax.service._remote import Remote
+from agn_optax.service.client._remote import Remote
+from agn_optax.service.security import _token, _x509
+from agn_optax.service.security._access import why_no_token
+from agn_optax.service.transports import _connection
+from agn_optax.service.transports._connection import Connection
 from agn_optax.service.transports._grpc import _Messages
-from agn_optax.service.wire import _packets, _trees
+from agn_optax.service.wire import _packets, _status, _trees
 from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._fingerprint import fingerprint
 from agn_optax.service.wire._packets import Parcel
 
 RULE = shared.downpour()
@@ -285,7 +280,7 @@ def _read_config(data):
 
 
 def _read_rate(data):
-    assert _units.rate(data.decode(errors="replace"), "bandwidth") > 0
+    assert units.rate(data.decode(errors="replace"), "bandwidth") > 0
 
 
 def _read_tokens(data):

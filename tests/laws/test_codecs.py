@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from sessions import exchange
-from support import assert_identical, tree
+from helpers import shared
+from helpers.sessions import exchange
+from helpers.support import assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules

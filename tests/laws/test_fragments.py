@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import shared
-from support import (
+from helpers import problem, shared
+from helpers.support import (
     RULES,
     assert_close,
     assert_identical,

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import shared
-from support import assert_close, assert_identical, feeds, needs_host, step
+from helpers import problem, shared
+from helpers.support import assert_close, assert_identical, feeds, needs_host, step
 from traffic import traffic
 
 import agn_optax

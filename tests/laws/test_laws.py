@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import (
+from helpers import shared
+from helpers.support import (
     INNERS,
     RULES,
     TOLERANCE,

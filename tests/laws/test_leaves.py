@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import (
+from helpers import shared
+from helpers.support import (
     DROP_INS,
     RULES,
     assert_close,

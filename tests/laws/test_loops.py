@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import shared
-import support
-from support import DROP_INS, RULES, held, nothing_compiles
+from helpers import shared, support
+from helpers.support import DROP_INS, RULES, held, nothing_compiles
 
 import agn_optax
 from agn_optax import service

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import INNERS, RULES, feeds, gradient, run, run_worker, tree
+from helpers.support import INNERS, RULES, feeds, gradient, run, run_worker, tree
 
 import agn_optax
 

@@ -5,9 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-import shared
-from orbax.checkpoint import v1 as ocp
-from support import (
+from helpers import shared
+from helpers.support import (
     DROP_INS,
     RULES,
     assert_identical,
@@ -17,6 +16,7 @@ from support import (
     step,
     tree,
 )
+from orbax.checkpoint import v1 as ocp
 
 import agn_optax
 

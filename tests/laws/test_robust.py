@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import assert_close, assert_identical
+from helpers import shared
+from helpers.support import assert_close, assert_identical
 from traffic import traffic
 
 import agn_optax

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import assert_identical, nothing_compiles
+from helpers import shared
+from helpers.support import assert_identical, nothing_compiles
 
 import agn_optax
 from agn_optax import center_optimizers as outer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity_records import (
+from helpers.parity_records import (
     ADAM,
     RECORDS,
     Participant,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-from support import DROP_INS, RULES
+from helpers import sessions
+from helpers.support import DROP_INS, RULES
 
 import agn_optax
 from agn_optax import errors, rules

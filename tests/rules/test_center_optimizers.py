@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import assert_identical, tree
+from helpers import shared
+from helpers.support import assert_identical, tree
 
 import agn_optax
 from agn_optax import center_optimizers as outer

@@ -5,7 +5,7 @@ import logging
 import jax.numpy as jnp
 import optax
 import pytest
-from support import assert_identical
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import errors

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.support import assert_close, assert_identical, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from support import assert_close, assert_identical, tree
 
 import agn_optax
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close
+from helpers.support import assert_close
 
 from agn_optax import center_optimizers, errors, robust, rules
 

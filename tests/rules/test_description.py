@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_identical
+from helpers.support import assert_identical
 
 from agn_optax import errors
 from agn_optax._internal import check, description, trees

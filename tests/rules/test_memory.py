@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from support import DROP_INS, RULES
+from helpers.support import DROP_INS, RULES
 
 import agn_optax
 

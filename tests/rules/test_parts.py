@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import assert_identical
+from helpers.support import assert_identical
 
 from agn_optax.round import _parts
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close, assert_identical, feeds, run, run_worker, tree
+from helpers.support import assert_close, assert_identical, feeds, run, run_worker, tree
 
 import agn_optax
 from agn_optax import rules

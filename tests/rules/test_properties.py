@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from support import (
+from helpers.support import (
     DROP_INS,
     assert_close,
     assert_identical,

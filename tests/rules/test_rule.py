@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sessions
-from support import RULES, assert_close, assert_identical, feeds, run_split, tree
+from helpers import sessions
+from helpers.support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    feeds,
+    run_split,
+    tree,
+)
 
 import agn_optax
 from agn_optax import codecs, rules

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import support
+from helpers import support
 
 import agn_optax
 from agn_optax import errors, rules

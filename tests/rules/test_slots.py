@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_identical
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import codecs, errors

@@ -1,9 +1,9 @@
 """What several tests of the service need."""
 
 import pytest
-import sessions
+from helpers import sessions
 
-from agn_optax.service import _servicer
+from agn_optax.service.server import _servicer
 from agn_optax.service.transports import _socket
 
 

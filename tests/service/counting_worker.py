@@ -1,8 +1,7 @@
 """A process that is one worker which only sends: run by test_many_workers."""
 
 import numpy as np
-import sessions
-import talking
+from helpers import sessions, talking
 
 from agn_optax import rules, service
 

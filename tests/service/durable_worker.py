@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import optax
-import talking
+from helpers import talking
 
 import agn_optax
 from agn_optax import rules, service

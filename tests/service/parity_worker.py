@@ -1,7 +1,6 @@
 """A process that is one worker of a recorded trajectory: run by test_parity."""
 
-import parity_records
-import talking
+from helpers import parity_records, talking
 
 from agn_optax import service
 

@@ -12,19 +12,17 @@ import sys
 import tempfile
 import time
 
-import certificates
 import grpc
 import jax.numpy as jnp
-import ports
 import pytest
-import sessions
-import shared
-from support import shares
+from helpers import certificates, ports, sessions, shared
+from helpers.support import shares
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls, _files, _token
+from agn_optax.service import Access, Tls
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
+from agn_optax.service.security import _files, _token
 from agn_optax.service.transports import _socket
 
 RULE = shared.downpour()

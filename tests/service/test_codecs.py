@@ -4,19 +4,18 @@ import contextlib
 import functools
 import shutil
 
-import center_kinds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
-from support import assert_identical, shares
+from helpers import center_kinds, shared
+from helpers.support import assert_identical, shares
 
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax.center import Journal
-from agn_optax.service import _remote
+from agn_optax.service.client import _remote
 from agn_optax.service.wire import _trees
 
 CODECS = {

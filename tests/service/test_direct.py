@@ -18,23 +18,20 @@ import weakref
 import grpc
 import jax
 import jax.numpy as jnp
-import network
 import numpy as np
 import optax
-import ports
 import pytest
-import sessions
-import shared
-from support import RULES, assert_identical, shares, tree
-from waiting import BUSY, wait_until
+from helpers import network, ports, sessions, shared
+from helpers.support import RULES, assert_identical, shares, tree
+from helpers.waiting import BUSY, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Synchronous
-from agn_optax.service import _address, _connection, _watchdog
+from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import _memory, _socket
+from agn_optax.service.transports import _connection, _memory, _socket
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD, MOST_CONTROL, Reader

@@ -10,18 +10,16 @@ import threading
 
 import numpy as np
 import pytest
-import sessions
-import shared
-import talking
-from commands import python
-from waiting import wait_until
+from helpers import sessions, shared, talking
+from helpers.commands import python
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.center import Journal, Snapshots
 from agn_optax.center.durability import _writer
-from agn_optax.service import _connection, _session
-from agn_optax.service.transports import _memory
+from agn_optax.service.client import _session
+from agn_optax.service.transports import _connection, _memory
 
 PROGRAM = pathlib.Path(__file__).with_name("durable_worker.py")
 RULE = shared.downpour()
@@ -37,7 +35,9 @@ class Served:
         self.start()
 
     def start(self):
-        arguments, environment = python("-m", "agn_optax.cli", "serve", *self._options)
+        arguments, environment = python(
+            "-m", "agn_optax.ops.cli", "serve", *self._options
+        )
         self._process = subprocess.Popen(  # noqa: S603 our own program
             arguments, env=environment, stdout=subprocess.PIPE, text=True
         )

@@ -8,12 +8,10 @@ import subprocess
 import sys
 import time
 
-import certificates
 import grpc
 import jax.numpy as jnp
-import ports
 import pytest
-import shared
+from helpers import certificates, ports, shared
 
 from agn_optax import errors, service
 from agn_optax.service import Tls

@@ -1,11 +1,10 @@
 """A port where anybody may ask whether a center serves, and nothing else."""
 
-import certificates
 import grpc
 import jax.numpy as jnp
 import pytest
-import shared
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from helpers import certificates, shared
 
 from agn_optax import errors, service
 from agn_optax.service import Access, center_pb2

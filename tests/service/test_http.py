@@ -6,12 +6,12 @@ import socket
 
 import numpy as np
 import pytest
-import shared
+from helpers import shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agn_optax import service
-from agn_optax.service import _http
+from agn_optax.ops.watch import _http
 
 RULE = shared.downpour()
 STATE = b"GET /state.json HTTP/1.1\r\n"

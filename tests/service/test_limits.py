@@ -13,29 +13,21 @@ import time
 import grpc
 import numpy as np
 import pytest
-import sessions
-import shared
 from grpc_reflection.v1alpha import reflection_pb2
-from waiting import returned, wait_until
+from helpers import sessions, shared
+from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
 from agn_optax.center import Journal
-from agn_optax.service import (
-    _access,
-    _address,
-    _connection,
-    _http,
-    _limits,
-    _server,
-    _servicer,
-    _status,
-    _watchdog,
-)
+from agn_optax.ops.watch import _http
+from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service._address import SERVICE
-from agn_optax.service.transports import GrpcLink, Target, _grpc, _socket
-from agn_optax.service.wire import _packets, _trees
+from agn_optax.service.security import _access, _rate_limits
+from agn_optax.service.server import _server, _servicer
+from agn_optax.service.transports import GrpcLink, Target, _connection, _grpc, _socket
+from agn_optax.service.wire import _packets, _status, _trees
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import HEAD
 
@@ -433,7 +425,7 @@ def again_and_again(call, otherwise=()):
 
 def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
-    calls, free = 10.0, 3 + _limits.JOIN
+    calls, free = 10.0, 3 + _rate_limits.JOIN
     with (
         service.serve(RULE, SMALL, max_workers=1, calls=calls) as server,
         service.Observer(server.address) as eve,
@@ -611,8 +603,8 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
 
 MODEL = 1 << 32  # bytes
 STARTS = (  # of a worker: its calls, and their tokens
-    *(("Describe", 1.0), ("Exchange", _limits.JOIN), ("Pull", 1.0)),
-    *(("Pull", MODEL / _limits.MOVED), ("Describe", 1.0)),
+    *(("Describe", 1.0), ("Exchange", _rate_limits.JOIN), ("Pull", 1.0)),
+    *(("Pull", MODEL / _rate_limits.MOVED), ("Describe", 1.0)),
 )
 
 
@@ -644,7 +636,7 @@ def test_start_is_free_where_others_called_before_the_center_had_its_model(
 
 
 def test_what_a_call_may_spend_is_no_other_calls_loss():
-    limiter = _limits.Limiter(1e-9)
+    limiter = _rate_limits.Limiter(1e-9)
     for size in (1.0, 10.0):
         while limiter.take("a", size, patience=0.0):
             limiter.take("a", 0.0, patience=0.0)
@@ -652,8 +644,8 @@ def test_what_a_call_may_spend_is_no_other_calls_loss():
 
 
 def test_caller_who_has_spent_most_is_remembered_longest(monkeypatch):
-    monkeypatch.setattr(_limits, "_MOST_BUCKETS", 8)
-    limiter = _limits.Limiter(1e-3)
+    monkeypatch.setattr(_rate_limits, "_MOST_BUCKETS", 8)
+    limiter = _rate_limits.Limiter(1e-3)
     assert limiter.take("eve", 1.0, tokens=100.0)
     for number in range(100):
         assert limiter.take(number, 1.0)
@@ -952,11 +944,11 @@ def test_connections_wait_in_the_system_where_too_many_come(monkeypatch):
         begin, port = time.monotonic(), server.direct_address
         for _ in range(40):
             server._servicer.pace(port)
-        assert time.monotonic() - begin >= 37 / _limits.ACCEPTED
+        assert time.monotonic() - begin >= 37 / _rate_limits.ACCEPTED
 
 
 def test_tokens_come_back_and_no_more_than_there_were():
-    limiter = _limits.Limiter(1e-3)
+    limiter = _rate_limits.Limiter(1e-3)
     assert [limiter.take("a", 1.0, patience=0.0) for _ in range(3)] == [
         True,
         True,

@@ -17,14 +17,14 @@ import weakref
 
 import numpy as np
 import pytest
-import sessions
-import shared
-import talking
-from waiting import BUSY, wait_until
+from helpers import sessions, shared, talking
+from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
-from agn_optax.service import _address, _client, _connection
+from agn_optax.service import _address
+from agn_optax.service.client import _client
+from agn_optax.service.transports import _connection
 from agn_optax.service.transports._transport import Threads
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader

@@ -9,14 +9,15 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shared
-from waiting import LIMIT, wait_until
+from helpers import shared
+from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
-from agn_optax.service import _metrics, _monitor, _servicer
+from agn_optax.ops.watch import _metrics, _monitor
+from agn_optax.ops.watch._monitor import Series
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._monitor import Series
+from agn_optax.service.server import _servicer
 
 RULE = shared.downpour()
 START = np.zeros(3, np.float32)

@@ -4,8 +4,8 @@ import contextlib
 import socket
 import time
 
-import shared
-from network import answered_by, joined
+from helpers import shared
+from helpers.network import answered_by, joined
 
 from agn_optax import service
 

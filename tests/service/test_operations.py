@@ -10,14 +10,11 @@ import socket
 import subprocess
 
 import numpy as np
-import one_worker
 import optax
-import ports
 import pytest
-import sessions
-import talking
-from commands import PATIENCE, ROOT, python, succeeds
-from waiting import wait_until
+from helpers import one_worker, ports, sessions, talking
+from helpers.commands import PATIENCE, ROOT, python, succeeds
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import center as centers
@@ -67,7 +64,7 @@ class Served(contextlib.AbstractContextManager):
         return said
 
     def _serve(self, arguments):
-        line, environment = python("-m", "agn_optax.cli", "serve", *arguments)
+        line, environment = python("-m", "agn_optax.ops.cli", "serve", *arguments)
         process = subprocess.Popen(  # noqa: S603 our own program
             line, env=environment, stdout=subprocess.PIPE, text=True
         )
@@ -224,7 +221,7 @@ def test_the_unit_of_systemd_is_one(tmp_path):
 
 
 def test_the_unit_gives_options_that_there_are():
-    from agn_optax.cli._center_options import CenterOptions  # noqa: PLC0415
+    from agn_optax.ops.cli._center_options import CenterOptions  # noqa: PLC0415
 
     text = UNIT.read_text().replace("\\\n", " ")
     (line,) = re.findall(r"^ExecStart=(.*)", text, re.MULTILINE)

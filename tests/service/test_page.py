@@ -14,16 +14,16 @@ import threading
 import time
 import types
 
-import certificates
 import numpy as np
-import ports
 import pytest
-import shared
+from helpers import certificates, ports, shared
+from helpers.waiting import returned, wait_until
 from prometheus_client import parser
-from waiting import returned, wait_until
 
 from agn_optax import errors, service
-from agn_optax.service import Access, Tls, _page, _servicer
+from agn_optax.ops.watch import _page
+from agn_optax.service import Access, Tls
+from agn_optax.service.server import _servicer
 
 RULE = shared.downpour()
 START, ONES = np.zeros(3, np.float32), np.ones(3, np.float32)

@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 import pytest
-import shared
-import talking
+from helpers import shared, talking
 
 from agn_optax import errors, service
 from agn_optax.service import Access

@@ -2,11 +2,10 @@
 
 import pathlib
 
-import parity_records
 import pytest
-import talking
-from parity_records import ADAM, RECORDS
-from support import assert_identical
+from helpers import parity_records, talking
+from helpers.parity_records import ADAM, RECORDS
+from helpers.support import assert_identical
 
 import agn_optax
 from agn_optax import service

@@ -4,13 +4,11 @@ import time
 
 import jax.numpy as jnp
 import pytest
-import sessions
-import shared
+from helpers import sessions, shared
 
 from agn_optax import errors, service
-from agn_optax.service import _path
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.transports import TRANSPORTS, Target
+from agn_optax.service.transports import TRANSPORTS, Target, _path
 from agn_optax.service.transports._socket import SocketLink
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes

@@ -5,8 +5,8 @@ import threading
 
 import jax.numpy as jnp
 import optax
-import ports
 import pytest
+from helpers import ports
 
 import agn_optax
 from agn_optax import errors, rules, service

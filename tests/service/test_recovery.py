@@ -8,16 +8,12 @@ import threading
 import time
 import urllib.request
 
-import commands
 import jax.numpy as jnp
-import network
 import numpy as np
 import optax
-import ports
 import pytest
-import sessions
-import shared
-from waiting import BUSY, LIMIT, wait_until
+from helpers import commands, network, ports, sessions, shared
+from helpers.waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
 from agn_optax import errors, service

@@ -6,8 +6,8 @@ import pytest
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.service import _servicer
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.server import _servicer
 
 RULE = agn_optax.rules.downpour()
 PARAMS = {"w": jnp.ones(3)}

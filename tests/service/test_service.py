@@ -12,24 +12,23 @@ import threading
 import grpc
 import jax
 import jax.numpy as jnp
-import network
 import numpy as np
 import optax
-import ports
 import pytest
-import shared
 from grpc._server import _RPCState
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support import RULES, assert_close, assert_identical, tree
-from waiting import BUSY, LIMIT, wait_until
+from helpers import network, ports, shared
+from helpers.support import RULES, assert_close, assert_identical, tree
+from helpers.waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
 from agn_optax.center import BoundedStaleness, Refuse, ShardedCenter, Synchronous
-from agn_optax.service import _address, _client, _session
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
+from agn_optax.service.client import _client, _session
 from agn_optax.service.wire import _trees
 from agn_optax.service.wire._packets import HEAD
 

@@ -9,11 +9,9 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sessions
-import shared
-import talking
-from support import shares
-from waiting import BUSY, wait_until
+from helpers import sessions, shared, talking
+from helpers.support import shares
+from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
 from agn_optax.center import BoundedStaleness, Synchronous

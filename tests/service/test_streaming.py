@@ -7,9 +7,9 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-import shared
-from support import assert_identical, feeds, run_worker
-from waiting import wait_until
+from helpers import shared
+from helpers.support import assert_identical, feeds, run_worker
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import errors, service

@@ -6,20 +6,18 @@ import logging
 import socket
 import ssl
 
-import certificates
 import grpc
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sessions
-import shared
-from support import assert_identical
+from helpers import certificates, sessions, shared
+from helpers.support import assert_identical
 
 from agn_optax import codecs, errors, service
 from agn_optax.service import Tls
-from agn_optax.service._connection import Connection
 from agn_optax.service.transports import TRANSPORTS, Target, _memory
+from agn_optax.service.transports._connection import Connection
 from agn_optax.service.wire._buffers import Buffers
 
 RULE = shared.downpour()

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shared
 from flax.core import FrozenDict
 from google.protobuf import proto
+from helpers import shared
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
+from helpers import problem
 from jax.experimental import sparse
 
 import agn_optax

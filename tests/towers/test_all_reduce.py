@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import support
+from helpers import support
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding
 from traffic import traffic

@@ -6,9 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import problem
 import pytest
-import support
+from helpers import problem, support
 from jax.experimental import sparse
 
 import agn_optax

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-import support
+from helpers import support
 
 import agn_optax
 from agn_optax import errors

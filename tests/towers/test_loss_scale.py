@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import support
+from helpers import problem, support
 
 import agn_optax
 from agn_optax import errors

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import support
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers import problem, support
 
 import agn_optax
 

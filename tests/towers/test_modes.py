@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import support
+from helpers import problem, support
 from traffic import traffic
 
 import agn_optax

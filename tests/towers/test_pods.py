@@ -10,10 +10,9 @@ import threading
 
 import jax
 import numpy as np
-import pod_worker
-import ports
 import pytest
-from waiting import wait_until
+from helpers import pod_worker, ports
+from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import service

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import problem
 import pytest
-import shared
-import support
 from flax.training.train_state import TrainState
+from helpers import problem, shared, support
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.launch import _signals
+from agn_optax._internal import signals
 from agn_optax.training._progress import showing
 
 try:
@@ -276,7 +274,7 @@ def test_second_signal_ends_what_the_first_leaves_waiting(monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)  # the same one, told twice
                 assert told()
-                monkeypatch.setattr(_signals, "_ONCE", 0.0)
+                monkeypatch.setattr(signals, "_ONCE", 0.0)
                 signal.raise_signal(signal.SIGTERM)
                 pytest.fail("it goes on waiting")
             finally:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from agn_optax import errors
+from agn_optax.service.transports import _socket as sockets  # noqa: F401
 from agn_optax.service.transports._grpc import GRPC
 from agn_optax.service.transports._grpc import GrpcLink as GrpcLink
 from agn_optax.service.transports._grpc import HealthListener as HealthListener

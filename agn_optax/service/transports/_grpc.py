@@ -23,13 +23,14 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from agn_optax import errors
-from agn_optax.service import _address, _status
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._access import Caller
-from agn_optax.service._connection import Connection
-from agn_optax.service._limits import Places
-from agn_optax.service._servicer import Servicer
+from agn_optax.service.security._access import Caller
+from agn_optax.service.security._rate_limits import Places
+from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
+from agn_optax.service.transports._connection import Connection
+from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, joined
 

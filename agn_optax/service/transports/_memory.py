@@ -22,7 +22,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._servicer import Servicer
+from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _socket, _transport
 from agn_optax.service.wire import _buffers
 from agn_optax.service.wire._buffers import Buffers

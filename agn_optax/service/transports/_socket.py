@@ -22,13 +22,14 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 
 from agn_optax import errors
-from agn_optax.service import _address, _status
+from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._access import KEY_SIZE, Caller
-from agn_optax.service._path import Path, connected, path_of
-from agn_optax.service._servicer import Servicer
-from agn_optax.service._tls import Tls
+from agn_optax.service.security._access import KEY_SIZE, Caller
+from agn_optax.service.security._tls import Tls
+from agn_optax.service.server._servicer import Servicer
 from agn_optax.service.transports import _transport
+from agn_optax.service.transports._path import Path, connected, path_of
+from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader
 

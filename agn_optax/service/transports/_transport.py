@@ -20,12 +20,12 @@ import grpc
 
 from agn_optax import errors
 from agn_optax._internal import in_background, keep_running
-from agn_optax.service import _status
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service._connection import Connection
-from agn_optax.service._path import Path, Route
-from agn_optax.service._servicer import Servicer
-from agn_optax.service._tls import Tls
+from agn_optax.service.security._tls import Tls
+from agn_optax.service.server._servicer import Servicer
+from agn_optax.service.transports._connection import Connection
+from agn_optax.service.transports._path import Path, Route
+from agn_optax.service.wire import _status
 from agn_optax.service.wire._buffers import Buffers
 from agn_optax.service.wire._packets import Parcel, Reader, nothing
 

@@ -1,0 +1,40 @@
+"""The command ``agn-optax``: centers and launched workers from a shell.
+
+`_app` is the command and its exit codes, `_serve`, `_status`, `_doctor`, `_plan` and
+`_launch_command` its subcommands. `_options` makes records of options out of command
+lines and files, `_rules` and `_center_options` are such records. `run` runs programs
+side by side. The command needs the extra ``agn_optax[cli]``.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+from agn_optax import errors
+from agn_optax._internal import extras
+from agn_optax.ops.launch import Ended, Program, run
+
+__all__ = ["Ended", "Program", "main", "run"]
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` names, and exits."""
+    # Here, as the launcher does without all that the command needs.
+    try:
+        extras.require("cli", "typer", "rich", "grpc")
+    except errors.MissingExtraError as error:
+        sys.exit(f"agn-optax: {error}")
+    from agn_optax.ops.cli._app import app  # noqa: PLC0415
+
+    try:
+        app(prog_name="agn-optax")
+    except SystemExit as end:
+        others = set(threading.enumerate()) - {threading.main_thread()}
+        if end.code and not all(thread.daemon for thread in others):
+            # Python would wait for them, and those of a failed save wait for ever.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(int(end.code))
+        raise

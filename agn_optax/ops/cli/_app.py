@@ -1,0 +1,76 @@
+"""The command and its subcommands; errors as exit codes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from agn_optax import errors
+from agn_optax._version import __version__
+from agn_optax.ops.cli import (
+    _backup,
+    _doctor,
+    _export,
+    _keys,
+    _launch_command,
+    _options,
+    _plan,
+    _serve,
+    _status,
+)
+
+
+class _Group(_options.Flags, TyperGroup):
+    """Says what is wrong in a line, and exits with 2 for wrong usage, else with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a subcommand."""
+        try:
+            return super().invoke(ctx)
+        except errors.AgnOptaxError as error:
+            typer.echo(f"agn-optax: {error}", err=True)
+            wrong_usage = isinstance(error, errors.InvalidArgumentError)
+            raise typer.Exit(2 if wrong_usage else 1) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Asynchronous training with a center variable: serve it, watch it, find out "
+    "what is wrong with it, launch workers around it, and plan what it will cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # others' exceptions are shown as Python does
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"agn-optax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+for each in (
+    *(_serve.serve, _status.status, _status.watch, _status.save, _status.drain),
+    *(_doctor.doctor, _backup.backup, _export.export, _plan.plan, _keys.keys),
+):
+    app.command(cls=_options.Command)(_options.spread(each))
+# What follows the program's name is the program's.
+app.command(
+    "launch",
+    cls=_launch_command.LaunchCommand,
+    context_settings={"allow_interspersed_args": False},
+)(_options.spread(_launch_command.launch_command))

@@ -1,0 +1,74 @@
+"""``agn-optax doctor``: what is wrong between here and a center."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from agn_optax.ops.cli import _options, _rules, _status, _table
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.cli._status import Reached
+from agn_optax.ops.doctor._checks import Checks
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+
+def doctor(
+    address: _status.Address,
+    reached: Reached,
+    rule: RuleOptions,
+    config: _options.Config = None,
+    timeout: _status.Timeout = 5.0,
+    client_timeout: Annotated[
+        float,
+        typer.Option(min=0.001, help="timeout= that workers give to connect()."),
+    ] = 30.0,
+    give_up: Annotated[
+        float, typer.Option(min=0, help="give_up= of workers, in seconds.")
+    ] = 600.0,
+    stop_grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Seconds after which whatever ends the center kills it: systemd's "
+            "TimeoutStopSec, or terminationGracePeriodSeconds of Kubernetes.",
+        ),
+    ] = None,
+    json: _options.Json = False,
+) -> None:
+    """Check the way to a center, and the center, one thing after the other.
+
+    Where a check fails that others need, those are left out. With a rule, it is
+    compared with the center's. Some megabytes are sent each way.
+    """
+    rule = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    checks = Checks(
+        address,
+        lambda: _status.observer(address, reached, timeout),
+        _rules.make(rule) if _options.given(rule) else None,
+        timeout=timeout,
+        client_timeout=client_timeout,
+        give_up=give_up,
+        stop_grace=stop_grace,
+        tls=_status.tls_of(reached),
+    )
+    console = _table.console()
+    findings = []
+    for finding in checks.run():
+        findings.append(finding)
+        if not json:
+            console.print(
+                f"[{_STYLES[finding.result]}]{finding.result:<8}[/]{finding.check:<12}",
+                end="",
+            )
+            console.print(finding.said, markup=False, soft_wrap=True)
+    failed = sum(finding.result == "failed" for finding in findings)
+    if json:
+        checked = [finding._asdict() for finding in findings]
+        _options.print_json({"address": address, "ok": not failed, "checks": checked})
+    elif failed:
+        typer.echo(f"agn-optax: {failed} of {len(findings)} checks failed", err=True)
+    if failed:
+        raise typer.Exit(1)

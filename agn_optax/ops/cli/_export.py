@@ -1,0 +1,139 @@
+"""``agn-optax export``: a center's parameters as an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import tempfile
+from typing import Annotated, Any
+
+import typer
+
+from agn_optax import center, errors, service
+from agn_optax._internal import extras
+from agn_optax.ops.cli import _options, _rules, _status
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.cli._status import Reached
+from agn_optax.rules import Rule
+
+PyTree = Any
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY|ADDRESS",
+            help="What --journal or --snapshots named, or where a center is; of a "
+            "center in shards all addresses, with commas between them.",
+        ),
+    ],
+    to: Annotated[pathlib.Path, typer.Argument(help="A directory that is not there.")],
+    rule: RuleOptions,
+    reached: Reached,
+    config: _options.Config = None,
+    timeout: _status.Timeout = 600.0,
+    json: _options.Json = False,
+) -> None:
+    """Write a center's parameters as a checkpoint that Orbax reads.
+
+    They are in it under their own names: `orbax.checkpoint.v1.load(TO)` returns the
+    tree of the model. The rule is needed for a directory with exchanges since its last
+    snapshot, and for a center in shards. Of a center that runs it takes the role of a
+    reader. Needs the extra flax.
+
+    Example: agn-optax export center.example:5000 checkpoint
+    """
+    given = _options.filled(rule, _options.read(config, RuleOptions, CenterOptions))
+    made = _rules.make(given) if _rules.is_given(given) else None
+    check(to)
+    if pathlib.Path(source).is_dir():
+        found = center.read(source, made)
+        params, version = found.params, found.version
+    else:
+        params, version = _pulled(source, made, reached, timeout)
+    write(params, to)
+    if json:
+        _options.print_json({"version": version, "directory": str(to)})
+    else:
+        typer.echo(f"version {version} is in {to}")
+
+
+def check_is_free(to: pathlib.Path) -> None:
+    """Raise unless a checkpoint may be made at a path, on whichever machine it is.
+
+    Raises:
+      InvalidArgumentError: there is something.
+      MissingExtraError: there is no Orbax here.
+    """
+    with contextlib.suppress(OSError):  # `check` says why nobody may look there
+        if to.exists():
+            raise errors.InvalidArgumentError(
+                f"{to} is there already: a checkpoint takes a directory of its own"
+            )
+    extras.require("flax", "orbax.checkpoint")
+
+
+def check(to: pathlib.Path) -> None:
+    """Raise unless a checkpoint can be written at a path of this machine.
+
+    Raises:
+      InvalidArgumentError: there is something, or no directory can be made there.
+      MissingExtraError: there is no Orbax here.
+    """
+    check_is_free(to)
+    try:
+        _make_directory_beside(to)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            "a checkpoint takes a directory that can be made, got "
+            f"{str(to)!r} ({error.strerror}): give one in a folder that can be written"
+        ) from None
+
+
+def write(params: PyTree, to: pathlib.Path) -> None:
+    """Write a checkpoint.
+
+    Raises:
+      DurabilityError: it cannot be written.
+    """
+    from orbax.checkpoint import v1  # noqa: PLC0415 heavy, an extra of its own
+
+    try:
+        # Orbax's threads would wait for ever for a directory that it cannot make.
+        _make_directory_beside(to)
+        v1.save(to.resolve(), params)
+    except (OSError, ValueError) as error:
+        raise errors.DurabilityError(f"cannot write {to}: {error}") from error
+
+
+def _make_directory_beside(to: pathlib.Path) -> None:
+    """Make the folder that a checkpoint is to be in, and for a moment one in that.
+
+    Raises:
+      OSError: one of them cannot be made.
+    """
+    to = to.resolve()
+    to.parent.mkdir(parents=True, exist_ok=True)
+    # Its name is as long as that of Orbax's own temporary directory.
+    prefix = f"{to.name}.agn-optax-tmp-"
+    pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
+
+
+def _pulled(
+    source: str, rule: Rule | None, reached: Reached, timeout: float
+) -> tuple[PyTree, Any]:
+    """The parameters of a center that runs, and their version."""
+    addresses = source.split(",")
+    if len(addresses) == 1:
+        with _status.observer(source, reached, timeout) as observer:
+            return observer.pull()[:2]
+    if rule is None:
+        raise errors.InvalidArgumentError(
+            "a center in shards is put together by its rule: give --rule, as for "
+            "`agn-optax serve`"
+        )
+    how = _status.settings(reached)
+    with service.connect(addresses, rule, timeout=timeout, **how) as whole:
+        return whole.pull()[:2]

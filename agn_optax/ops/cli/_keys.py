@@ -1,0 +1,54 @@
+"""``agn-optax keys``: certificates and tokens for those who have none."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from agn_optax.ops import keys as making
+from agn_optax.ops.cli import _options
+
+_Names = list[str]
+
+
+def keys(
+    directory: Annotated[
+        pathlib.Path, typer.Argument(metavar="DIRECTORY", help="Where to put them.")
+    ],
+    host: Annotated[
+        _Names | None,
+        typer.Option(metavar="NAME", help="By which workers reach the center; each."),
+    ] = None,
+    chief: Annotated[
+        _Names | None, typer.Option(metavar="NAME", help="A worker that may begin.")
+    ] = None,
+    worker: Annotated[
+        _Names | None, typer.Option(metavar="NAME", help="A worker.")
+    ] = None,
+    operator: Annotated[
+        _Names | None, typer.Option(metavar="NAME", help="Who watches and drains.")
+    ] = None,
+    days: Annotated[
+        int, typer.Option(min=1, help="For which certificates are valid.")
+    ] = 365,
+    json: _options.Json = False,
+) -> None:
+    """Make certificates and tokens for a center, its workers and its operators.
+
+    The directory gets ca.pem (who vouches for all of them), for each --host center.pem
+    and center.key, and for each name NAME.pem, NAME.key and NAME.token; the file
+    tokens, which the center takes, has a line for each. Each pair of --worker and its
+    names is given as often as needed. Keys and tokens can be read by their owner alone.
+    Run again on the same directory, it adds to what is there. Needs the extra keys.
+
+    Example: agn-optax keys keys --host center.example --chief anna --worker bert
+    """
+    roles = {"chief": chief or [], "worker": worker or [], "operator": operator or []}
+    made = making.make(directory, host or [], roles, days)
+    if json:
+        _options.print_json({"made": [str(path) for path in made]})
+    else:
+        for path in made:
+            typer.echo(path)

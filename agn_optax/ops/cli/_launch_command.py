@@ -1,0 +1,147 @@
+"""``agn-optax launch``: a center and its workers, here or on an engine."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rich.text
+import typer
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.ops.cli import _options, _run_file, _table
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.cli._run_file import RunOptions
+from agn_optax.ops.engines import ENGINES, Engine, Local, reached_at, serving
+
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_CENTER = "center"
+
+
+class LaunchCommand(_options.Command):
+    """What follows a program's name is the program's; a run's file takes options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Options, and the rest."""
+        found, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.allow_interspersed_args = _is_file(found.get("command") or ())
+        return super().parse_args(ctx, args)
+
+
+def launch_command(
+    rule: RuleOptions,
+    center: CenterOptions,
+    options: RunOptions,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN.toml | PROGRAM.py [ARGUMENTS]...",
+            help="A file that describes the run; or what each worker runs, as after "
+            "`python`, whose own options follow it.",
+        ),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            "-m",
+            metavar="MODULE",
+            help="What each worker runs instead, as after `python -m`; its own "
+            "arguments follow --.",
+        ),
+    ] = None,
+    on: Annotated[
+        str, typer.Option(metavar="ENGINE", help=f"One of {', '.join(ENGINES)}.")
+    ] = "local",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would be done."),
+    ] = False,
+    config: _options.Config = None,
+    json: _options.Json = False,
+) -> None:
+    """Start a center and workers around it, here or on an engine.
+
+    Workers find AGN_OPTAX_CENTER (its address), AGN_OPTAX_RANK, AGN_OPTAX_WORKERS and
+    AGN_OPTAX_WORKER (their name) in their environment, and AGN_OPTAX_RULE (that of the
+    center), all of which agn_optax.service.environment() reads; and AGN_OPTAX_TOKEN, by
+    which the center knows that name; worker-0 may be the chief. On this machine all
+    are ended together, and the exit code is that of the worker that failed, or else of
+    the center if it failed, at its end too. With --json, a summary is printed to
+    stdout, and all lines go to stderr.
+
+    Example: agn-optax launch --workers 4 --rule downpour train.py --epochs 3
+
+    Example: agn-optax launch run.toml --on slurm --dry-run
+    """
+    check.choose(on, ENGINES, "--on")
+    run = [*([] if module is None else ["-m", module]), *(command or [])]
+    if not run:
+        raise errors.InvalidArgumentError(
+            "nothing to run: give PROGRAM.py, or -m MODULE, after the options"
+        )
+    if _is_file(run):
+        if len(run) > 1 or config is not None:
+            what = "--config" if config is not None else " ".join(run[1:])
+            raise errors.InvalidArgumentError(
+                f"{run[0]} describes the whole run: {what} does not go with it"
+            )
+        engine = _run_file.read(pathlib.Path(run[0]), rule, center, options, on)
+    else:
+        engine = _run_file.of_options(run, rule, center, options, config, on)
+    if dry_run:
+        _show(engine)
+        return
+    names = [_CENTER, *engine.run.worker_names]
+    shown = engine.page_token if isinstance(engine, Local) else ""
+    try:
+        summary = engine.launch(_Output(names, json, shown))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if json:
+        _options.print_json(summary)
+    if summary["returncode"]:
+        raise typer.Exit(summary["returncode"])
+
+
+def _is_file(run: Sequence[str]) -> bool:
+    """Whether a file describes it."""
+    return bool(run) and run[0].endswith(".toml")
+
+
+def _show(engine: Engine) -> None:
+    for name, text in engine.files().items():
+        typer.echo(f"# {name}\n{text}")
+    typer.echo("# What is run")
+    for line in engine.commands():
+        typer.echo(line)
+
+
+class _Output:
+    """Lines of several programs, each behind its program's name."""
+
+    def __init__(self, names: Sequence[str], stderr: bool, shown: str = "") -> None:
+        self._shown = shown  # the token of the page
+        self._console = _table.console(stderr=stderr)
+        if isinstance(self._console.file, io.TextIOWrapper):
+            # A program may write what this terminal's encoding does not have.
+            self._console.file.reconfigure(errors="backslashreplace")
+        self._width = max(map(len, names))
+        self._styles = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+
+    def __call__(self, name: str, line: str) -> None:
+        if name == _CENTER and (said := serving(line)):
+            line = f"serving at {reached_at(said)}"  # to a person, and not to us
+            page = said.get("page")
+            line += f", page at {page}" if page else ""
+            line += f" with token {self._shown}" if page and self._shown else ""
+        prefix = (f"{name:<{self._width}} | ", self._styles.get(name, "white"))
+        try:  # a program's own colors are kept on a terminal, and only there
+            own = rich.text.Text.from_ansi(line)
+        except ValueError:  # an escape with a number that Python does not parse
+            own = rich.text.Text(line)
+        text = rich.text.Text.assemble(prefix, own)
+        self._console.print(text, soft_wrap=True)

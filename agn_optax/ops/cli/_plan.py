@@ -1,0 +1,436 @@
+"""``agn-optax plan``: what rare communication will cost, for every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import rich.cells
+import rich.console
+import rich.table
+import rich.text
+
+from agn_optax.ops import planning, units
+from agn_optax.ops.cli import _calibrate, _options, _rules, _table
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.planning import (
+    Cluster,
+    Coding,
+    Cost,
+    Disk,
+    Kept,
+    Level,
+    Machine,
+    Remedies,
+    Tree,
+)
+from agn_optax.rules import codecs
+
+T = TypeVar("T")
+_Column = Callable[[Cost], str]
+_TIMES: dict[str, _Column] = {
+    "message": lambda cost: units.in_bytes(cost.message),
+    "answer": lambda cost: units.in_bytes(cost.answer),
+    "exchange": lambda cost: _seconds(cost.exchange),
+    "hidden": lambda cost: str(cost.hidden_period or "never"),
+    "period": lambda cost: str(cost.period),
+    "busy": lambda cost: f"{cost.utilization:.1%}",
+    "overlap": lambda cost: f"{cost.utilization_overlapping:.1%}",
+    "bottleneck": lambda cost: cost.bottleneck,
+}
+_MEMORY: dict[str, _Column] = {
+    "model and optimizer": lambda cost: _size(
+        cost.worker.params + cost.worker.inner_state
+    ),
+    "record, anchor": lambda cost: _size(
+        cost.worker.record + cost.worker.codec_state + cost.worker.anchor
+    ),
+    "worker": lambda cost: _size(cost.worker.waiting),
+    "overlap": lambda cost: _size(cost.worker.overlapping),
+    "center": lambda cost: _size(cost.center.total),
+}
+_REMEDIES: dict[str, Callable[[Remedies], str]] = {
+    "period": lambda remedies: _number(remedies.period),
+    "with bfloat16": lambda remedies: _number(remedies.bfloat16),
+    "shards": lambda remedies: _number(remedies.shards),
+    "levels": lambda remedies: _number(remedies.levels),
+}
+_HELP = (
+    "What would help, each by itself: a longer period, which hides exchanges; 16 bits "
+    "both ways, and\nthe period then; so many shards, or levels of centers, at which a "
+    "center has time for everybody while\none worker exchanges."
+)
+_CODING: dict[str, Callable[[Coding], str]] = {
+    "as it is": lambda coding: units.in_bytes(coding.contribution),
+    "encode": lambda coding: _seconds(coding.encode),
+    "decode": lambda coding: _seconds(coding.decode),
+    "pays below": lambda coding: _below(coding.pays_below),
+}
+_LEVELS: dict[str, Callable[[Level], str]] = {
+    "centers": lambda level: str(level.centers),
+    "each has": lambda level: str(level.children),
+    "period": lambda level: str(level.period),
+    "once in": lambda level: _seconds(level.interval),
+    "exchange": lambda level: _seconds(level.exchange),
+    "a second": lambda level: f"{level.exchanges:.3g}",
+    "received": lambda level: _rate(level.received),
+    "sent": lambda level: _rate(level.sent),
+    "load": lambda level: f"{level.load:.1%}",
+    "bottleneck": lambda level: level.bottleneck,
+}
+_KEPT: dict[str, Callable[[Kept], str]] = {
+    "written": lambda kept: _rate(kept.written),
+    "snapshot": lambda kept: units.in_bytes(kept.snapshot),
+    "journal": lambda kept: units.in_bytes(kept.journal),
+    "read": lambda kept: _seconds(kept.read),
+    "replay": lambda kept: _seconds(kept.replay),
+    "rejoin": lambda kept: _seconds(kept.rejoin),
+    "restart": lambda kept: _seconds(kept.restart),
+}
+
+
+def _rate(number: float) -> str:
+    return f"{units.in_bytes(number)}/s"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.3g} s"
+
+
+def _below(rate: float | None) -> str:
+    return "any rate" if rate is None else _rate(rate) if rate else "none"
+
+
+def _number(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+_DEFAULT = Machine()
+
+
+@_options.record(
+    overhead=str(_DEFAULT.overhead),
+    endpoint=_rate(_DEFAULT.endpoint_rate),
+    apply=_rate(_DEFAULT.apply_rate),
+    encode=_rate(_DEFAULT.encode_rate),
+    decode=_rate(_DEFAULT.decode_rate),
+)
+class MachineOptions:
+    """What an exchange takes beside the links.
+
+    Machine:
+      overhead SECONDS [{overhead}]: Of an exchange of nothing.
+      endpoint_rate RATE [{endpoint}]: Message and answer, through both ends.
+      apply_rate RATE [{apply}]: What the center's arithmetic reads and writes.
+      encode_rate RATE [{encode}]: Of contributions as they are, that --codec encodes.
+      decode_rate RATE [{decode}]: ... and decodes.
+      measure: Measure these on this machine, with a center in another process.
+    """
+
+    overhead: float | None = None
+    endpoint_rate: str | None = None
+    apply_rate: str | None = None
+    encode_rate: str | None = None
+    decode_rate: str | None = None
+    measure: bool | None = _options.switch()
+
+
+@_options.record()
+class ClusterOptions:
+    """The model, its workers and their links.
+
+    Options:
+      parameters: Of the model; 1.3e9, say.
+      step_time: Seconds of a local step.
+      bandwidth RATE: Of each worker's link, either way: 1Gbit, 100Mb/s, 1.2GB (b is a
+        bit, B a byte).
+      workers: How many.
+      period [each rule's hidden one]: Local steps between exchanges.
+      latency: Seconds of a round trip.
+      center_bandwidth RATE [--bandwidth]: Of the center's link, for all workers.
+      shards: Hosts that have a part of each center, and a link of their own.
+      inner NAME: The workers' optimizer, of optax.
+      dtype: Of the parameters.
+      center_dtype [--dtype]: Of the center.
+
+    Tree of centers:
+      fan_out: Workers, or centers, that a center has at most.
+      levels: Of centers, instead of --fan-out.
+      parent_period [the hidden one]: Exchanges at a center between two with its parent.
+      parent_bandwidth RATE [--center-bandwidth]: Of a center's link to its parent, and
+        of the parent's, for all of them.
+      parent_latency [--latency]: Seconds of a round trip between them.
+
+    Journal:
+      disk RATE [no journal]: That a host of the center writes and reads.
+      sync [0]: Seconds until what was written is there for good.
+      journal_size BYTES [1 GiB or four snapshots]: After which a snapshot takes its
+        place.
+    """
+
+    parameters: float
+    step_time: float
+    bandwidth: str
+    workers: int = 1
+    period: int | None = None
+    latency: float = 0.0
+    center_bandwidth: str | None = None
+    shards: int = 1
+    inner: str = "adam"
+    dtype: str = "float32"
+    center_dtype: str | None = None
+    fan_out: int | None = None
+    levels: int | None = None
+    parent_period: int | None = None
+    parent_bandwidth: str | None = None
+    parent_latency: float | None = None
+    disk: str | None = None
+    sync: float | None = None
+    journal_size: float | None = None
+
+
+def plan(
+    rule: RuleOptions,
+    machine: MachineOptions,
+    options: ClusterOptions,
+    json: _options.Json = False,
+) -> None:
+    """Say what each rule will cost: bytes, time and memory.
+
+    For every rule: the bytes and seconds of an exchange, the shortest period at which
+    communication hides behind local steps, the part of the time that workers are busy
+    with these, at --period or at that one, where they wait for their answers and where
+    they overlap, the bottleneck and what would help, and the memory that workers and
+    center keep. Plain data parallelism stands below. With --rule or --rule-from, only
+    that rule is planned.
+
+    With --fan-out or --levels the center is a tree of centers, and each level has a
+    row. With --disk the center keeps a journal, and what that writes and how long a
+    restart takes is said as well. With --codec it says what encoding and decoding take,
+    and the rate of a link below which they pay.
+
+    Example: agn-optax plan --parameters 1.3e9 --step-time 0.8 --bandwidth 1Gbit
+    --workers 8
+    """
+    optimizer = _rules.inner(options.inner)
+    params = planning.abstract(options.parameters, options.dtype)
+    codec = _rules.codec(rule)
+    if _rules.is_given(rule):
+        planned = [_rules.make(rule)]
+    else:
+        _options.refuse(rule, "needs --rule", but=("codec", "answers"))
+        planned = [
+            dataclasses.replace(each, codec=codec)
+            for each in planning.built_in_rules(optimizer, options.workers)
+        ]
+    cluster = Cluster(
+        step_time=options.step_time,
+        workers=options.workers,
+        latency=options.latency,
+        machine=_machine(machine, planned[0].codec),
+        shards=options.shards,
+        tree=_tree(options),
+        disk=_disk(options),
+        **_rates(options, "bandwidth", "center_bandwidth"),
+    )
+    costs = [
+        planning.plan(
+            each,
+            params,
+            cluster,
+            inner=optimizer,
+            period=options.period,
+            center_dtype=options.center_dtype,
+        )
+        for each in planned
+    ]
+    costs.append(planning.all_reduce(params, cluster, inner=optimizer, codec=codec))
+    if json:
+        _options.print_json(
+            {
+                "parameters": int(options.parameters),
+                "dtype": options.dtype,
+                "inner": options.inner,
+                **dataclasses.asdict(cluster),
+                "center_bandwidth": cluster.shared,
+                "rules": [_as_dict(cost) for cost in costs],
+            }
+        )
+    else:
+        console = _table.console()
+        console.print(_of(costs, cluster, console.width))
+
+
+def _machine(options: MachineOptions, codec: codecs.Codec) -> Machine:
+    if options.measure:
+        _options.refuse(options, "does not go with --measure", but=("measure",))
+        return _calibrate.calibrate(codec)
+    rates = _rates(options, "endpoint_rate", "apply_rate", "encode_rate", "decode_rate")
+    return Machine(**(_options.given(options) | rates))
+
+
+def _tree(options: ClusterOptions) -> Tree | None:
+    if options.fan_out is None and options.levels is None:
+        only = ("parent_period", "parent_bandwidth", "parent_latency")
+        _options.refuse(options, "needs --fan-out or --levels", only=only)
+        return None
+    return Tree(
+        fan_out=options.fan_out,
+        levels=options.levels,
+        period=options.parent_period,
+        bandwidth=_rates(options, "parent_bandwidth").get("parent_bandwidth"),
+        latency=options.parent_latency,
+    )
+
+
+def _disk(options: ClusterOptions) -> Disk | None:
+    if options.disk is None:
+        _options.refuse(options, "needs --disk", only=("sync", "journal_size"))
+        return None
+    return Disk(
+        bandwidth=units.rate(options.disk, "--disk"),
+        sync=options.sync or 0.0,
+        size=options.journal_size,
+    )
+
+
+def _rates(options: ClusterOptions | MachineOptions, *names: str) -> dict[str, float]:
+    """Those that were given, in bytes a second."""
+    given = _options.given(options)
+    return {
+        name: units.rate(given[name], _options.option(name))
+        for name in names
+        if name in given
+    }
+
+
+def _as_dict(cost: Cost) -> dict[str, Any]:
+    worker, center = cost.worker, cost.center
+    kept, remedies = cost.kept, cost.remedies
+    sums = {"waiting": worker.waiting, "overlapping": worker.overlapping}
+    return {
+        **cost._asdict(),
+        "worker": worker._asdict() | sums,
+        "center": center._asdict() | {"total": center.total},
+        "levels": [level._asdict() for level in cost.levels],
+        "kept": kept and kept._asdict() | {"restart": kept.restart},
+        "remedies": remedies and remedies._asdict(),
+        "coding": cost.coding and cost.coding._asdict(),
+    }
+
+
+def _of(costs: Sequence[Cost], cluster: Cluster, width: int) -> rich.console.Group:
+    whole = [(cost, cost) for cost in costs]
+    said: list[rich.console.RenderableType] = [
+        _head(cluster),
+        *_as_tables(whole, _TIMES, width),
+        _ends(cluster),
+        _HELP,
+        *_as_tables(_those(costs, lambda cost: cost.remedies), _REMEDIES, width),
+    ]
+    if coded := _those(costs, lambda cost: cost.coding):
+        said += [_codec(cluster), *_as_tables(coded, _CODING, width)]
+    if cluster.tree is not None:
+        said.append(
+            "Centers, from those that have workers to the root; exchanges overlap with "
+            "local steps, and the period is that of each child."
+        )
+        levels = [(cost, level) for cost in costs for level in cost.levels]
+        said += _as_tables(levels, _LEVELS, width)
+    if cluster.disk is not None:
+        whose = "center" if cluster.tree is None else "root"
+        said.append(
+            f"The journal of the {whose}, on each of its hosts, whose disk takes "
+            f"{_rate(cluster.disk.bandwidth)}."
+        )
+        said += _as_tables(_those(costs, lambda cost: cost.kept), _KEPT, width)
+    said += _as_tables(whole, _MEMORY, width)
+    said.append(_memory(cluster))
+    return rich.console.Group(*said)
+
+
+def _codec(cluster: Cluster) -> str:
+    machine = cluster.machine
+    return (
+        f"What the codec takes of contributions as they are, at "
+        f"{_rate(machine.encode_rate)} to encode and {_rate(machine.decode_rate)} to "
+        "decode;\nand the rate of a link below which an exchange is shorter with it."
+    )
+
+
+def _memory(cluster: Cluster) -> str:
+    whose = "" if cluster.tree is None else " that it has, in the lowest level"
+    shards = "" if cluster.shards == 1 else "; of all its shards together"
+    return (
+        "Beside activations and gradients. The center's has a message of every worker"
+        f"{whose}{shards}."
+    )
+
+
+def _head(cluster: Cluster) -> str:
+    shards = cluster.shards
+    place = "the center" if shards == 1 else f"each of the center's {shards} shards"
+    return (
+        f"{cluster.workers} workers, {cluster.step_time:g} s a step; "
+        f"{_rate(cluster.bandwidth)} each, {_rate(cluster.shared)} at {place}"
+    )
+
+
+def _ends(cluster: Cluster) -> str:
+    machine = cluster.machine
+    return (
+        f"An exchange of nothing takes {cluster.latency:g} s on its way and "
+        f"{machine.overhead:.2g} s at its ends, which take "
+        f"{_rate(machine.endpoint_rate)}; the center's arithmetic takes "
+        f"{_rate(machine.apply_rate)}."
+    )
+
+
+def _size(number: int) -> str:
+    return units.in_bytes(number) if number else "-"
+
+
+def _those(
+    costs: Sequence[Cost], part: Callable[[Cost], T | None]
+) -> list[tuple[Cost, T]]:
+    """The costs that have that part."""
+    found = ((cost, part(cost)) for cost in costs)
+    return [(cost, each) for cost, each in found if each is not None]
+
+
+def _as_tables(
+    rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]], width: int
+) -> list[rich.table.Table]:
+    """A row for each, and what rules are compared with at the end.
+
+    Several tables, one below the other, if one with all columns were too wide.
+    """
+    cells = {name: [column(row) for _, row in rows] for name, column in columns.items()}
+    names = [cost.rule for cost, _ in rows]
+    room = width - max(map(rich.cells.cell_len, ["rule", *names])) - 4
+    groups: list[list[str]] = []
+    left = 0
+    for name, own in cells.items():
+        needed = max(map(rich.cells.cell_len, [name, *own])) + 3  # with its border
+        if needed > left or not groups:
+            groups.append([])
+            left = room
+        groups[-1].append(name)
+        left -= needed
+    return [_as_table([cost for cost, _ in rows], group, cells) for group in groups]
+
+
+def _as_table(
+    costs: Sequence[Cost], columns: Sequence[str], cells: dict[str, list[str]]
+) -> rich.table.Table:
+    table = rich.table.Table()
+    table.add_column("rule", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, cost in enumerate(costs):
+        if not cost.levels:
+            table.add_section()
+        row = [cost.rule, *(cells[name][i] for name in columns)]
+        table.add_row(*map(rich.text.Text, row))
+    return table

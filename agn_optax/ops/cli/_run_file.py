@@ -1,0 +1,277 @@
+"""A run, described by a file or by the options of ``agn-optax launch``."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+from agn_optax import errors
+from agn_optax.ops import units
+from agn_optax.ops.cli import _center_options, _export, _options, _rules
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._rules import RuleOptions
+from agn_optax.ops.engines import ENGINES, Engine, Resources, Run
+from agn_optax.service import tokens
+
+
+@_options.record(engines=", ".join(ENGINES))
+class RunOptions:
+    """Which workers, and how they are started and ended.
+
+    Options:
+      workers: How many workers to start.
+      center embedded|HOST:PORT [embedded]: A center of our own, or where one is.
+      token_file FILE: Of --center HOST:PORT: with the workers' token.
+      tls_ca FILE.pem: Who vouches for the center, to the workers.
+      restarts [0]: How often a worker that failed is started again.
+      center_restarts [0]: How often a center of our own is; needs --storage.
+      stop_grace [10]: Seconds that workers have to end when told to, and the center
+        after them.
+      name [that of the program]: Of the run.
+      storage DIRECTORY: That all tasks reach and that outlives them: the center's
+        journal is there.
+
+    Local:
+      restart_delay [1]: Seconds before a program that failed is started again.
+      start_delay [0]: Seconds between the starts of two workers.
+      on_failure WHAT [stop]: Whether a worker that has failed for good is to "stop" the
+        others, or these "go on".
+      logs DIRECTORY: In which each program has a file of its lines, as worker-0.log.
+
+    SLURM:
+      wait: Return only when the run is over, with the exit code of the first task that
+        failed; without it, as soon as the jobs are submitted.
+    """
+
+    workers: int | None = _options.at_least(1, None)
+    center: str | None = None
+    token_file: pathlib.Path | None = None
+    tls_ca: pathlib.Path | None = None
+    restarts: int | None = _options.at_least(0, None)
+    center_restarts: int | None = _options.at_least(0, None)
+    stop_grace: float | None = _options.at_least(0.0, None)
+    name: str | None = None
+    storage: pathlib.Path | None = None
+    restart_delay: float | None = _options.at_least(0.0, None)
+    start_delay: float | None = _options.at_least(0.0, None)
+    on_failure: str | None = None
+    logs: pathlib.Path | None = None
+    wait: bool | None = _options.switch()
+
+
+# Of `RunOptions`, what is the engine's own, in a table of its own.
+_OWN = {
+    **dict.fromkeys(("restart_delay", "start_delay", "on_failure", "logs"), "local"),
+    "wait": "slurm",
+}
+_TABLES = ("rule", "center", "resources", *ENGINES)
+
+
+@_options.record()
+class _Top:
+    """What stands at the top of a file, beside what is in `RunOptions`.
+
+    Options:
+      program: What each worker runs, as after ``python``; or
+      module: as after ``python -m``.
+      arguments: Of it.
+      transports: How exchanges may travel.
+      environment: Variables of every worker.
+    """
+
+    program: str | None = None
+    module: str | None = None
+    arguments: list[str] | None = None
+    transports: list[str] | None = None
+    environment: dict[str, str] | None = None
+
+
+@_options.record()
+class _ResourceOptions:
+    """What a task needs.
+
+    Options:
+      cpus: Cores.
+      memory: Bytes, as text: 16GiB.
+      gpus: How many.
+      processes: Of a worker.
+      seconds: After which it may be ended.
+    """
+
+    cpus: int | None = None
+    memory: str | None = None
+    gpus: int | None = None
+    processes: int | None = None
+    seconds: float | None = None
+
+
+def read(
+    path: pathlib.Path,
+    rule: RuleOptions,
+    center: CenterOptions,
+    options: RunOptions,
+    on: str,
+) -> Engine:
+    """The engine with the run that a file describes; options win.
+
+    Args:
+      path: of the file.
+      rule: what was given beside it,
+      center: likewise,
+      options: likewise.
+      on: the engine's name.
+
+    Raises:
+      InvalidArgumentError: the file makes no sense, or the engine cannot run it.
+    """
+    table = _options.loaded(path)
+    tables = {name: table.pop(name, {}) for name in _TABLES}
+    where = str(path)
+    if isinstance(tables["center"], str):  # the address of one that is there
+        table["center"], tables["center"] = tables["center"], {}
+    for name, each in tables.items():
+        if not isinstance(each, dict):
+            raise errors.InvalidArgumentError(
+                f"{name} in {path} must be a table, [{name}], got {each!r}"
+            )
+    top = _options.taken(table, where, _Top, RunOptions)
+    program = _program(top, where)
+    for name, engine in _OWN.items():
+        if name in top:
+            raise errors.InvalidArgumentError(
+                f"{name} in {path} must stand in its table [{engine}]"
+            )
+    resources = tables["resources"]
+    settings = _options.taken(tables[on], f"[{on}] of {path}", ENGINES[on].Settings)
+    return _engine(
+        on,
+        program,
+        _options.filled(rule, _options.taken(tables["rule"], where, RuleOptions)),
+        _options.filled(center, _options.taken(tables["center"], where, CenterOptions)),
+        _options.filled(options, top),
+        settings,
+        transports=top.get("transports"),
+        environment=top.get("environment") or {},
+        **{
+            f"{task}_resources": _resources(resources.pop(task, {}), task, where)
+            for task in ("worker", "center")
+        },
+    )
+
+
+def of_options(
+    program: list[str],
+    rule: RuleOptions,
+    center: CenterOptions,
+    options: RunOptions,
+    config: pathlib.Path | None,
+    on: str,
+) -> Engine:
+    """The engine with the run that options describe.
+
+    Raises:
+      InvalidArgumentError: they do not go together, or the engine cannot run it.
+    """
+    if (options.center or "embedded") != "embedded" and config is not None:
+        raise errors.InvalidArgumentError(
+            f"--config is for an embedded center, and --center is {options.center}"
+        )
+    values = _options.read(config, RuleOptions, CenterOptions)
+    rule, center = _options.filled(rule, values), _options.filled(center, values)
+    return _engine(on, program, rule, center, options, {})
+
+
+def _engine(
+    on: str,
+    program: list[str],
+    rule: RuleOptions,
+    center: CenterOptions,
+    options: RunOptions,
+    settings: dict[str, Any],
+    **more: Any,
+) -> Engine:
+    if options.workers is None:
+        raise errors.InvalidArgumentError("how many --workers there are must be said")
+    address = None if options.center in (None, "embedded") else options.center
+    _check(rule, center, options, address)
+    given = _options.given(options)
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    for name in own:
+        if on != _OWN[name]:
+            raise errors.InvalidArgumentError(
+                f"{_options.option(name)} is for --on {_OWN[name]}"
+            )
+    given["name"] = options.name or _name(program)
+    if "stop_grace" in given:
+        given["grace"] = given.pop("stop_grace")
+    given["center"] = address
+    run = Run(
+        program=program,
+        rule=_options.given(rule),
+        serve=_options.given(center),
+        settings=settings | own,
+        **given,
+        **more,
+    )
+    return ENGINES[on](run)
+
+
+def _program(top: dict[str, Any], where: str) -> list[str]:
+    module, program = top.pop("module", None), top.pop("program", None)
+    if (module is None) == (program is None):
+        raise errors.InvalidArgumentError(
+            f"{where} must have a program or a module, which each worker runs, and not "
+            "both"
+        )
+    given = top.pop("arguments", None) or []
+    return [*(["-m", module] if program is None else [program]), *given]
+
+
+def _name(program: list[str]) -> str:
+    """A name for the run of a program."""
+    what = program[1] if program[0] == "-m" and len(program) > 1 else program[0]
+    plain = re.sub(r"[^a-z0-9]+", "-", pathlib.PurePath(what).stem.lower())
+    return plain.strip("-")[:40].strip("-") or "run"
+
+
+def _resources(table: Any, task: str, where: str) -> Resources:
+    said = f"[resources.{task}] of {where}"
+    if not isinstance(table, dict):
+        raise errors.InvalidArgumentError(f"{said} must be a table, got {table!r}")
+    values = _options.taken(table, said, _ResourceOptions)
+    if "memory" in values:
+        values["memory"] = units.size(values["memory"], f"memory in {said}")
+    for name, value in values.items():
+        if value < (0 if name == "gpus" else 1):
+            raise errors.InvalidArgumentError(
+                f"{name} in {said} must be positive, got {value}"
+            )
+    return Resources(**values)
+
+
+def _check(
+    rule: RuleOptions, center: CenterOptions, options: RunOptions, address: str | None
+) -> None:
+    """What is wrong is better said before anything is started."""
+    if address is None:
+        why = "is for --center HOST:PORT; of an embedded one every worker has its own"
+        _options.refuse(options, why, only=("token_file",))
+    else:
+        why = f"is for an embedded center, and --center is {address}"
+        _options.refuse(rule, why)
+        _options.refuse(center, why)
+        _options.refuse(options, why, only=("center_restarts",))
+        return
+    if not _rules.is_given(rule):
+        raise errors.InvalidArgumentError(
+            "the embedded center has no rule: give --rule NAME or --rule-from "
+            "MODULE:OBJECT, on the command line or in a file with --config, as for "
+            "`agn-optax serve`; or give --center HOST:PORT"
+        )
+    if rule.rule_from is None:
+        _rules.make(rule)
+    _center_options.settings(center)
+    if center.save is not None:
+        _export.check_is_free(center.save)  # `serve` tries it where the center is
+    _center_options.access(center, tokens.generated())

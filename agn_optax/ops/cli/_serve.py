@@ -1,0 +1,123 @@
+"""``agn-optax serve``: a center as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+import jax
+import typer
+
+from agn_optax import errors, service
+from agn_optax._internal import handled
+from agn_optax.ops.cli import _center_options, _export, _options, _rules
+from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._notify import notify
+from agn_optax.ops.cli._rules import RuleOptions
+
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_LOOK = 0.2  # seconds between two looks for a signal
+
+
+def serve(
+    rule: RuleOptions,
+    center: CenterOptions,
+    config: _options.Config = None,
+    json: _options.Json = False,
+) -> None:
+    """Serve a center, until SIGTERM or SIGINT drains it.
+
+    Prints its addresses and its token as soon as workers may come. The first of them
+    that starts as chief gives it its parameters, unless --journal or --snapshots names
+    a directory with a center, which then goes on.
+
+    Example: agn-optax serve --rule agn --center-optimizer adam --learning-rate 1e-3
+    """
+    values = _options.read(config, RuleOptions, CenterOptions)
+    center = _options.filled(center, values)
+    made = _rules.make(_options.filled(rule, values))
+    settings = _center_options.settings(center)
+    if center.save is not None:
+        _export.check(center.save)
+    address = str(settings.get("address", ":0"))
+    # One that workers know must be known before anybody listens there.
+    is_fixed = service.address.is_fixed(address)
+    token = ""
+    if _center_options.makes_token(center):
+        token = service.tokens.for_center_at(address)
+    # What is pasted into a browser lets it look, and no more.
+    shown = service.tokens.generated() if token and settings["page"] else ""
+    settings["access"] = _center_options.access(center, token, shown)
+    if not os.environ.get("JAX_PLATFORMS") and center.device in (None, "cpu"):
+        # The workers on this machine want the accelerators' memory for themselves.
+        jax.config.update("jax_platforms", "cpu")
+    signals: list[int] = []
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
+        signal.signal(signum, signal.SIG_DFL)  # the next one kills
+
+    with handled(_ENDS, hear), contextlib.ExitStack() as stack:
+        if (parent := _center_options.parent(center, made)) is not None:
+            settings["parent"] = stack.enter_context(parent)
+        if token and is_fixed:
+            _leave(stack, address, token, stays=True)
+        server = stack.enter_context(service.serve(made, **settings))
+        if token and not is_fixed:
+            _leave(stack, server.address, token)
+        if center.address_file is not None:
+            stack.enter_context(service.published(server.address, center.address_file))
+        if json:
+            _options.print_json(
+                {
+                    "event": "serving",
+                    "rule": made.name,
+                    "address": server.address,
+                    "direct_address": server.direct_address,
+                    "token": token or None,
+                    "page": server.page_address,
+                    "page_token": shown or None,
+                }
+            )
+        else:
+            typer.echo(f"serving {made.name} at {server.address}")
+            if server.direct_address is not None:
+                typer.echo(f"direct connections at {server.direct_address}")
+            if token:
+                typer.echo(f"token {token}")
+            if server.page_address is not None:
+                typer.echo(f"page at {server.page_address}")
+            if shown:
+                typer.echo(f"token of the page {shown}")
+
+        notify("READY=1", f"STATUS=serving {made.name} at {server.address}")
+        core = server.center.core
+        while not (signals or core.wait_until_closed(_LOOK)):
+            pass
+        notify("STOPPING=1", "STATUS=draining")
+        if signals:
+            name = signal.Signals(signals[0]).name
+            typer.echo(f"draining after {name}; again to end at once", err=True)
+    core = server.center.core
+    if center.save is not None and core.is_initialized:
+        snapshot = server.center.pull()
+        _export.write(snapshot.params, center.save)
+        typer.echo(f"version {snapshot.version} is in {center.save}", err=True)
+    if core.failure:
+        raise errors.DurabilityError(core.failure)
+    # An operator's drain is for good, whatever signal came before or after it.
+    if signals and center.signal_exit_code and not server.is_drained:
+        raise typer.Exit(center.signal_exit_code)
+
+
+def _leave(
+    stack: contextlib.ExitStack, address: str, token: str, *, stays: bool = False
+) -> None:
+    """Leaves a token where this user's programs find it, until the end or for good."""
+    try:
+        stack.enter_context(service.tokens.left_here(address, token, stays=stays))
+    except OSError as error:
+        said = "programs on this machine need the token as well: it cannot be left"
+        typer.echo(f"agn-optax: {said} for them ({error})", err=True)

@@ -1,0 +1,306 @@
+"""``agn-optax status``, ``watch``, ``save`` and ``drain``: a center from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import time
+from typing import Annotated, Any
+
+import typer
+
+from agn_optax import errors, service
+from agn_optax.ops.cli import _center_options, _options, _table
+from agn_optax.ops.cli._centers import Centers, Seen
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS", help="Where the center is: HOST:PORT or unix:PATH."
+    ),
+]
+Addresses = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS[,ADDRESS...]",
+        help="Where the center is, or its shards: HOST:PORT or unix:PATH.",
+    ),
+]
+Tree = Annotated[
+    bool,
+    typer.Option(
+        "--tree",
+        help="Also its parents and their sites, as far as they can be reached. All of "
+        "them are shown the same token: take an observer's.",
+    ),
+]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds a call may take.")]
+
+
+@_options.record()
+class Reached:
+    """How a center is reached.
+
+    Access:
+      token_file FILE [of the environment, or of a center of this user here]: With the
+        token by which the center knows this end.
+
+    TLS:
+      tls_ca FILE.pem: Who vouches for the center; plain text is spoken without it.
+      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
+      tls_key FILE.pem: The certificate's private key.
+      insecure: Allow plain text beyond this machine, in a network that you trust.
+    """
+
+    token_file: pathlib.Path | None = None
+    tls_ca: pathlib.Path | None = None
+    tls_certificate: pathlib.Path | None = None
+    tls_key: pathlib.Path | None = None
+    insecure: bool | None = _options.switch()
+
+
+def observer(address: str, reached: Reached, timeout: float) -> service.Observer:
+    """A connection that takes no part.
+
+    Raises:
+      InvalidArgumentError: options do not go together, or a file cannot be read.
+    """
+    return service.Observer(address, timeout=timeout, **settings(reached))
+
+
+def settings(reached: Reached) -> dict[str, Any]:
+    """How a connection is made, whatever it is for.
+
+    Raises:
+      InvalidArgumentError: options do not go together, or a file cannot be read.
+    """
+    return {
+        "tls": tls_of(reached),
+        "insecure": bool(reached.insecure),
+        "token": reached.token_file,
+    }
+
+
+def tls_of(reached: Reached) -> service.Tls | None:
+    """The certificates of some options.
+
+    Raises:
+      InvalidArgumentError: they do not go together.
+    """
+    own = reached.tls_certificate, reached.tls_key
+    _center_options.check_pair(*own)
+    if reached.tls_ca is None:
+        _options.refuse(reached, "needs --tls-ca", only=("tls_certificate",))
+        return None
+    return service.Tls(reached.tls_ca, *own)
+
+
+def status(
+    address: Addresses,
+    reached: Reached,
+    tree: Tree = False,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """Show a center and its workers, once; or all shards of one, or a whole tree.
+
+    Rates of workers are those of the last ten seconds, and those of centers are means
+    since they were started.
+    """
+    with _centers_at(address, reached, timeout, tree=tree) as centers:
+        look = _Look(centers.look(), {})
+    missing = look.missing(centers.addresses)
+    if missing is not None and look.only(tree=tree):
+        raise missing
+    if json:
+        _options.print_json(look.as_json(tree=tree))
+    else:
+        _table.console().print(look.table(tree=tree))
+    if missing is not None:
+        raise missing
+
+
+def watch(
+    address: Addresses,
+    reached: Reached,
+    interval: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks.")
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Looks, after which it ends.")
+    ] = None,
+    tree: Tree = False,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """Show a center and its workers, again and again, until Ctrl-C; or several.
+
+    Rates of workers are those of the last ten seconds, and those of centers are means
+    since the last look. A center that is not there yet is waited for,
+    as is one that goes away, of which what was known last stays. With --json, each look
+    is an object on a line of its own.
+    """
+    before: dict[str, dict[str, Any]] | None = None
+    shown: dict[str, dict[str, Any]] = {}
+    missing: errors.AgnOptaxError | None = None
+    with (
+        _centers_at(address, reached, timeout, tree=tree) as centers,
+        _table.live(enabled=not json) as show,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        begin = time.monotonic()
+        for number in itertools.islice(itertools.count(), count):
+            # On time whatever a look takes, unless it takes longer than the interval.
+            time.sleep(max(0.0, begin + number * interval - time.monotonic()))
+            look = _Look(centers.look(), before)
+            before = {**(before or {}), **look.statuses()}
+            missing = look.missing(centers.addresses)
+            if not isinstance(missing, errors.CenterUnreachableError | None):
+                break  # for which it makes no sense to wait
+            if json:
+                _options.print_json(look.as_json(tree=tree))
+            else:
+                show(look.table(tree=tree, shown=shown))
+            shown.update(look.known())
+    if missing is not None:
+        raise missing
+
+
+def save(
+    address: Address,
+    reached: Reached,
+    timeout: Timeout = 600.0,
+    json: _options.Json = False,
+) -> None:
+    """Have a center write a snapshot, where --journal or --snapshots has it.
+
+    Ends when that is on disk. Takes the role of an operator.
+    """
+    with observer(address, reached, timeout) as center:
+        version = center.save()
+    if json:
+        _options.print_json({"event": "saved", "address": address, "version": version})
+    else:
+        typer.echo(f"version {version} of {address} is on its disk")
+
+
+def drain(
+    address: Address,
+    reached: Reached,
+    timeout: Timeout = 5.0,
+    json: _options.Json = False,
+) -> None:
+    """End a center, as SIGTERM does: what has reached it is applied and answered.
+
+    Takes the role of an operator.
+    """
+    with observer(address, reached, timeout) as center:
+        center.drain()
+    if json:
+        _options.print_json({"event": "draining", "address": address})
+    else:
+        typer.echo(f"draining {address}")
+
+
+class _Look:
+    """Centers at one moment, with what has happened since another one.
+
+    Args:
+      seen: the centers.
+      before: what each of them said then, by its address; without any, rates are since
+        it was started. None for the first of several looks, which knows no rates.
+    """
+
+    def __init__(
+        self, seen: list[Seen], before: dict[str, dict[str, Any]] | None
+    ) -> None:
+        self._seen = seen
+        self._said = []
+        for each in seen:
+            said: dict[str, Any] = {"address": each.address, "error": ""}
+            if each.error is not None:
+                said["error"] = str(each.error)
+            if (now := each.status) is not None:
+                since = now if before is None else before.get(each.address)
+                said |= _with_rates(each.address, since, now)
+            said["depth"] = each.depth
+            said["under"] = None if each.under is None else list(each.under)
+            self._said.append(said)
+
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """Of those that answered, as they said it."""
+        return {s.address: s.status for s in self._seen if s.status is not None}
+
+    def known(self) -> dict[str, dict[str, Any]]:
+        """Of those that answered, with rates."""
+        return {said["address"]: said for said in self._said if not said["error"]}
+
+    def only(self, *, tree: bool) -> dict[str, Any] | None:
+        """The only one, where there was no more to be looked at."""
+        return self._said[0] if not tree and len(self._said) == 1 else None
+
+    def missing(self, addresses: list[str]) -> errors.AgnOptaxError | None:
+        """Why some that should be there are not; None if all are."""
+        found = [
+            each.error
+            for each in self._seen
+            if each.error is not None and each.address in addresses
+        ]
+        # Those for which there is no hope are first.
+        found.sort(key=lambda e: isinstance(e, errors.CenterUnreachableError))
+        return found[0] if found else None
+
+    def as_json(self, *, tree: bool) -> dict[str, Any]:
+        """One center as it always was, or all in a list."""
+        if (one := self.only(tree=tree)) is None:
+            return {"centers": self._said}
+        if one["error"]:
+            return {"address": one["address"], "error": one["error"]}
+        return {k: v for k, v in one.items() if k not in ("error", "depth", "under")}
+
+    def table(
+        self, *, tree: bool, shown: dict[str, dict[str, Any]] | None = None
+    ) -> Any:
+        """For people; of a center that does not answer, what was ``shown`` last."""
+        shown = shown or {}
+        if (one := self.only(tree=tree)) is None:
+            return _table.of_all(self._said, shown)
+        if one["error"]:
+            return _table.lost(one["error"], shown.get(one["address"]))
+        return _table.of(one)
+
+
+def _centers_at(
+    address: str, reached: Reached, timeout: float, *, tree: bool
+) -> Centers:
+    """Of one address, or of several that are separated by commas."""
+    addresses = [each.strip() for each in address.split(",")]
+    if len(set(addresses)) != len(addresses):
+        raise errors.InvalidArgumentError(
+            f"one address or several different ones expected, got {address!r}"
+        )
+    return Centers(addresses, lambda each: observer(each, reached, timeout), tree=tree)
+
+
+def _with_rates(
+    address: str, before: dict[str, Any] | None, now: dict[str, Any]
+) -> dict[str, Any]:
+    """A status, and the center's rates since another one; None: since the start.
+
+    Those of its workers are in the status.
+    """
+    since = before or {}
+    seconds = now["uptime"] - since.get("uptime", 0.0)
+
+    def rate(*names: str) -> float | None:
+        made = sum((now[name] or 0) - (since.get(name) or 0) for name in names)
+        # None also where another life counts from zero.
+        return made / seconds if seconds > 0 and made >= 0 else None
+
+    return {
+        "address": address,
+        **now,
+        "exchanges_per_second": rate("version"),
+        "bytes_per_second": rate("bytes_received", "bytes_sent"),
+    }

@@ -1,0 +1,536 @@
+"""The checks of ``agn-optax doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from agn_optax import errors
+from agn_optax._version import __version__
+from agn_optax.ops import units
+from agn_optax.ops.doctor import _network
+from agn_optax.rules import Rule
+from agn_optax.service import (
+    LEAST_RATE,
+    Observer,
+    Tls,
+    Way,
+    address,
+    fingerprint,
+    handshake,
+    path,
+    publishing,
+    versions,
+    wire,
+)
+
+_CLOCKS = 1.0  # seconds that two clocks may differ
+_SLOW = 0.25  # seconds: a round trip that is felt at every exchange
+_FIRST_WORD = 1.0  # seconds: a round trip with which workers hardly join
+_ROUND_TRIPS = 5
+_UNLIKE = 3.0  # times that one direction may be slower than the other
+_FAST = 200e6  # bytes a second, above which a processor may be what is slow
+# Times that another interface must be faster to be said so: where the network is what
+# is slow, and where processors may be.
+_BETTER, _MUCH_BETTER = 1.5, 4.0
+_BACK = 5.0  # seconds: workers have joined again so long after an outage
+_LAST = 1.0  # seconds that a center takes beyond its grace
+# Two ends that differ in these may round differently.
+_ARITHMETIC = ("jax", "jaxlib", "optax")
+_TRANSPORTS = ("memory", "socket", "grpc")
+
+Result = Literal["ok", "warning", "failed"]
+_Found = tuple[Result, str]
+# Without what these are about, there is nothing to check further.
+_NEEDED = ("address", "connection", "encryption", "health", "description")
+
+
+class Finding(NamedTuple):
+    """What one check found."""
+
+    check: str
+    result: Result
+    said: str
+
+
+def _in_words(way: Way) -> str:
+    """Its rates, for people."""
+
+    def said(rate: float | None) -> str:
+        return "nothing" if rate is None else f"{units.in_bytes(rate)}/s"
+
+    if way.transport == "memory":
+        return f"memory {said(way.up)} each way"
+    return (
+        f"{way.transport} {said(way.up)} up and {said(way.down)} down, "
+        f"{way.round_trip * 1e3:.2g} ms"
+    )
+
+
+def _least(way: Way) -> float:
+    """Bytes a second of its slower direction."""
+    return min(way.up or 0.0, way.down or 0.0)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+@dataclasses.dataclass
+class Checks:
+    """The checks of one center.
+
+    Args:
+      address: of the center.
+      observer: opens a connection to it.
+      rule: what to compare its rule with; None for nothing.
+      timeout: seconds that a call may take.
+      client_timeout: seconds of silence after which calls of workers give up.
+      give_up: seconds that workers wait for a lost center.
+      stop_grace: seconds after which whatever ends the center kills it; None if nobody
+        says.
+      tls: of this end; None for plain text.
+    """
+
+    address: str
+    observer: Callable[[], Observer]
+    rule: Rule | None
+    _: dataclasses.KW_ONLY
+    timeout: float
+    client_timeout: float
+    give_up: float
+    stop_grace: float | None
+    tls: Tls | None
+    _center: Any = dataclasses.field(init=False, default=None)
+    _described: Any = dataclasses.field(init=False, default=None)
+    # By their transports, those that exchanges prefer first.
+    _ways: dict[str, Way] = dataclasses.field(init=False, default_factory=dict)
+
+    def run(self) -> Iterator[Finding]:
+        """All checks, in the order in which they stand below, as they are made.
+
+        Ends at one that the rest needs.
+        """
+        checks = [name for name in vars(Checks) if name.startswith("_check_")]
+        if self.rule is None:
+            checks.remove("_check_rule")
+        try:
+            for check in checks:
+                name = check.removeprefix("_check_").replace("_", " ")
+                try:
+                    finding = Finding(name, *getattr(self, check)())
+                except errors.AgnOptaxError as error:
+                    finding = Finding(name, "failed", str(error))
+                yield finding
+                if finding.result == "failed" and name in _NEEDED:
+                    return
+        finally:
+            if self._center is not None:
+                self._center.close()
+
+    def _check_address(self) -> _Found:
+        if (file := publishing.path_of(self.address)) is not None:
+            self.address = publishing.read(file)
+        address.check(self.address)
+        if self.address.startswith("unix:"):
+            return "ok", f"{self.address} is a socket of this machine"
+        host, port = self._host_and_port()
+        if port == 0:
+            return "failed", (
+                "with port 0 a server takes any; give the one that it printed"
+            )
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return "failed", f"{host} is not found: {error}"
+        numbers = dict.fromkeys(str(each[4][0]) for each in found)
+        return "ok", f"{self.address} is {', '.join(numbers)}, port {port}"
+
+    def _check_proxy(self) -> _Found:
+        proxy = _network.proxy_of(self.address)
+        if proxy is None:
+            return "ok", "gRPC goes there by itself"
+        said = f"{proxy.variable} sends gRPC through {proxy.host}:{proxy.port}"
+        instead = f"add {address.host(self.address)} to no_proxy, or unset that"
+        if why := _network.why_not_through(proxy, self.address, self.timeout):
+            return "failed", f"{said}, which does not connect to it: {why}; {instead}"
+        return "warning", f"{said}, and exchanges by sockets past it; {instead}"
+
+    def _check_connection(self) -> _Found:
+        try:
+            seconds = _seconds(
+                lambda: handshake.connected(self.address, self.timeout).close()
+            )
+        except OSError as error:
+            return "failed", (
+                f"nobody listens at {self.address}: {error}. Is the center there, and "
+                "does a firewall let you through?"
+            )
+        return "ok", f"connected in {seconds * 1e3:.1f} ms"
+
+    def _check_encryption(self) -> _Found:
+        self._center = self.observer()
+        if why := handshake.why_not(self.address, self.tls, self.timeout):
+            return "failed", why
+        if self.tls is not None:
+            return "ok", "TLS"
+        if address.is_local(self.address):
+            return "ok", "plain text, which does not leave this machine"
+        return "warning", (
+            "plain text leaves this machine: anybody on the way can read and change it"
+        )
+
+    def _check_health(self) -> _Found:
+        try:
+            said = self._center.health()
+        except errors.CenterUnreachableError as error:
+            return "failed", (
+                f"what listens there is no gRPC server, or refuses us: {error}"
+            )
+        if said != "SERVING":
+            return "failed", f"the center is {said}: it is going down"
+        return "ok", said
+
+    def _check_description(self) -> _Found:
+        said = self._described = self._center.describe()
+        return "ok", f"protocol {said.protocol}, {said.mode}"
+
+    def _check_release(self) -> _Found:
+        said = self._described
+        if said.protocol != address.PROTOCOL:
+            return "failed", (
+                f"the center speaks version {said.protocol} of the protocol, and this "
+                f"release {address.PROTOCOL}"
+            )
+        if said.release != __version__:
+            return "warning", (
+                f"the center runs agn_optax {said.release}, and here is {__version__}"
+            )
+        here, there = versions.installed(), dict(said.versions)
+        differences = [
+            f"{name} {there[name]} there and {here[name]} here"
+            for name in here
+            if there.get(name, here[name]) != here[name]
+        ]
+        if not differences:
+            return "ok", f"agn_optax {__version__} at both ends"
+        words = f"agn_optax {__version__} at both ends, but {', '.join(differences)}"
+        if any(there.get(name, here[name]) != here[name] for name in _ARITHMETIC):
+            return "warning", (
+                f"{words}: what both compute may differ in the last place, and a rule "
+                "may be found to be another one; install the same at both ends"
+            )
+        return "ok", words
+
+    def _check_round_trip(self) -> _Found:
+        times = [_seconds(self._center.status) for _ in range(_ROUND_TRIPS)]
+        median = statistics.median(times)
+        said = f"{median * 1e3:.1f} ms"
+        if median > _FIRST_WORD:
+            return "failed", (
+                f"{said}: connections beside gRPC have a second to greet, and workers "
+                "hardly join; look for what delays packets, or have a center nearer"
+            )
+        if median > _SLOW:
+            return "warning", f"{said}: long periods or overlap=True hide it"
+        return "ok", said
+
+    def _check_clocks(self) -> _Found:
+        looks = []
+        for _ in range(_ROUND_TRIPS):
+            begin = time.time()
+            clock = self._center.describe().clock
+            end = time.time()
+            looks.append((end - begin, clock - (begin + end) / 2))
+        round_trip, ahead = min(looks)  # the quickest tells it best
+        said = (
+            f"the center's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, "
+            f"give or take {round_trip / 2:.3f} s"
+        )
+        if abs(ahead) - round_trip / 2 <= _CLOCKS:
+            return "ok", said
+        return "warning", (
+            f"{said}: certificates may not be valid here or there, and logs do not go "
+            "together; have both follow a time server (chrony, systemd-timesyncd)"
+        )
+
+    def _check_schema(self) -> _Found:
+        if not self._described.HasField("schema"):
+            return "warning", "no parameters yet: no worker has started as chief"
+        schema = wire.from_bytes(self._described.schema)
+        if schema.hash != self._described.schema_hash:
+            return "failed", (
+                f"the hash of the leaves is {schema.hash.hex()}, and the center says "
+                f"{self._described.schema_hash.hex()}"
+            )
+        size = sum(leaf.nbytes for leaf in schema.leaves)
+        return "ok", f"{len(schema.leaves)} leaves, {units.in_bytes(size)}"
+
+    def _check_disk(self) -> _Found:
+        status = self._center.status()
+        free, needed = status["disk_free"], status["disk_needed"]
+        room = ""
+        if free is not None and needed is not None:
+            room = (
+                f"{units.in_bytes(free)} are free, and the next snapshot with what "
+                f"follows takes {units.in_bytes(needed)}"
+            )
+            if free < needed:
+                return "failed", (
+                    f"{room}: make room there, or the center stops, or goes on in "
+                    f"memory alone, as it was told to. {status['degraded']}".strip()
+                )
+        said = status["degraded"]
+        if said and not status["parent"]:
+            return "warning", f"{said} ({room})" if room else said
+        if room and free < 2 * needed:
+            return "warning", f"{room}: make room before both are written"
+        kept = "whatever the center was told to keep there, it keeps"
+        return "ok", f"{kept}; {room}" if room else kept
+
+    def _check_parent(self) -> _Found:
+        """Check that a site of a tree has its parent."""
+        status = self._center.status()
+        if not status["parent"]:
+            return "ok", "the center is no site of another one"
+        if said := status["degraded"]:
+            return "warning", said
+        return "ok", f"the center is a site of {status['parent']}, and in touch with it"
+
+    def _check_ports(self) -> _Found:
+        """Whether exchanges can take the way beside gRPC that others need."""
+        direct = self._center.status()["direct_address"]
+        if not direct:
+            return "ok", "the center has no port for exchanges beside that of gRPC"
+        host, port = address.host(self.address), int(direct.rpartition(":")[2])
+        try:
+            seconds = _seconds(
+                lambda: socket.create_connection((host, port), self.timeout).close()
+            )
+        except OSError as error:
+            swallowed = isinstance(error, TimeoutError)
+            return "warning", (
+                f"nobody listens at {host}:{port}: {error}"
+                f"{', so a firewall swallows what goes there' if swallowed else ''}. "
+                "Exchanges from here are as slow as gRPC is: let that port through, or "
+                "give serve another one by --direct-address"
+            )
+        return (
+            "ok",
+            f"exchanges go to {host}:{port}, connected in {seconds * 1e3:.1f} ms",
+        )
+
+    def _check_rates(self) -> _Found:
+        """Each way, up and down apart, through the connections that exchanges use."""
+        offered = {offer.transport for offer in self._described.offers} | {"grpc"}
+        missing = []
+        for name in _TRANSPORTS:
+            if name not in offered:
+                continue
+            try:
+                self._ways[name] = self._center.measure(name)
+            except (errors.NotAllowedError, errors.ProtocolError) as error:
+                return "warning", f"they cannot be measured: {error}"
+            except errors.CenterUnreachableError as error:
+                if name != "memory" or address.is_local(self.address):
+                    missing.append(str(error))
+        said = "; ".join([*map(_in_words, self._ways.values()), *missing])
+        worst: Result = "warning" if missing else "ok"
+        way = self._ways.get("socket") or self._ways.get("grpc")
+        if way is None:
+            return worst, said
+        result, advice = self._judged(way)
+        if result == "ok":
+            return worst, said
+        return result, f"{said}; {advice}"
+
+    def _judged(self, way: Way) -> _Found:
+        up, down = way.up, way.down
+        if up is None or down is None:
+            which = "to the center" if up is None else "back from it"
+            return "failed", (
+                f"short messages pass by {way.transport}, and 16 KiB {which} do not in "
+                f"{self.timeout:g} s"
+            )
+        slow, which = min((up, "up, to the center"), (down, "down, from the center"))
+        if slow < LEAST_RATE:
+            return "failed", (
+                f"the way {which}, is slower than the {units.in_bytes(LEAST_RATE)}/s "
+                "below which both ends cut packets off"
+            )
+        unlike = max(up, down) / slow
+        if unlike > _UNLIKE and slow < _FAST:
+            return "warning", (
+                f"the way {which}, is {unlike:.1f} times slower than the other one: "
+                "look at the speed and duplex that its cards have agreed on, at the "
+                "cable, and for what shapes traffic in that direction"
+            )
+        return "ok", ""
+
+    def _check_interface(self) -> _Found:
+        """Which network card it is, and whether another one would be faster."""
+        if address.is_local(self.address):
+            return "ok", "nothing leaves this machine"
+        own = self._path()
+        if own is None:
+            return "warning", "this system does not tell which one it is"
+        route = _network.interface_of(own)
+        name = route.name if route else "an unknown interface"
+        mbit = (
+            f", of {route.mbit} Mbit/s by its own word" if route and route.mbit else ""
+        )
+        said = f"packets leave by {name} ({own.source}){mbit}"
+        way = self._ways.get("socket")
+        tried, better = [], []
+        for each in _network.others(own, route):
+            where = f"{each.name} ({', '.join(each.addresses)})"
+            if way is None:
+                tried.append(f"{where} might do, too")
+                continue
+            try:
+                other = self._center.measure(
+                    "socket", route=path.Route(interface=each.name)
+                )
+            except errors.AgnOptaxError:
+                tried.append(f"{where} does not reach it")
+                continue
+            tried.append(f"{where} does as well: {_in_words(other)}")
+            least = _BETTER if _least(way) < _FAST else _MUCH_BETTER
+            if _least(other) > least * _least(way):
+                better.append((_least(other), each.name))
+        said = "; ".join([said, *tried])
+        if better:
+            _, best = max(better)
+            return "warning", (
+                f"{said}. That is the wrong one: let the route to {self._host()} go by "
+                f"{best} (`ip route get {self._host()}` shows it), or give workers the "
+                "address that the center has in that network"
+            )
+        return "ok", said
+
+    def _check_packets(self) -> _Found:
+        """Whether those as large as the connection believes come through."""
+        if address.is_local(self.address):
+            return "ok", "nothing leaves this machine"
+        own = self._path()
+        if own is None or not own.segment:
+            return "warning", "this system does not tell how large they may be"
+        more = _network.headers(own)
+        route = _network.interface_of(own)
+        mtu = own.mtu if route is None else route.mtu
+        name = "this end's interface" if route is None else route.name
+        said = f"segments of {own.segment} bytes, and {name} has an MTU of {mtu}"
+        if own.mtu < mtu:
+            said += f", the way one of {own.mtu}"
+        if own.segment + more < min(own.mtu, mtu):
+            said += f"; the center's end, or the route, takes {own.segment + more} only"
+        way = self._ways.get("socket") or self._ways.get("grpc")
+        if way is None:
+            return "warning", f"{said}; whether they pass could not be measured"
+        if way.up and way.down:
+            return "ok", f"{said}; they pass both ways"
+        which = "to the center" if not way.up else "back from it"
+        which = "either way" if not (way.up or way.down) else which
+        less = _network.largest_segment(self._center, own, self.timeout)
+        if less is None:
+            return "failed", (
+                f"{said}; they do not pass {which}, nor shorter ones: something on the "
+                "way loses whatever is not tiny"
+            )
+        return "failed", (
+            f"{said}; they do not pass {which}, and those of {less} bytes do. "
+            f"Something on the way takes packets of some {less + more} bytes and does "
+            f"not say so: set that MTU (`ip link set dev {name} mtu {less + more}`, or "
+            "of the tunnel), let ICMP through, or set net.ipv4.tcp_mtu_probing=1 at "
+            "both ends"
+        )
+
+    def _check_timeouts(self) -> _Found:
+        waiting, lease = self._described.waiting_interval, self._described.lease
+        options = dict(address.OPTIONS)
+        keepalive = (
+            options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]
+        ) / 1000
+        client = self.client_timeout
+        said = (
+            f"signs of life every {waiting:g} s, lost hosts are noticed after "
+            f"{keepalive:g} s, workers take a silent center for lost after "
+            f"{client:g} s, and are given up {lease:g} s after their connection"
+        )
+        if waiting >= client:
+            return "failed", (
+                f"{said}: workers that wait would give up a center that is well; "
+                f"give connect() a timeout above {waiting:g}"
+            )
+        if lease <= waiting:
+            return "warning", f"{said}: hardly time to come back; serve --lease is it"
+        if lease < _BACK:
+            return "warning", (
+                f"{said}: after a short outage they are back within {_BACK:g} s, when "
+                "they are given up already; serve --lease is it"
+            )
+        if keepalive >= client:
+            return "warning", f"{said}: before they notice"
+        return "ok", said
+
+    def _check_grace(self) -> _Found:
+        """Times that must be longer than an exchange of this very model takes."""
+        described = self._described
+        way = next(iter(self._ways.values()), None)
+        said, exchange, message = "", 0.0, 0.0
+        if described.HasField("schema") and way is not None and way.up and way.down:
+            size = wire.from_bytes(described.schema).size
+            exchange, message = way.seconds(size, size), way.seconds(size, 0)
+            said = (
+                f"an exchange of this model takes {exchange:.3g} s by {way.transport}, "
+                f"{size / way.up:.3g} up and {size / way.down:.3g} down"
+            )
+        if described.HasField("grace") and described.grace <= message:
+            return "warning", (
+                f"{said}, and rounds close {described.grace:g} s after the first "
+                "message of a quorum: whoever sends second is late; serve --grace is it"
+            )
+        if not described.HasField("stop_grace"):
+            return "ok", said or "this center does not say how long it takes to end"
+        ends = described.stop_grace + _LAST
+        crowd = exchange * max(1, len(self._center.status()["workers"]))
+        said = f"{said}; the center ends within {ends:g} s".removeprefix("; ")
+        if crowd > described.stop_grace:
+            return "warning", (
+                f"{said}, and the answers to all of its workers at once take "
+                f"{crowd:.3g} s: give `Server.stop` a longer grace"
+            )
+        if self.stop_grace is not None and self.stop_grace < ends:
+            return "failed", (
+                f"{said}, and is killed after {self.stop_grace:g} s: give it {ends:g} "
+                "at least (TimeoutStopSec, terminationGracePeriodSeconds)"
+            )
+        if self.give_up <= ends:
+            return "warning", (
+                f"{said}, and workers give up {self.give_up:g} s after they lost it: "
+                "before it can be started again; give Worker() a longer give_up"
+            )
+        return "ok", said
+
+    def _check_rule(self) -> _Found:
+        assert self.rule is not None
+        fingerprint.compare(self._described.rule, self.rule, self.address)
+        return "ok", f"{self.rule.name} at both ends"
+
+    def _path(self) -> path.Path | None:
+        """Of the connection that exchanges take, or else of one to gRPC's port."""
+        way = self._ways.get("socket")
+        own = None if way is None else way.path
+        return own or _network.path_to(self.address, self.timeout)
+
+    def _host(self) -> str:
+        return address.host(self.address)
+
+    def _host_and_port(self) -> tuple[str, int]:
+        return self._host(), int(self.address.rpartition(":")[2])

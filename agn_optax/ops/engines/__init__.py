@@ -1,0 +1,31 @@
+"""A center and its workers as tasks of whatever runs them.
+
+`Run` describes what is to be run, whoever runs it: what each task is told stands there,
+once. `Engine` is the seam, and each engine a file: `_local`, processes of this machine;
+`_kubernetes`, pods of a cluster; `_slurm`, jobs of SLURM; `_ray`, actors of a Ray
+cluster, where `_ray_driver` keeps `_ray_actors` at work. What is imported `as` itself
+is for the layers above.
+"""
+
+from agn_optax.ops.engines._engine import Engine
+from agn_optax.ops.engines._kubernetes import Kubernetes
+from agn_optax.ops.engines._local import Local
+from agn_optax.ops.engines._local import reached_at as reached_at
+from agn_optax.ops.engines._local import serving as serving
+from agn_optax.ops.engines._ray import Ray
+from agn_optax.ops.engines._run import Resources, Run
+from agn_optax.ops.engines._slurm import Slurm
+
+__all__ = [
+    "Engine",
+    "Kubernetes",
+    "Local",
+    "Ray",
+    "Resources",
+    "Run",
+    "Slurm",
+]
+
+ENGINES: dict[str, type[Engine]] = {
+    engine.name: engine for engine in (Local, Kubernetes, Ray, Slurm)
+}

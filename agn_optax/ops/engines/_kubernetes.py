@@ -1,0 +1,303 @@
+"""Pods of a cluster of Kubernetes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agn_optax import errors
+from agn_optax._internal import extras
+from agn_optax.ops.engines._engine import Engine, Output
+from agn_optax.ops.engines._manifests import Manifest, Manifests
+from agn_optax.ops.engines._run import Run
+
+SECRETS = "secrets.sh"
+_OPERATOR = "operator"
+# Options of `serve` that say where a pod listens, and what it finds there.
+_OURS = (
+    *("address", "direct_address", "health_address", "page_address", "address_file"),
+    *("tokens", "tls_certificate", "tls_key", "tls_client_ca"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """Where pods run, and from what.
+
+    Attributes:
+      image: of center and workers: with agn_optax[cli] and the program, which is looked
+        for in its working directory.
+      namespace: of all objects; None for that of kubectl's context.
+      jobset: whether to make a JobSet, which the cluster must know.
+      storage_class: of the center's claim; None for that of the cluster.
+      storage_size: of that claim, as Kubernetes has it.
+      claims: of volumes that are there, by name, and where workers find them.
+      secret: of workers whose center is elsewhere: with ``ca.pem``, and
+        ``worker-0.pem``, ``worker-0.key``, ``worker-0.token`` and so on.
+      service_account: of all pods.
+      pull_secret: with which the image is pulled.
+      node_selector: labels of the nodes for workers.
+      tolerations: of workers, for nodes with taints, each a table as Kubernetes has it:
+        ``{key = "nvidia.com/gpu", operator = "Exists", effect = "NoSchedule"}``.
+      center_tolerations: likewise of the center.
+      environment_secrets: variables of workers, with the Secret and its key that have
+        their values: ``{WANDB_API_KEY = "wandb/key"}``.
+      disruption_budget: whether who empties the center's node must wait until somebody
+        moves the center.
+      gpu: the name of the resource that ``gpus`` counts.
+      queue: of Kueue, in which the workers (of a JobSet: all) wait for their turn.
+    """
+
+    image: str | None = None
+    namespace: str | None = None
+    jobset: bool = False
+    storage_class: str | None = None
+    storage_size: str = "10Gi"
+    claims: dict[str, str] = dataclasses.field(default_factory=dict)
+    secret: str | None = None
+    service_account: str | None = None
+    pull_secret: str | None = None
+    node_selector: dict[str, str] = dataclasses.field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    center_tolerations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    environment_secrets: dict[str, str] = dataclasses.field(default_factory=dict)
+    disruption_budget: bool = True
+    gpu: str = "nvidia.com/gpu"
+    queue: str | None = None
+
+
+class Kubernetes(Engine):
+    """Pods: a StatefulSet and an Indexed Job, or a JobSet.
+
+    Submitted once, they run by themselves. Submitted again, they become what the run
+    says now: with more workers, those that are there go on.
+    """
+
+    name = "kubernetes"
+    Settings = KubernetesSettings
+
+    def __init__(self, run: Run) -> None:
+        extras.require("kubernetes", "yaml")
+        super().__init__(run)
+        _check(run, self.settings)
+        self._made = Manifests(run, self.settings)
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Where `launch` puts the files, and what keys are made."""
+        return pathlib.Path(f"{self.run.name}-kubernetes")
+
+    def files(self) -> Mapping[str, str]:
+        """The manifests, and what makes the Secrets that they name."""
+        run, made = self.run, self._made
+        files = {}
+        if made.is_encrypted or made.is_closed:
+            files[SECRETS] = self._secrets()
+        if run.has_center:
+            files["storage.yaml"] = _yaml(made.storage_objects())
+        if self.settings.jobset:
+            files["jobset.yaml"] = _yaml(made.jobset_objects())
+        else:
+            if run.has_center:
+                files["center.yaml"] = _yaml(made.center_objects())
+            files["workers.yaml"] = _yaml(made.worker_objects())
+        return files
+
+    def commands(self) -> list[str]:
+        """What makes and submits them."""
+        return [
+            f"sh {name}" if name == SECRETS else self._kubectl("apply", filename=name)
+            for name in self.files()
+        ]
+
+    def launch(self, output: Output) -> dict[str, Any]:
+        """Writes the files, and submits them; the cluster does what is left."""
+        if shutil.which("kubectl") is None:
+            raise errors.InvalidArgumentError(
+                "kubectl cannot be found, which submits to a cluster: install it, or "
+                "take what --dry-run prints elsewhere"
+            )
+        self.folder.mkdir(exist_ok=True)
+        for name, text in self.files().items():
+            (self.folder / name).write_text(text)
+        output(self.name, f"the files are in {self.folder}/")
+        code = 0
+        for line in self.commands():
+            output(self.name, line)
+            done = subprocess.run(  # noqa: S603 what --dry-run prints
+                ["sh", "-c", line],  # noqa: S607 of the system
+                cwd=self.folder,
+                env={**os.environ, "PYTHON": sys.executable},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            for said in done.stdout.splitlines():
+                output(self.name, said)
+            if code := done.returncode:
+                break
+        return {"returncode": code, "folder": str(self.folder)}
+
+    def _kubectl(self, verb: str, **options: str) -> str:
+        namespace = self.settings.namespace
+        given = {**({"namespace": namespace} if namespace else {}), **options}
+        return shlex.join(
+            ["kubectl", verb, *(f"--{name}={value}" for name, value in given.items())]
+        )
+
+    def _secrets(self) -> str:
+        """A script: it makes the keys that are not there yet, and Secrets of them."""
+        made, workers = self._made, self.run.worker_names
+        hosts = " ".join(f"--host={host}" for host in made.hosts)
+        create = self._kubectl("create") + " secret generic"
+        # One that is applied as others are is written down in itself once more.
+        apply = self._kubectl("apply", filename="-") + " --server-side"
+        return f"""\
+#!/bin/sh
+# Certificates and tokens of this run, in the folder keys, and of them two Secrets: what
+# the center has, and what the workers have. Run again, it adds those that are missing.
+# What the operator has, and keys/ca.key, which vouches for all, stay on this machine.
+set -eu
+
+missing=
+add() {{
+  role=$1; shift
+  for name; do [ -e keys/$name.pem ] || missing="$missing --$role=$name"; done
+}}
+[ -e keys/center.pem ] || missing="{hosts}"
+add operator {_OPERATOR}
+add chief {workers[0]}
+add worker {" ".join(workers[1:])}
+[ -z "$missing" ] || "${{PYTHON:-python}}" -m agn_optax.ops.cli keys keys $missing
+
+secret() {{
+  name=$1; shift
+  for file; do set -- "$@" --from-file=keys/$file; shift; done
+  {create} $name "$@" --dry-run=client --output=yaml |
+    {apply}
+}}
+secret {made.center} ca.pem center.pem center.key tokens
+files=ca.pem
+for name in {" ".join(workers)}; do
+  files="$files $name.pem $name.key $name.token"
+done
+secret {made.workers} $files
+"""
+
+
+def _check(run: Run, settings: KubernetesSettings) -> None:
+    def refuse(said: str) -> None:
+        raise errors.InvalidArgumentError(said)
+
+    if not settings.image:
+        refuse('the table [kubernetes] must have an image, as image = "NAME:TAG"')
+    if not run.name[0].isalpha():
+        refuse(f"on Kubernetes names begin with a letter, got {run.name!r}")
+    if run.worker_resources.processes > 1 and not settings.jobset:
+        refuse(
+            "workers of several pods need jobset = true in [kubernetes], got "
+            f"processes = {run.worker_resources.processes}"
+        )
+    if run.storage is not None and not run.storage.is_absolute():
+        refuse(
+            "storage is where the center's pod finds its claim, so it must be an "
+            f"absolute path, got {str(run.storage)!r}"
+        )
+    for name in _OURS:
+        if run.serve.get(name) is not None:
+            refuse(
+                f"{name.replace('_', '-')} of the center is said by the manifests, got "
+                f"{str(run.serve[name])!r}"
+            )
+    if run.serve.get("parent") is not None:
+        refuse(
+            "a center with a parent cannot outlive its pod, as one on Kubernetes must, "
+            f"got parent = {run.serve['parent']!r}"
+        )
+    if run.serve.get("open") and not run.is_insecure:
+        refuse("an open center needs insecure = true, in a network that you trust")
+    for name in ("token_file", "tls_ca"):
+        if (file := getattr(run, name)) is not None:
+            refuse(
+                f"{name.replace('_', '-')} is a file of this machine: name a Secret by "
+                f"secret in [kubernetes], got {str(file)!r}"
+            )
+    if settings.secret is not None and run.has_center:
+        refuse(
+            "secret in [kubernetes] is for workers of a center that is elsewhere; for "
+            f"its own this run makes one, got {settings.secret!r}"
+        )
+    for name, path in settings.claims.items():
+        if not pathlib.PurePosixPath(path).is_absolute():
+            refuse(
+                f"claims in [kubernetes] must have absolute paths, got {path!r} for "
+                f"{name}"
+            )
+    for variable, where in settings.environment_secrets.items():
+        if not re.fullmatch(r"[^/]+/[^/]+", where):
+            refuse(
+                "environment-secrets in [kubernetes] must name a Secret and its key as "
+                f'"SECRET/KEY", got {where!r} for {variable}'
+            )
+        if variable in run.environment:
+            refuse(
+                f"{variable} stands in environment and in environment-secrets: it has "
+                "one value"
+            )
+    for name in ("tolerations", "center_tolerations"):
+        for toleration in getattr(settings, name):
+            _check_toleration(toleration, name.replace("_", "-"))
+
+
+# The fields of a toleration, and the values that they may have.
+_TOLERATION: dict[str, tuple[type, tuple[str, ...]]] = {
+    "key": (str, ()),
+    "operator": (str, ("Exists", "Equal")),
+    "value": (str, ()),
+    "effect": (str, ("NoSchedule", "PreferNoSchedule", "NoExecute")),
+    "tolerationSeconds": (int, ()),
+}
+
+
+def _check_toleration(toleration: Mapping[str, Any], where: str) -> None:
+    for field, value in toleration.items():
+        kind, allowed = _TOLERATION.get(field, (None, ()))
+        if kind is None:
+            wanted = f"must have fields among {', '.join(_TOLERATION)}, got {field!r}"
+        elif type(value) is not kind:
+            wanted = f"must have a {kind.__name__} as {field}, got {value!r}"
+        elif allowed and value not in allowed:
+            wanted = f"must have one of {', '.join(allowed)} as {field}, got {value!r}"
+        else:
+            continue
+        raise errors.InvalidArgumentError(f"{where} in [kubernetes] {wanted}")
+    if not toleration.get("key") and toleration.get("operator") != "Exists":
+        raise errors.InvalidArgumentError(
+            f'{where} in [kubernetes] must have a key, or operator = "Exists", got '
+            f"{dict(toleration)!r}"
+        )
+
+
+def _yaml(objects: Sequence[Manifest]) -> str:
+    """Several documents of YAML; texts of several lines as they are."""
+    import yaml  # noqa: PLC0415 an extra
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    Dumper.ignore_aliases = lambda *_: True  # type: ignore[method-assign]
+    return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000))

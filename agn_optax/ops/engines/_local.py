@@ -1,0 +1,299 @@
+"""Processes of this machine, ended all together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agn_optax import errors
+from agn_optax.ops import launch
+from agn_optax.ops.engines._engine import Engine, Output
+from agn_optax.ops.engines._run import Run
+from agn_optax.ops.launch import Ended, Program
+from agn_optax.service import tokens
+
+CENTER = "center"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 not bound to
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSettings:
+    """How processes are started and ended.
+
+    Attributes:
+      restart_delay: seconds before one that failed is started again.
+      start_delay: seconds between the starts of two workers.
+      on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
+        or these ``"go on"``.
+      logs: a folder in which each program has a file of its lines, as ``worker-0.log``,
+        beside what is printed; None for no files. Files that are there go on.
+    """
+
+    restart_delay: float = 1.0
+    start_delay: float = 0.0
+    on_failure: str = "stop"
+    logs: pathlib.Path | None = None
+
+
+class Local(Engine):
+    """Processes of this machine.
+
+    Workers are told where the center is once it serves. Each finds a token of its own,
+    by which the center knows its name; one for whoever watches is left for this user's
+    programs, and none is on a command line.
+    """
+
+    name = "local"
+    Settings = LocalSettings
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.worker_resources.processes > 1:
+            raise errors.InvalidArgumentError(
+                "a worker is one process on this machine, got processes = "
+                f"{run.worker_resources.processes}"
+            )
+        if run.center_restarts and run.storage is None:
+            raise errors.InvalidArgumentError(
+                f"a center that is started again (center-restarts = "
+                f"{run.center_restarts}) needs storage, where it finds what it had"
+            )
+        self._is_closed = run.has_center and not run.serve.get("open")
+        # One for each worker, and one for whoever watches.
+        names = [*run.worker_names, "here"] if self._is_closed else []
+        self._tokens = [tokens.generated() for _ in names]
+        # And one to be pasted into a browser, which lets it look, and no more.
+        has_page = run.serve.get("page") or run.serve.get("page_address") is not None
+        is_shown = self._is_closed and has_page
+        self.page_token = tokens.generated() if is_shown else ""
+
+    def files(self) -> Mapping[str, str]:
+        """None: processes are started as they are."""
+        return {}
+
+    def commands(self) -> list[str]:
+        """What is started, each with its environment, the center first."""
+        run = self.run
+        where = {} if run.center is not None else {"AGN_OPTAX_CENTER": "ADDRESS"}
+        said = [shlex.join(self._serve())] if run.has_center else []
+        for rank in range(run.workers):
+            told = run.worker_environment(rank, **where)
+            variables = [f"{name}={shlex.quote(text)}" for name, text in told.items()]
+            command = shlex.join(run.worker_command(sys.executable))
+            said.append(" ".join([*variables, command]))
+        return said
+
+    def launch(self, output: Output) -> dict[str, Any]:
+        """Starts all, and waits until they have ended."""
+        run, settings = self.run, self.settings
+        if run.storage is not None:
+            _make(run.storage, "storage")
+        stack = contextlib.ExitStack()
+        if settings.logs is not None:
+            output = _Logs(settings.logs, output, stack)
+        if self._tokens:
+            output = _Leaves(self._tokens[-1], output, stack)
+
+        def when_it_serves(line: str) -> Sequence[Program]:
+            said = serving(line)
+            if not said:
+                return ()
+            address = reached_at(said)
+            where = address if run.storage is None else f"file:{self._address_file}"
+            return self._workers(AGN_OPTAX_CENTER=where)
+
+        if run.has_center:
+            programs = [
+                Program(
+                    CENTER,
+                    self._serve(),
+                    {tokens.TOKENS: self._lines()} if self._tokens else {},
+                    restarts=run.center_restarts,
+                    waited_for=False,
+                    followers=when_it_serves,
+                )
+            ]
+        else:
+            programs = self._workers()
+        begin = time.monotonic()
+        with stack:
+            ended = launch.run(
+                programs,
+                output=output,
+                grace=run.grace,
+                restart_delay=settings.restart_delay,
+                on_failure=cast(Any, settings.on_failure),  # it is checked
+            )
+            return self._summary(ended, output, time.monotonic() - begin)
+
+    def _summary(
+        self, ended: Sequence[Ended], output: Output, seconds: float
+    ) -> dict[str, Any]:
+        """The run's exit code, and what became of each program."""
+        run, code = self.run, exit_code(ended, self.run)
+        if run.has_center and len(ended) == 1:
+            code = code or 1
+            output(CENTER, "agn-optax: the center ended before it served")
+        if cut_off := _cut_off(ended) if run.has_center else []:
+            code = code or 1
+            output(
+                CENTER,
+                "agn-optax: failed: the center ended, as one that is drained does, "
+                f"while {', '.join(cut_off)} still worked with it",
+            )
+        return {
+            "returncode": code,
+            "seconds": seconds,
+            "programs": [vars(each) for each in ended],
+        }
+
+    @property
+    def _address_file(self) -> pathlib.Path:
+        """Where a center that may come back at another port says where it is."""
+        assert self.run.storage is not None
+        return self.run.storage.absolute() / "center"
+
+    def _serve(self) -> list[str]:
+        more: dict[str, Any] = {"json": True}
+        if self.run.storage is not None:
+            more |= {"address_file": self._address_file, **self.run.durable()}
+        return self.run.serve_command(sys.executable, **more)
+
+    def _workers(self, **more: str) -> list[Program]:
+        run = self.run
+        made = self._tokens[:-1] or [""] * run.workers
+        return [
+            Program(
+                run.worker_name(rank),
+                run.worker_command(sys.executable),
+                run.worker_environment(
+                    rank, **more, **({tokens.TOKEN: token} if token else {})
+                ),
+                restarts=run.restarts,
+                delay=rank * self.settings.start_delay,
+            )
+            for rank, token in enumerate(made)
+        ]
+
+    def _lines(self) -> str:
+        """Who may call the center: each worker, this user's programs, and a browser."""
+        names, made = self.run.worker_names, self._tokens
+        roles = ["chief", *["worker"] * (len(names) - 1)]
+        lines = [*zip(roles, names, made, strict=False)]
+        lines += [("chief,operator", "*", made[-1])]
+        lines += [("observer", "*", self.page_token)] if self.page_token else []
+        return "\n".join(" ".join(line) for line in lines)
+
+
+class _Logs:
+    """Passes lines on, and writes those of each program to a file of its own."""
+
+    def __init__(
+        self, folder: pathlib.Path, output: Output, stack: contextlib.ExitStack
+    ) -> None:
+        _make(folder, "logs")
+        self._folder, self._output, self._stack = folder, output, stack
+        self._files: dict[str, io.FileIO | None] = {}
+
+    def __call__(self, name: str, line: str) -> None:
+        self._output(name, line)
+        try:
+            if name not in self._files:
+                file = (self._folder / f"{name}.log").open("ab", buffering=0)
+                self._files[name] = self._stack.enter_context(file)
+            if (to := self._files[name]) is not None:
+                to.write(f"{line}\n".encode(errors="replace"))
+        except OSError as error:  # a full disk is no reason to end the run
+            self._files[name] = None
+            self._output(name, f"agn-optax: its lines are not written down: {error}")
+
+
+class _Leaves:
+    """Passes lines on, and leaves a token for the center wherever it says it serves.
+
+    A center that is started again may listen at another port.
+    """
+
+    def __init__(self, token: str, output: Output, stack: contextlib.ExitStack) -> None:
+        self._token, self._output = token, output
+        self._left = stack.enter_context(contextlib.ExitStack())
+
+    def __call__(self, name: str, line: str) -> None:
+        if name == CENTER and (said := serving(line)):
+            self._left.close()
+            with contextlib.suppress(OSError):  # then nobody else has one
+                left = tokens.left_here(reached_at(said), self._token)
+                self._left.enter_context(left)
+        self._output(name, line)
+
+
+def _make(folder: pathlib.Path, what: str) -> None:
+    """Make a folder if it is not there.
+
+    Raises:
+      InvalidArgumentError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.InvalidArgumentError(
+            f"{what} must be a folder, or one that can be made, got {str(folder)!r} "
+            f"({error.strerror})"
+        ) from None
+
+
+def _cut_off(ended: Sequence[Ended]) -> list[str]:
+    """Name the workers that were ended because the center had ended, and well."""
+    center, *workers = ended
+    if center.stopped or center.returncode:
+        return []
+    return [each.name for each in workers if each.stopped]
+
+
+def serving(line: str) -> dict[str, Any]:
+    """What ``serve --json`` prints once it serves, if a line is that."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    is_that = isinstance(said, dict) and said.get("event") == "serving"
+    return said if is_that else {}
+
+
+def reached_at(said: Mapping[str, Any]) -> str:
+    """Where this machine's workers find a center that has ``said`` that it serves."""
+    # One that listens everywhere is reached on this machine, where plain text may be.
+    host, _, port = str(said["address"]).rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def exit_code(ended: Sequence[Ended], run: Run) -> int:
+    """Return a shell's exit code of the first program at fault, 0 if none is.
+
+    A center that was stopped is at fault, after all others, if it did not end as one
+    that is drained: it has failed at what it does last, such as to save.
+    """
+    at_fault = [each for each in ended if not each.stopped]
+    at_fault += [
+        each
+        for each in ended
+        if each.stopped and each.name == CENTER and not is_drained(each, run)
+    ]
+    codes = (each.returncode for each in at_fault if each.returncode)
+    code = next(codes, 0)
+    return code if code >= 0 else 128 - code
+
+
+def is_drained(center: Ended, run: Run) -> bool:
+    """Return whether a center ended as one that SIGTERM drains, or ends before that."""
+    codes = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    return center.returncode in (*codes, run.serve.get("signal_exit_code"))

@@ -1,0 +1,640 @@
+"""Jobs of SLURM: a center, an array of workers, and one that ends the center.
+
+The three are scripts in the run's storage, submitted by `sbatch`. Each worker is a
+task of an array, which SLURM requeues alone; the center is requeued with its journal,
+and leaves its address in a file that workers read again. A script outlives its task,
+so that it can say whether the job is to be queued again, and write down in the storage
+what became of the task: a worker that is done is not run again, and the run's end
+names those that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from agn_optax import errors
+from agn_optax._internal import write_whole
+from agn_optax.ops.engines._engine import Engine, Output
+from agn_optax.ops.engines._run import Resources, Run, arguments
+from agn_optax.service import tokens
+
+_INDEX = "$SLURM_ARRAY_TASK_ID"
+_EVERYWHERE = "0.0.0.0:0"
+_MARGIN = 10  # seconds between the grace of a task and its time limit
+_LOOK = 2.0  # seconds between two looks at the queue
+# Of whoever submits, and not of the jobs: their scripts say who they are.
+_OWN = re.compile(r"AGN_OPTAX_|SLURM_(?!CONF$)")
+
+# SLURM_JOB_ID of an array's last task is the id of the whole array: a command that
+# names it is about all tasks.
+_TASK = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+_JOB = '"$SLURM_JOB_ID"'
+_TELL_PROCESS = 'kill -TERM "$task"'
+_TELL_STEPS = 'scancel --signal=TERM "$job"'  # srun would kill its tasks
+
+_PREPARES = """\
+#!/bin/bash
+# Makes the folders of {name} and a token for each who calls its center, keeps tokens
+# that are there, and forgets what became of an earlier run.
+set -eu
+mkdir -p {folder}
+cd {folder}
+mkdir -p logs states failures"""
+_TOKENS = """\
+mkdir -p -m 700 keys
+umask 077
+roles() {{
+    echo chief {chief}
+    for ((i = 1; i < {workers}; i++)); do echo "worker worker-$i"; done
+    echo operator operator
+}}
+roles | while read -r role name; do
+    if [ ! -s "keys/$name.token" ]; then
+        made=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \\n')
+        echo "$made" > keys/new
+        mv keys/new "keys/$name.token"
+    fi
+    echo "$role $name $(cat "keys/$name.token")"
+done > keys/new-tokens
+mv keys/new-tokens keys/tokens"""
+_BEGINS = """\
+# What becomes of this task is in its state: the job, an exit code, and why.
+job={job}
+state={state}
+mkdir -p {folders}
+became() {{ echo "$job $*" > "$state.new" && mv "$state.new" "$state"; }}
+if [ "$(cat "$state" 2>/dev/null)" = "$job 0 done" ]; then
+    echo "$job is done, and does not run again"
+    exit 0
+fi
+became 1 "began on $SLURMD_NODENAME\""""
+_SETS_UP = """\
+# A line of setup that fails ends the task, which is then not queued again. A file that
+# is sourced may do as it likes, as long as it returns 0.
+setup_failed() {{
+    [ "$2" -gt 1 ] && return
+    said="setup failed on $SLURMD_NODENAME, exit code $1: $BASH_COMMAND"
+    echo "$said" >&2
+    {fails}
+    exit "$1"
+}}
+trap 'setup_failed $? ${{#BASH_SOURCE[@]}}' ERR
+{setup}
+trap - ERR
+set +eu"""
+_RUNS = """\
+# Whoever ends a job signals script and task. Its time limit is for the script to tell.
+told= limit=
+trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
+trap 'limit=1; {tell}' USR1
+{command} &
+task=$!
+while kill -0 "$task" 2>/dev/null; do wait "$task"; done
+wait "$task"
+code=$?"""
+_QUEUED_AGAIN = """\
+# SLURM queues a job again after its node has failed, or was given to others; after the
+# task has failed, or for what is left to do after a time limit, the job does so itself.
+said="exit code $code on $SLURMD_NODENAME"
+failures={failures}/$job
+if [ "$code" -eq 0 ]{unless}; then
+    became 0 done
+elif [ "$told" ]; then
+    became "$code" "$said, when told to end"
+elif [ "$limit" ]; then
+    became "$code" "$said, at its time limit"
+    {goes_on} && scontrol requeue "$job"
+else
+    became "$code" "$said"
+    echo "$said" >> "$failures"
+    [ "$(wc -l < "$failures")" -le {restarts} ] && scontrol requeue "$job"
+fi
+exit $code"""
+_DRAINED = """\
+while true; do
+    # If SLURM does not answer, nothing is known.
+    jobs=$(squeue --noheader --me --format=%A) &&
+        ! grep -qx "$center" <<< "$jobs" && break
+    {drain}
+    sleep 2
+done"""
+_SAYS = """\
+# The exit code of the run is that of the first task at fault.
+code=0
+for name in $(ls -v --ignore='*.new' {states}); do
+    read -r _ its why < {states}/"$name"
+    [ "$its" = 0 ] && continue
+    [[ $why == began* ]] && why="$why, and was lost"
+    echo "failed: $name: $why"
+    [ "$code" = 0 ] && code=$its
+done
+[ "$code" = 0 ] && echo "all workers are done"
+exit $code"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmSettings:
+    """How jobs are submitted.
+
+    Attributes:
+      partition, account, qos, constraint: of all jobs, as of ``sbatch``.
+      options: more of them, as ``["--exclusive"]``.
+      center_options: of the center's job, and of the one that ends it; they win.
+      worker_options: of the workers' array; they win.
+      setup: lines of bash before everything else, as ``["module load cuda"]``. One
+        that fails ends its task.
+      python: the interpreter on the nodes; by default the one that runs here.
+      at_once: of the workers, how many run at a time; None for all that have room.
+      goes_on: whether a worker whose time limit is over is queued again. Its program
+        then goes on from a checkpoint of its own. A center always is.
+      patience: seconds that a worker waits for the center's address.
+      wait: whether `launch` returns only when the run is over, with its exit code.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    options: list[str] = dataclasses.field(default_factory=list)
+    center_options: list[str] = dataclasses.field(default_factory=list)
+    worker_options: list[str] = dataclasses.field(default_factory=list)
+    setup: list[str] = dataclasses.field(default_factory=list)
+    python: str = sys.executable
+    at_once: int | None = None
+    goes_on: bool = False
+    patience: int = 600
+    wait: bool = False
+
+
+class _Command(NamedTuple):
+    """One line of a submission.
+
+    Attributes:
+      job: the name for the id that it prints; "" if it prints none.
+      words: of the command; ``$NAME`` stands for the id of an earlier one.
+    """
+
+    job: str
+    words: tuple[str, ...]
+
+    def words_of(self, made: Mapping[str, str]) -> list[str]:
+        """With the ids of jobs."""
+        words = list(self.words)
+        for job, number in made.items():
+            words = [word.replace(f"${job}", number) for word in words]
+        return words
+
+    def shown(self) -> str:
+        """As a shell has it."""
+        line = " ".join(_quoted(word, "$center", "$workers") for word in self.words)
+        return f"{self.job}=$({line})" if self.job else line
+
+
+@dataclasses.dataclass
+class _Jobs:
+    """The jobs of a run, as they are written down in its storage."""
+
+    center: str | None = None
+    arrays: list[str] = dataclasses.field(default_factory=list)
+    workers: int = 0  # that were submitted
+    end: str | None = None
+
+    @property
+    def ids(self) -> set[str]:
+        """Ids of all of them."""
+        return {each for each in (self.center, *self.arrays, self.end) if each}
+
+
+class Slurm(Engine):
+    """Jobs of SLURM, whose nodes share a disk.
+
+    A run that is there already grows: of more ``workers`` than it has, those that are
+    missing are submitted.
+    """
+
+    name = "slurm"
+    Settings = SlurmSettings
+    settings: SlurmSettings
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        if run.storage is None:
+            raise errors.InvalidArgumentError(
+                "jobs of SLURM need storage, a folder on a disk that all nodes share: "
+                "scripts, tokens, the center's address and its journal are there"
+            )
+        for name in ("at_once", "patience"):
+            value = getattr(self.settings, name)
+            if value is not None and value < 1:
+                raise errors.InvalidArgumentError(
+                    f"{name.replace('_', '-')} in [slurm] must be positive, got {value}"
+                )
+        for name in ("address_file", "journal"):
+            if run.has_center and name in run.serve:
+                raise errors.InvalidArgumentError(
+                    f"{name.replace('_', '-')} is in the storage of jobs of SLURM, and "
+                    f"cannot be {run.serve[name]}"
+                )
+        encrypts = run.serve.get("tls_certificate") is not None
+        if run.has_center and not (encrypts or run.is_insecure):
+            raise errors.InvalidArgumentError(
+                "between nodes, workers and center need TLS (tls-certificate and "
+                "tls-key in [center], and tls-ca at the top), or insecure = true in "
+                "[center], in a network that you trust"
+            )
+        self._folder = run.storage.absolute()
+        self._address = self._folder / "center"
+        given = run.serve.get("tokens")
+        self._keys = pathlib.Path(given).absolute().parent if given else None
+        if not given and run.has_center and not run.serve.get("open"):
+            self._keys = self._folder / "keys"
+
+    def files(self) -> Mapping[str, str]:
+        """The scripts; of a run that is there, those that change as it grows."""
+        there = self._there().workers
+        made = {"prepare.sh": self._prepare(there), "workers.sh": self._workers()}
+        if there or not self.run.has_center:
+            return made
+        return {**made, "center.sh": self._center(), "end.sh": self._end()}
+
+    def commands(self) -> list[str]:
+        """What submits them; of a run that is there, those workers that are not."""
+        return [command.shown() for command in self._commands(self._there())]
+
+    def launch(self, output: Output) -> dict[str, Any]:
+        """Writes scripts and tokens, submits the jobs, and waits if that is asked for.
+
+        Raises:
+          InvalidArgumentError: SLURM is not here, or refuses a job; those submitted
+            before it are then cancelled.
+        """
+        if shutil.which("sbatch") is None:
+            raise errors.InvalidArgumentError(
+                "--on slurm needs SLURM's commands on this machine, and there is no "
+                "sbatch; --dry-run prints what would be submitted"
+            )
+        jobs = self._there()
+        commands = self._commands(jobs)
+        self._check_tokens()
+        files = self.files()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            write_whole(self._folder / name, text, 0o644)
+        made: dict[str, str] = {}
+        try:
+            for command in commands:
+                said = _called(command.words_of(made), self._folder)
+                if command.job:
+                    made[command.job] = said.partition(";")[0]  # of which cluster
+                    output(command.job, f"job {made[command.job]}")
+        except errors.InvalidArgumentError:
+            with contextlib.suppress(errors.InvalidArgumentError):
+                if made:
+                    _called(["scancel", *made.values()])
+            raise
+        jobs.center = made.get("center", jobs.center)
+        jobs.end = made.get("end", jobs.end)
+        jobs.arrays.append(made["workers"])
+        jobs.workers = self.run.workers
+        said = json.dumps(dataclasses.asdict(jobs))
+        write_whole(self._folder / "jobs.json", said + "\n", 0o644)
+        summary = {"returncode": 0, "jobs": made, "storage": str(self._folder)}
+        return summary | (self._wait(output) if self.settings.wait else {})
+
+    def _wait(self, output: Output) -> dict[str, Any]:
+        """Says what becomes of each task, until no job of the run is left.
+
+        Returns:
+          The exit code of the first task at fault, and what became of all of those.
+        """
+        states, is_over = self._states(), False
+        while not is_over:
+            try:
+                time.sleep(_LOOK)
+            except KeyboardInterrupt:
+                ids = " ".join(sorted(self._jobs().ids))
+                output("end", f"agn-optax: the jobs go on; scancel {ids} ends them")
+                raise
+            # If SLURM does not answer, nothing is known.
+            with contextlib.suppress(errors.InvalidArgumentError):
+                is_over = not self._jobs().ids & _queued()
+            before, states = states, self._states()
+            for name, (_, why) in states.items():
+                if states[name] != before.get(name):
+                    output(name, f"agn-optax: {why}")
+        failed = {}
+        for name, (code, why) in states.items():
+            if code:
+                is_lost = why.startswith("began")
+                failed[name] = f"{why}, and was lost" if is_lost else why
+                output(name, f"agn-optax: failed: {failed[name]}")
+        code = next((code for code, _ in states.values() if code), 0)
+        return {"returncode": code, "failed": failed}
+
+    def _states(self) -> dict[str, tuple[int, str]]:
+        """Exit codes of the center and the workers, and why, as tasks write them."""
+        names = range(max(self.run.workers, self._jobs().workers))
+        made = {}
+        for name in ["center", *map(self.run.worker_name, names)]:
+            # The center's is there once it has begun.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                text = (self._folder / "states" / name).read_text()
+                _, code, why = text.split(maxsplit=2)
+                made[name] = int(code), why.strip()
+        return made
+
+    def _commands(self, there: _Jobs) -> list[_Command]:
+        """Those that submit what is not there."""
+        last = self.run.workers - 1
+        if there.workers > last:
+            raise errors.InvalidArgumentError(
+                f"the run in {self._folder} is there, with {there.workers} workers "
+                f"(jobs {', '.join(there.arrays)}): more --workers than that adds "
+                "some, and scancel ends them"
+            )
+        at_once = self.settings.at_once
+        most = "" if at_once is None else f"%{at_once}"
+        prepare = _Command("", ("bash", "prepare.sh"))
+        sbatch = ("sbatch", "--parsable")
+        array = f"--array={there.workers}-{last}{most}"
+        if there.workers:
+            made = [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
+            if there.end is not None:
+                others = ":".join([*there.arrays, "$workers"])
+                words = ("scontrol", "update", f"JobId={there.end}")
+                made += [_Command("", (*words, f"Dependency=afterany:{others}"))]
+            return made
+        if not self.run.has_center:
+            return [prepare, _Command("workers", (*sbatch, array, "workers.sh"))]
+        after = "--dependency=after:$center"
+        ends = "--dependency=afterany:$workers"
+        return [
+            prepare,
+            _Command("center", (*sbatch, "center.sh")),
+            _Command("workers", (*sbatch, array, after, "workers.sh")),
+            _Command("end", (*sbatch, ends, "end.sh", "$center")),
+        ]
+
+    def _jobs(self) -> _Jobs:
+        """The jobs that were submitted last."""
+        try:
+            return _Jobs(**json.loads((self._folder / "jobs.json").read_text()))
+        except FileNotFoundError:
+            return _Jobs()
+
+    def _there(self) -> _Jobs:
+        """The jobs of this run, as long as its center, or a worker, is in the queue."""
+        jobs = self._jobs()
+        if not jobs.workers or shutil.which("squeue") is None:
+            return _Jobs()
+        queued = _queued()
+        jobs.arrays = [array for array in jobs.arrays if array in queued]
+        is_there = jobs.center in queued if self.run.has_center else bool(jobs.arrays)
+        return jobs if is_there else _Jobs()
+
+    def _check_tokens(self) -> None:
+        """Raises if tokens that were made before are not those of all who call."""
+        if self._keys is None or not self.run.serve.get("tokens"):
+            return
+        names = [*self.run.worker_names, "operator"]
+        files = [self._keys / f"{name}.token" for name in names]
+        if missing := [str(path) for path in files if not path.exists()]:
+            raise errors.InvalidArgumentError(
+                f"beside {self.run.serve['tokens']} must be the token of each who "
+                "calls, as `agn-optax keys` makes them, and there is no "
+                f"{', '.join(missing)}"
+            )
+
+    def _prepare(self, there: int) -> str:
+        """Makes folders, tokens and first states; some workers have theirs."""
+        run = self.run
+        blocks = [_PREPARES.format(name=run.name, folder=_quoted(str(self._folder)))]
+        if not there:
+            blocks.append("rm -f states/* failures/*")
+        blocks.append(
+            f"for ((i = {there}; i < {run.workers}; i++)); do\n"
+            '    echo "- 1 did not begin" > "states/worker-$i"\n'
+            "done"
+        )
+        if self._keys == self._folder / "keys":
+            blocks.append(_TOKENS.format(chief=run.worker_name(0), workers=run.workers))
+        return _blocks(*([block] for block in blocks))
+
+    def _center(self) -> str:
+        run, address = self.run, str(self._address)
+        options: dict[str, Any] = {
+            "address": run.serve.get("address", _EVERYWHERE),
+            "address_file": address,
+            **run.durable(),
+        }
+        if self._keys is not None:
+            options["tokens"] = self._keys / "tokens"
+        leaves = shlex.join(["rm", "-f", address])
+        command = run.serve_command(self.settings.python, json=True, **options)
+        return _blocks(
+            self._head(
+                f"The center of {run.name}, wherever it is queued again.",
+                "center",
+                run.center_resources,
+            ),
+            self._begin(_JOB, "center"),
+            self._set_up(),
+            [
+                "# Workers wait for the address of the next one.",
+                f"trap {shlex.quote(leaves)} EXIT",
+            ],
+            self._task(
+                shlex.join(command),
+                _TELL_PROCESS,
+                # One that is told to end drains, and is done only if it was drained.
+                unless=' && [ -z "$told$limit" ]',
+                goes_on="true",
+                restarts=run.center_restarts,
+            ),
+        )
+
+    def _workers(self) -> str:
+        run, settings = self.run, self.settings
+        more, waits = {}, []
+        if run.has_center:
+            more["AGN_OPTAX_CENTER"] = f"file:{self._address}"
+            waits = [
+                "# A center that is in the queue, maybe again, has no address.",
+                f"for ((i = 0; i < {settings.patience}; i++)); do",
+                f"    [ -s {shlex.quote(str(self._address))} ] && break",
+                "    sleep 1",
+                "done",
+            ]
+        if self._keys is not None:
+            token = self._keys / f"{run.worker_name(_INDEX)}.token"
+            more[tokens.TOKEN_FILE] = str(token)
+        told = run.worker_environment(_INDEX, **more)
+        needs, command = run.worker_resources, run.worker_command(settings.python)
+        if needs.processes > 1:
+            # Steps do not inherit the cores of a task.
+            cpus = [] if needs.cpus is None else [f"--cpus-per-task={needs.cpus}"]
+            command = ["srun", "--kill-on-bad-exit=1", *cpus, *command]
+        return _blocks(
+            self._head(
+                f"A worker of {run.name} for each task of the array.", "workers", needs
+            ),
+            self._begin(_TASK, run.worker_name(_INDEX)),
+            self._set_up(),
+            [f"export {name}={_quoted(text, _INDEX)}" for name, text in told.items()],
+            waits,
+            self._task(
+                shlex.join(command),
+                _TELL_PROCESS if needs.processes == 1 else _TELL_STEPS,
+                goes_on="true" if settings.goes_on else "false",
+                restarts=run.restarts,
+            ),
+        )
+
+    def _end(self) -> str:
+        run = self.run
+        given: dict[str, Any] = {"insecure": run.is_insecure or None}
+        if self._keys is not None:
+            given["token_file"] = self._keys / "operator.token"
+        if run.tls_ca is not None:
+            given["tls_ca"] = run.tls_ca.absolute()
+        command = [self.settings.python, "-m", "agn_optax.ops.cli", "drain"]
+        drain = shlex.join([*command, f"file:{self._address}", *arguments(given)])
+        return _blocks(
+            self._head(
+                f"Ends the center of {run.name}, job $1, after all workers.",
+                "end",
+                Resources(),
+            ),
+            ["center=$1"],
+            # A center that cannot be drained from here still drains when told to end.
+            self._set_up('scancel --full --signal=TERM "$center"'),
+            [_DRAINED.format(drain=drain)],
+            [_SAYS.format(states=_quoted(str(self._folder / "states")))],
+        )
+
+    def _begin(self, job: str, name: str) -> list[str]:
+        """Says who this task is, and ends it if it is done."""
+        states, failures = self._folder / "states", self._folder / "failures"
+        return [
+            _BEGINS.format(
+                job=job,
+                state=_quoted(str(states / name), _INDEX),
+                folders=shlex.join([str(states), str(failures)]),
+            )
+        ]
+
+    def _set_up(self, fails: str = 'became "$1" "$said"') -> list[str]:
+        """The lines of setup, of which none may fail."""
+        setup = self.settings.setup
+        if not setup:
+            return []
+        return [_SETS_UP.format(setup="\n".join(setup), fails=fails)]
+
+    def _task(
+        self,
+        command: str,
+        tell: str,
+        *,
+        unless: str = "",
+        goes_on: str,
+        restarts: int,
+    ) -> list[str]:
+        """Runs a command, and says whether the job is to be queued again."""
+        return [
+            _RUNS.format(command=command, tell=tell),
+            "",
+            _QUEUED_AGAIN.format(
+                unless=unless,
+                goes_on=goes_on,
+                restarts=restarts,
+                failures=_quoted(str(self._folder / "failures")),
+            ),
+        ]
+
+    def _head(self, what: str, job: str, needs: Resources) -> list[str]:
+        """Of a script, as sbatch reads it; later options win."""
+        settings = self.settings
+        is_array = job == "workers"
+        log = "worker-%a" if is_array else job
+        asked: dict[str, Any] = {
+            "job_name": f"{self.run.name}-{job}",
+            "chdir": pathlib.Path.cwd(),
+            "output": self._folder / "logs" / f"{log}.log",
+            "open_mode": "append",
+            "requeue": True,
+            "signal": f"B:USR1@{math.ceil(self.run.grace) + _MARGIN}",
+            "partition": settings.partition,
+            "account": settings.account,
+            "qos": settings.qos,
+            "constraint": settings.constraint,
+            "nodes": needs.processes,
+            "ntasks_per_node": 1,
+            "cpus_per_task": needs.cpus,
+            "mem": None if needs.memory is None else f"{-(-needs.memory >> 20)}M",
+            "gpus_per_node": needs.gpus,
+            "time": None if needs.seconds is None else _minutes(needs.seconds),
+        }
+        own = settings.worker_options if is_array else settings.center_options
+        said = [*map(_quoted, arguments(asked)), *settings.options, *own]
+        return ["#!/bin/bash", f"# {what}", *(f"#SBATCH {each}" for each in said)]
+
+
+def _queued() -> set[str]:
+    """Ids of this user's jobs in the queue; of an array, its own."""
+    return set(_called(["squeue", "--noheader", "--me", "--format=%F"]).split())
+
+
+def _called(words: Sequence[str], folder: pathlib.Path | None = None) -> str:
+    """Return what a command of SLURM's, or a script, prints.
+
+    Raises:
+      InvalidArgumentError: it fails.
+    """
+    result = subprocess.run(  # noqa: S603 it is on the user's path, as a shell has it
+        words,
+        cwd=folder,
+        env={name: v for name, v in os.environ.items() if not _OWN.match(name)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise errors.InvalidArgumentError(
+            f"{shlex.join(words)} failed: {result.stderr.strip()}"
+        )
+    return result.stdout.strip()
+
+
+def _blocks(*blocks: Sequence[str]) -> str:
+    """A script of blocks of lines, those that there are, with a line between them."""
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _quoted(text: str, *variables: str) -> str:
+    """For a shell, which puts values for some variables, and for nothing else."""
+    if not variables:
+        return shlex.quote(text)
+    parts = re.split("(" + "|".join(map(re.escape, variables)) + ")", text)
+    # Those at odd places are the variables.
+    made = [f'"{p}"' if i % 2 else p and shlex.quote(p) for i, p in enumerate(parts)]
+    return "".join(made) or "''"
+
+
+def _minutes(seconds: float) -> str:
+    """Hours, minutes and seconds, of which SLURM counts whole minutes."""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02}:00"

@@ -1,0 +1,342 @@
+"""Several programs side by side on one machine, ended all together.
+
+`run` is for callers. A `_Supervisor` is the loop of one call, which starts programs,
+reads what they say, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Literal, get_args
+
+from agn_optax import errors
+from agn_optax._internal import handled
+from agn_optax.ops.launch._guard import Guard
+from agn_optax.ops.launch._process import Process
+from agn_optax.ops.launch._program import Ended, Program
+
+# What a terminal, a shell or a scheduler ends the launcher with. The programs, in
+# sessions of their own, see nothing of it unless it is forwarded.
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+OnFailure = Literal["stop", "go on"]
+_LOOK = 0.02  # seconds, at most, until an end, a signal or a moment to act is seen
+
+
+def run(
+    programs: Sequence[Program],
+    *,
+    output: Callable[[str, str], None],
+    grace: float = 10.0,
+    restart_delay: float = 1.0,
+    on_failure: OnFailure = "stop",
+    until: threading.Event | None = None,
+) -> list[Ended]:
+    r"""Runs programs side by side until they have ended, and leaves none behind.
+
+    A program that fails is started again after ``restart_delay``, up to its bound. When
+    one fails beyond that, or the launcher is interrupted, or anything here raises, all
+    are ended: by a signal first, by SIGKILL after ``grace`` seconds. Those that are not
+    waited for are ended after all others, by SIGTERM, and have the same grace: what
+    others have to say to a server at their end, it still hears. Where one of them ends
+    before the others, by itself, these are ended too; a second SIGTERM, after half of
+    the grace, is for those that wait for it in vain. A program ends
+    with its first process: what else is in its process group is ended with it, and has
+    the same ``grace`` if it holds the program's output open. Only a process that leaves
+    the group and its session can escape.
+
+    A program reads nothing from stdin, and finds ``AGN_OPTAX_RESTARTS`` in its
+    environment, the number of restarts so far (unless its own says another one). Should
+    the launcher itself be killed, the programs are killed as well.
+
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded, unless they are ignored: the
+    first one to those that are waited for, any other one to all. SIGINT becomes
+    SIGTERM, of which a program in Python dies without a traceback. That takes the main
+    thread; in another one, signals are the caller's business.
+
+    Args:
+      programs: what to run; the names differ, and one at least is waited for, or has
+        followers.
+      output: called as ``output(name, line)``, from this thread, with every line of a
+        program's stdout and stderr, and, beginning with ``agn-optax:``, with what
+        happens to it. ``\n``, ``\r`` and ``\r\n`` end a line; a very long one comes
+        in pieces. While it does not return, programs with much to say wait.
+      grace: seconds from the first signal to SIGKILL.
+      restart_delay: seconds before a program that failed is started again.
+      on_failure: what becomes of the others when one that is waited for has failed
+        beyond its restarts: ``"stop"``, or ``"go on"`` until they end by themselves.
+      until: for another thread, which sets it to have all programs end, as a signal
+        would.
+
+    Returns:
+      What became of each program, in the order of ``programs``; followers come last.
+
+    Raises:
+      InvalidArgumentError: a setting is wrong, or a command cannot be started.
+      KeyboardInterrupt: SIGINT came, and all programs have ended.
+      SystemExit: another of the signals came, and all programs have ended; with the
+        status of a shell, 128 and the signal's number.
+
+    Example:
+      >>> import sys
+      >>> hello = Program("worker-0", [sys.executable, "-c", "print('hello')"])
+      >>> (ended,) = run([hello], output=lambda name, line: print(name, line))
+      worker-0 hello
+      >>> ended.returncode
+      0
+    """
+    names = [program.name for program in programs]
+    if len(set(names)) < len(names):
+        raise errors.InvalidArgumentError(f"names of programs must differ, got {names}")
+    if not any(program.waited_for or program.followers for program in programs):
+        raise errors.InvalidArgumentError(
+            f"one program at least must be waited for, got {list(programs)}"
+        )
+    for what, seconds in (("grace", grace), ("restart_delay", restart_delay)):
+        if not 0 <= seconds < math.inf:
+            raise errors.InvalidArgumentError(
+                f"{what} must be a number of seconds, got {seconds!r}"
+            )
+    if on_failure not in get_args(OnFailure):
+        raise errors.InvalidArgumentError(
+            f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}"
+        )
+    supervisor = _Supervisor(output, grace, restart_delay, on_failure, until)
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with handled(_FORWARDED if is_main else (), supervisor.hear):
+            return supervisor.run(programs)
+    finally:
+        # Also when something else was raised: whoever reads the lines may have been
+        # interrupted as well, so that writing them has failed.
+        if supervisor.signals:
+            signum = supervisor.signals[0]
+            if signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + signum)
+
+
+@dataclasses.dataclass
+class _Course:
+    """How one program is doing: it runs, or is to start (again), or has ended."""
+
+    program: Program
+    began: float
+    start_at: float
+    followers: Callable[[str], Sequence[Program]] | None  # None once they are there
+    process: Process | None = None
+    seconds: float = 0.0
+    returncode: int = 0
+    restarts: int = -1  # the first start is none
+    told: bool = False  # to end
+    again_at: float = math.inf  # when it is told once more
+    stopped: bool = False
+
+    @property
+    def going_on(self) -> bool:
+        return self.process is not None or self.start_at < math.inf
+
+    @property
+    def waited_for(self) -> bool:
+        return self.program.waited_for or self.followers is not None
+
+    def end(self, signum: int, grace: float, *, twice: bool = False) -> None:
+        """Does not start any more, and has the grace to end if it runs."""
+        self.told = True
+        if twice:
+            self.again_at = time.monotonic() + grace / 2
+        if self.process is not None:
+            self.stopped = self.stopped or not self.process.exited
+            self.process.signal(signum)
+            deadline = time.monotonic() + grace
+            self.process.deadline = min(self.process.deadline, deadline)
+        elif self.going_on:
+            self.stopped = True
+            self.start_at = math.inf
+
+
+@dataclasses.dataclass
+class _Supervisor:
+    """One call of `run`: a loop in one thread, which looks at what has happened.
+
+    Its arguments are those of `run`. ``signals`` are those that came, in order.
+    """
+
+    output: Callable[[str, str], None]
+    grace: float
+    restart_delay: float
+    on_failure: OnFailure
+    until: threading.Event | None = None
+    signals: list[int] = dataclasses.field(default_factory=list)
+    _forwarded: int = 0  # of the signals
+    _courses: list[_Course] = dataclasses.field(default_factory=list)
+    _stopping: bool = False
+
+    def run(self, programs: Sequence[Program]) -> list[Ended]:
+        """Runs all programs to their end, whatever is raised meanwhile."""
+        self._add(programs)
+        with (
+            selectors.DefaultSelector() as self._selector,
+            contextlib.closing(Guard()) as self._guard,
+        ):
+            try:
+                self._loop()
+            except BaseException:
+                # Their last words are still read, lest they block; nobody hears them.
+                self.output = lambda name, line: None
+                self._stop(signal.SIGTERM)
+                self._loop()
+                raise
+            finally:
+                for course in self._courses:
+                    if course.process is not None:  # only if the lines above failed
+                        self._close(course, course.process)
+        return [
+            Ended(
+                c.program.name, c.returncode, max(0, c.restarts), c.seconds, c.stopped
+            )
+            for c in self._courses
+        ]
+
+    def hear(self, signum: int, frame: FrameType | None) -> None:
+        """Handles a signal, which is forwarded at the next look."""
+        self.signals.append(signum)
+
+    def _add(self, programs: Sequence[Program]) -> None:
+        now = time.monotonic()
+        self._courses += [
+            _Course(each, now, now + each.delay, each.followers) for each in programs
+        ]
+
+    def _loop(self) -> None:
+        while True:
+            for signum in self.signals[self._forwarded :]:
+                self._forwarded += 1
+                # Python answers an interrupt by a traceback of each program.
+                signum = signal.SIGTERM if signum == signal.SIGINT else signum
+                self._stop(signum, everybody=self._forwarded > 1)
+            if self.until is not None and self.until.is_set():
+                self.until = None
+                self._stop(signal.SIGTERM)
+            for course in self._courses:
+                self._tend(course, time.monotonic())
+            going_on = [course for course in self._courses if course.going_on]
+            if not going_on:
+                return
+            self._stopping |= not any(each.waited_for for each in going_on)
+            if self._stopping and not any(c.program.waited_for for c in going_on):
+                for course in going_on:
+                    if not course.told:
+                        course.end(signal.SIGTERM, self.grace)
+            for key, _ in self._selector.select(_LOOK):
+                self._read(key.data, key.data.process)
+
+    def _tend(self, course: _Course, now: float) -> None:
+        process = course.process
+        if process is None:
+            if now >= course.start_at:
+                self._start(course)
+                if course.restarts:
+                    number = f"{course.restarts} of {course.program.restarts}"
+                    cause = _describe(course.returncode).removeprefix("killed by ")
+                    self._say(course, f"restarted ({number}) after {cause}")
+            return
+        exited = process.exited  # once, as it may end at any time
+        if exited and not process.at_end and process.deadline == math.inf:
+            process.signal(signal.SIGTERM)  # the rest of its group
+            process.deadline = now + self.grace
+        if now >= course.again_at and not exited:
+            course.again_at = math.inf
+            process.signal(signal.SIGTERM)
+        if now >= process.deadline and not process.killed:
+            process.signal(signal.SIGKILL)
+            self._say(course, f"killed what had not ended within {self.grace:g} s")
+        if exited and (process.at_end or process.killed):
+            self._end(course, process, now)
+
+    def _start(self, course: _Course) -> None:
+        course.start_at = math.inf
+        course.restarts += 1
+        program = course.program
+        environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "AGN_OPTAX_RESTARTS": str(course.restarts),
+            **program.environment,
+        }
+        try:
+            course.process = Process(program.command, environment)
+        except (OSError, ValueError) as error:
+            raise errors.InvalidArgumentError(
+                f"{program.name!r} cannot be started: {error}; its command is "
+                f"{list(program.command)}"
+            ) from error
+        self._guard.add(course.process.group)
+        self._selector.register(course.process.output, selectors.EVENT_READ, course)
+
+    def _end(self, course: _Course, process: Process, now: float) -> None:
+        if not process.at_end:
+            self._read(course, process, last=True)
+        self._close(course, process)
+        course.seconds = now - course.began
+        has_failed = course.returncode != 0
+        if has_failed:
+            self._say(course, _describe(course.returncode))
+        if self._stopping:
+            return
+        if has_failed and course.restarts < course.program.restarts:
+            course.start_at = now + self.restart_delay
+        elif not course.program.waited_for:
+            if any(each.program.waited_for and each.going_on for each in self._courses):
+                self._say(course, "has ended, and so the others are ended")
+            self._stop(signal.SIGTERM, twice=True)
+        elif has_failed and self.on_failure == "stop":
+            self._stop(signal.SIGTERM)
+
+    def _close(self, course: _Course, process: Process) -> None:
+        if process.output in self._selector.get_map():
+            self._selector.unregister(process.output)
+        self._guard.remove(process.group)
+        course.returncode = process.close()
+        course.process = None
+
+    def _stop(
+        self, signum: int, *, everybody: bool = False, twice: bool = False
+    ) -> None:
+        """Ends those that are waited for; the others are ended once these have."""
+        self._stopping = True
+        for course in self._courses:
+            if course.program.waited_for or everybody:
+                course.end(signum, self.grace, twice=twice)
+
+    def _read(self, course: _Course, process: Process, *, last: bool = False) -> None:
+        lines = process.read(last=last)
+        if process.at_end:
+            self._selector.unregister(process.output)
+        for line in lines:  # may raise, so after all else
+            self.output(course.program.name, line)
+            if course.followers is None or self._stopping:
+                continue
+            if programs := course.followers(line):
+                course.followers = None
+                self._add(programs)
+
+    def _say(self, course: _Course, event: str) -> None:
+        self.output(course.program.name, f"agn-optax: {event}")
+
+
+def _describe(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-returncode}"

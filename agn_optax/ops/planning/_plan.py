@@ -1,0 +1,389 @@
+"""Plans: of a rule around a center, and of the plain data parallelism beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from agn_optax import errors, rules
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
+from agn_optax.ops.planning import _times
+from agn_optax.ops.planning._cluster import Cluster
+from agn_optax.ops.planning._cost import (
+    CenterMemory,
+    Coding,
+    Cost,
+    Level,
+    Remedies,
+    WorkerMemory,
+)
+from agn_optax.ops.planning._times import Times, Work
+from agn_optax.rules import Rule, check_rule, codecs
+
+PyTree = Any
+
+_LARGEST_LEAF = 1 << 30  # elements; sizes of single arrays are int32 here and there
+
+
+def plan(
+    rule: Rule,
+    params: PyTree,
+    cluster: Cluster,
+    *,
+    inner: optax.GradientTransformation,
+    period: int | None = None,
+    center_dtype: Any = None,
+) -> Cost:
+    r"""What a rule costs with asynchronous workers around a center service.
+
+    .. math::
+        e = \text{overhead} + \text{latency} + \frac{m + b}{\min(B, C)}
+            + \frac{m + b}{\text{endpoint rate}} + \frac{u}{\text{apply rate}}; \qquad
+        \text{hidden where } \max(e, n s) \le \lambda t
+
+    The module's docstring has all equations, and what they leave out.
+
+    Args:
+      rule: a record of `agn_optax.rules`, or one of your own, whose codec says what
+        travels. Nothing of it is run.
+      params: the parameters, or a tree with their shapes and dtypes, such as `abstract`
+        makes.
+      cluster: the workers and their links.
+      inner: the inner optimizer.
+      period: local steps between exchanges; None for the shortest that hides them.
+      center_dtype: floating dtype of the center; None for the parameters'.
+
+    Returns:
+      The cost: bytes, seconds, and parts of 1.
+
+    Raises:
+      InvalidTypeError: ``rule`` or ``inner`` is not one.
+      InvalidArgumentError: ``period`` is not a positive int, or a dtype not floating.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays.
+
+    Example:
+      >>> import optax
+      >>> from agn_optax import planning, rules
+      >>> cluster = planning.Cluster(step_time=0.8, bandwidth=125e6, workers=8)
+      >>> params = planning.abstract(1.3e9)
+      >>> cost = planning.plan(rules.diloco(), params, cluster, inner=optax.adam(1e-3))
+      >>> cost.message, cost.hidden_period, cost.utilization_overlapping
+      (5200000000, 416, 1.0)
+    """
+    check_rule(rule)
+    params = _shapes(params)
+    inner = check.optimizer(inner, "inner")
+    center_dtype = check.float_dtype(center_dtype, "center_dtype")
+    if period is not None:
+        period = int(check.positive_int(period, "period"))
+
+    state = jax.eval_shape(
+        lambda params: rounds.init_local(rule, inner, params, None), params
+    )
+    # Where a penalty reads the anchor it is in the state. Else, or where answers are
+    # differences from it, the worker holds on to the snapshot.
+    follows = rule.codec.answer_codec is not None
+    held = follows or (rule.needs_anchor and rule.penalty is None)
+    anchors = held + (rule.penalty is not None)
+    center = _cast(params, center_dtype)
+    children = cluster.centers[0][1]
+    work = _work(rule, center, params, children)
+    message = work.message
+    took = _times.times(work, cluster, *_times.lowest(cluster))
+    longest = took.longest(children)
+    hidden = _hiding(took, cluster)
+    asked, period = period, hidden if period is None else period
+    steps = period * cluster.step_time
+    lowest = _times.level(
+        work, took, cluster.centers[0], period, interval=max(steps, longest)
+    )._replace(bottleneck=_times.bottleneck(took, children, hidden, asked))
+    # In place of the rule's codec, which may leave the center's answers as they are.
+    halved = dataclasses.replace(rule, codec=codecs.cast("bfloat16"))
+    narrow = _work(halved, center, params, children)
+    levels: tuple[Level, ...] = (lowest,)
+    of_root = work
+    if len(cluster.centers) > 1:
+        # To its parent a center is a worker, whose parameters have the center's dtype.
+        most = max(sites for _, sites in cluster.centers[1:])
+        of_root = _work(rule, center, center, most)
+        levels = (lowest, *_times.above(lowest, of_root, cluster))
+    kept = None
+    if cluster.disk is not None:
+        kept = _times.kept(of_root, cluster, levels[-1], cluster.disk)
+    return Cost(
+        rule=rule.name,
+        message=message,
+        answer=work.answer,
+        exchange=took.alone,
+        service=took.occupied,
+        applied=work.applied,
+        hidden_period=hidden,
+        period=period,
+        utilization=steps / max(steps + took.alone, children * took.occupied),
+        utilization_overlapping=steps / max(steps, longest),
+        worker=WorkerMemory(
+            params=trees.nbytes(params),
+            inner_state=trees.nbytes(state.inner_state),
+            record=trees.nbytes(state.record),
+            codec_state=trees.nbytes(state.codec_state),
+            anchor=anchors * trees.nbytes(center),
+            staged=message + trees.nbytes(center),
+            overlap=trees.nbytes(params),
+        ),
+        center=CenterMemory(
+            center=trees.nbytes(center),
+            center_state=work.snapshot - trees.nbytes(center),
+            version=trees.nbytes(center),
+            messages=children * message,
+        ),
+        bottleneck=lowest.bottleneck,
+        hosts=cluster.shards * sum(count for count, _ in cluster.centers),
+        levels=levels,
+        kept=kept,
+        remedies=_remedies(work, narrow, cluster, asked),
+        coding=_coding(rule, work, (center, params, children), cluster),
+    )
+
+
+def _work(rule: Rule, center: PyTree, params: PyTree, workers: int) -> Work:
+    """Bytes of an exchange of parameters with a center of so many workers."""
+    sent = rounds.contribution_like(rule, center, params)
+    as_it_is = rounds.contribution_like(_plain(rule), center, params)
+    message = trees.nbytes(sent)
+    state = jax.eval_shape(
+        lambda center: (rule.center.init(center), rounds.init_public(rule, center)),
+        center,
+    )
+    snapshot = trees.nbytes(center) + trees.nbytes(state)
+    answer = trees.nbytes(center, rule.codec.answer_dtype)
+    if rule.codec.answer_codec is not None:
+        # Workers that exchange in turns have missed one of each when theirs comes.
+        missed = workers * trees.nbytes(rounds.difference_like(rule, center))
+        answer = min(answer, missed)
+    return Work(
+        message,
+        answer=answer,
+        # The message is read twice (its norm is taken first), and the center and its
+        # optimizer's state go there and back.
+        applied=2 * (message + snapshot),
+        snapshot=snapshot,
+        # To round numbers is a part of writing them down.
+        coded=0 if _shapes_of(sent) == _shapes_of(as_it_is) else trees.nbytes(as_it_is),
+    )
+
+
+def _plain(rule: Rule) -> Rule:
+    """The rule whose contributions travel as they are."""
+    return dataclasses.replace(rule, codec=codecs.identity())
+
+
+def _shapes_of(tree: PyTree) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def _coding(
+    rule: Rule, work: Work, place: tuple[PyTree, PyTree, int], cluster: Cluster
+) -> Coding | None:
+    """What the codec takes and saves, if the rule has one."""
+    if rule.codec.is_identity and rule.codec.answers is None:
+        return None
+    plain = _work(_plain(rule), *place)
+    encode, decode = _times.coding(work, cluster)
+    below = _times.pays_below(work, plain, cluster)
+    return Coding(plain.message, encode, decode, below)
+
+
+def _hiding(took: Times, cluster: Cluster) -> int:
+    """Local steps that hide an exchange."""
+    longest = took.longest(cluster.centers[0][1])
+    return max(1, math.ceil(longest / cluster.step_time))
+
+
+def _remedies(
+    work: Work, narrow: Work, cluster: Cluster, asked: int | None
+) -> Remedies:
+    """What would help, each by itself; ``narrow`` is the work with 16 bits."""
+    place = _times.lowest(cluster)
+    took = _times.times(work, cluster, *place)
+    hidden = _hiding(took, cluster)
+    half = _hiding(_times.times(narrow, cluster, *place), cluster)
+    alone = took.alone if asked is None else asked * cluster.step_time
+    target = max(alone, cluster.step_time)
+    return Remedies(
+        period=hidden,
+        bfloat16=half if half < hidden else None,
+        shards=_times.shards(work, cluster, target),
+        levels=_times.depth(work, cluster, target),
+    )
+
+
+def all_reduce(
+    params: PyTree,
+    cluster: Cluster,
+    *,
+    inner: optax.GradientTransformation,
+    codec: codecs.Codec | None = None,
+    wire_dtype: Any = None,
+) -> Cost:
+    r"""Plain data parallelism to compare with: all gradients are reduced at every step.
+
+    .. math::
+        m = b = 2 \frac{n - 1}{n} \text{ of the encoded gradients}; \qquad
+        e = (n - 1) \text{ latency} + m / B
+
+    That is the bound of a ring, whose 2 (n - 1) hops take half a round trip each and
+    whose members send and receive at once, with ends that take no time.
+
+    Args:
+      params: as for `plan`.
+      cluster: the workers and their links; there is no center.
+      inner: the optimizer.
+      codec: how gradients travel, as `agn_optax.all_reduce` takes it; None as they are.
+        What sends vectors whole (`low_rank`) sends all of them.
+      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``.
+
+    Returns:
+      The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
+      its communication. What overlaps is communication with the step itself, at best.
+
+    Raises:
+      InvalidTypeError: ``inner`` is not an optimizer.
+      InvalidTypeError: ``codec`` is not a codec.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays.
+
+    Example:
+      >>> import optax
+      >>> from agn_optax import planning
+      >>> cluster = planning.Cluster(step_time=0.8, bandwidth=125e6, workers=8)
+      >>> cost = planning.all_reduce(
+      ...     planning.abstract(1.3e9), cluster, inner=optax.adam(1e-3)
+      ... )
+      >>> cost.hidden_period, round(cost.utilization_overlapping, 3)
+      (None, 0.011)
+    """
+    params = _shapes(params)
+    inner = check.optimizer(inner, "inner")
+    if wire_dtype is not None:
+        warnings.warn(
+            "planning.all_reduce(wire_dtype=...) is deprecated and goes in agn_optax "
+            "0.2: say codec=agn_optax.codecs.cast(dtype), which is the same",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        codec = codecs.cast(wire_dtype)
+    codec = codecs.identity() if codec is None else codec
+    codecs.check_codec(codec, "codec")
+    others, kept = cluster.workers - 1, 0
+    if codec.is_identity or codec.is_cast:
+        gradients = trees.nbytes(params, codec.answers)
+    else:
+        gradients, kept = _encoded(codec, params, cluster.workers)
+    sent = 2 * others * gradients // cluster.workers
+    exchange = others * cluster.latency + sent / cluster.bandwidth
+    step = cluster.step_time
+    return Cost(
+        rule="all_reduce",
+        message=sent,
+        answer=sent,
+        exchange=exchange,
+        service=0.0,
+        applied=0,
+        hidden_period=1 if exchange <= step else None,
+        period=1,
+        utilization=step / (step + exchange),
+        utilization_overlapping=step / max(step, exchange),
+        worker=WorkerMemory(
+            params=trees.nbytes(params),
+            inner_state=trees.nbytes(jax.eval_shape(inner.init, params)),
+            codec_state=kept,
+        ),
+        center=CenterMemory(),
+        bottleneck="nothing"
+        if exchange <= step
+        else "latency"
+        if others * cluster.latency > sent / cluster.bandwidth
+        else "worker link",
+    )
+
+
+def _encoded(codec: codecs.Codec, params: PyTree, pieces: int) -> tuple[int, int]:
+    """Bytes of encoded gradients, and of what one of so many towers keeps of them."""
+    own = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((-(-x.size // pieces),), x.dtype), params
+    )
+    state = jax.eval_shape(codec.init, own)
+    sent, _ = jax.eval_shape(codec.encode, own, state)
+    # Of every piece, for what it sends, and of its own, for the answer.
+    return pieces * trees.nbytes(sent), (pieces + 1) * trees.nbytes(state)
+
+
+def abstract(parameters: float, dtype: Any = "float32") -> PyTree:
+    """A tree with so many parameters, without their memory.
+
+    Args:
+      parameters: how many; 1.3e9, say.
+      dtype: their floating dtype.
+
+    Returns:
+      Shapes and dtypes, as `plan` takes them.
+
+    Raises:
+      InvalidArgumentError: not a positive whole number, or a dtype that is not
+        floating.
+
+    Example:
+      >>> from agn_optax import planning
+      >>> planning.abstract(10, "bfloat16")
+      [ShapeDtypeStruct(shape=(10,), dtype=bfloat16)]
+    """
+    check.rate(parameters, "parameters", low=0.0, high=math.inf, low_open=True)
+    count = int(parameters)
+    if count != parameters:
+        raise errors.InvalidArgumentError(
+            f"parameters must be a whole number, got {parameters!r}"
+        )
+    dtype = check.float_dtype(dtype, "dtype")
+    whole, rest = divmod(count, _LARGEST_LEAF)
+    sizes = [_LARGEST_LEAF] * whole + [rest] * (rest > 0)
+    return [jax.ShapeDtypeStruct((size,), dtype or jnp.float32) for size in sizes]
+
+
+def built_in_rules(inner: optax.GradientTransformation, workers: int) -> list[Rule]:
+    """Every rule of `agn_optax.rules`, with settings where it wants any.
+
+    Args:
+      inner: the inner optimizer, which is also the center's where a rule asks for one.
+      workers: how many, which say how far elastic averaging moves.
+
+    Returns:
+      The rules, in the order of their names.
+
+    Raises:
+      InvalidArgumentError: ``workers`` is not a positive int.
+
+    Example:
+      >>> import optax
+      >>> from agn_optax import planning
+      >>> [rule.name for rule in planning.built_in_rules(optax.sgd(0.1), 4)][:2]
+      ['agn', 'agn_window']
+    """
+    workers = check.positive_int(workers, "workers")
+    wanted = {"agn": [inner], "easgd": [0.9 / workers]}
+    names = sorted(set(rules.__all__) - {"Rule"})
+    return [getattr(rules, name)(*wanted.get(name, ())) for name in names]
+
+
+def _shapes(params: PyTree) -> PyTree:
+    check.float_leaves(params, "params")
+    return _cast(params, None)
+
+
+def _cast(tree: PyTree, dtype: Any) -> PyTree:
+    return jax.eval_shape(lambda tree: optax.tree.cast(tree, dtype), tree)

@@ -1,0 +1,226 @@
+"""How long an exchange takes, by its parts, and who serves how many: pure arithmetic.
+
+The docstring of `agn_optax.ops.planning` has the equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from agn_optax.ops.planning._cluster import Cluster, Disk, Tree
+from agn_optax.ops.planning._cost import Kept, Level
+
+_MOST_SHARDS = 1 << 20
+
+
+class Work(NamedTuple):
+    """Bytes of one exchange."""
+
+    message: int
+    answer: int
+    applied: int  # that the center's arithmetic reads and writes
+    snapshot: int  # of the center with its optimizer's state
+    coded: int = 0  # of the contribution as it is, where a codec has work with it
+
+
+class Link(NamedTuple):
+    """Between a worker and its center, or between a center and its parent."""
+
+    bandwidth: float  # bytes a second
+    shared: float  # of the upper end, for all below
+    latency: float
+
+
+class Times(NamedTuple):
+    """Seconds of an exchange, by what takes them."""
+
+    exchange: dict[str, float]  # one after the other
+    service: dict[str, float]  # at the center, side by side
+
+    @property
+    def alone(self) -> float:
+        """Of an exchange, where nobody else is served meanwhile."""
+        return sum(self.exchange.values())
+
+    @property
+    def occupied(self) -> float:
+        """For which it occupies the center."""
+        return max(self.service.values())
+
+    def longest(self, children: int) -> float:
+        """Of an exchange where so many take turns."""
+        return max(self.alone, children * self.occupied)
+
+    def bottleneck(self, children: int) -> str:
+        """What most of that is."""
+        served = children * self.occupied > self.alone
+        parts = self.service if served else self.exchange
+        return max(parts, key=lambda name: parts[name])
+
+
+def times(work: Work, cluster: Cluster, link: Link, disk: Disk | None) -> Times:
+    """Of an exchange over a link, with a center in shards that may keep a journal."""
+    machine, k = cluster.machine, cluster.shards
+    both = work.message + work.answer
+    is_workers = link.bandwidth <= k * link.shared
+    wide = both / min(link.bandwidth, k * link.shared)
+    center_ends = (machine.overhead + both / (k * machine.endpoint_rate)) / 2
+    ends = (1 + k) * center_ends  # the worker's own has to do with all shards
+    arithmetic = work.applied / (k * machine.apply_rate)
+    encoding, decoding = coding(work, cluster)
+    # All of this is one processor's, who has to do it one after the other.
+    at_center = {"ends": center_ends, "arithmetic": arithmetic, "codec": decoding}
+    processor = max(at_center, key=lambda name: at_center[name])
+    exchange = {
+        "latency": link.latency,
+        "worker link" if is_workers else "center link": wide,
+        "ends": ends,
+        "arithmetic": arithmetic,
+        "codec": encoding + decoding,
+    }
+    service = {
+        "center link": max(work.message, work.answer) / (k * link.shared),
+        processor: sum(at_center.values()),
+    }
+    if disk is not None:
+        exchange["journal"] = disk.sync + work.message / (k * disk.bandwidth)
+        service["journal"] = written(work, k, disk) / disk.bandwidth
+    return Times(exchange, service)
+
+
+def coding(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a worker that encodes, and of a center that decodes: twice."""
+    machine = cluster.machine
+    decoded = 2 * work.coded / cluster.shards
+    return work.coded / machine.encode_rate, decoded / machine.decode_rate
+
+
+def pays_below(work: Work, plain: Work, cluster: Cluster) -> float | None:
+    """Bytes a second of the link at which a codec costs what it saves.
+
+    ``plain`` is the work without it. None where the link does not matter.
+    """
+    saved = plain.message + plain.answer - work.message - work.answer
+    if saved <= 0:
+        return 0.0
+
+    def beside_link(work: Work) -> float:
+        took = times(work, cluster, *lowest(cluster)).exchange
+        return sum(took[name] for name in took if not name.endswith("link"))
+
+    more = beside_link(work) - beside_link(plain)
+    return saved / more if more > 0 else None
+
+
+def written(work: Work, shards: int, disk: Disk) -> float:
+    """Bytes that a host writes for an exchange, with its part of the next snapshot."""
+    message, snapshot = work.message / shards, work.snapshot / shards
+    return message * (1 + snapshot / disk.journal(snapshot, message))
+
+
+def level(
+    work: Work, took: Times, place: tuple[int, int], period: int, interval: float
+) -> Level:
+    """Centers, of each of which every child comes once in an interval."""
+    centers, children = place
+    rate = children / interval
+    return Level(
+        centers=centers,
+        children=children,
+        period=period,
+        interval=interval,
+        exchange=took.alone,
+        exchanges=rate,
+        received=rate * work.message,
+        sent=rate * work.answer,
+        load=rate * took.occupied,
+        bottleneck="nothing",
+    )
+
+
+def bottleneck(took: Times, children: int, hidden: int, asked: int | None) -> str:
+    """What keeps the period from being shorter; or the one asked for from hiding."""
+    is_free = hidden == 1 if asked is None else asked >= hidden
+    return "nothing" if is_free else took.bottleneck(children)
+
+
+def above(lowest: Level, up: Work, cluster: Cluster) -> list[Level]:
+    """The levels of a tree that have centers below them."""
+    tree = cluster.tree
+    if tree is None:
+        return []
+    wide = cluster.shared if tree.bandwidth is None else tree.bandwidth
+    latency = cluster.latency if tree.latency is None else tree.latency
+    link = Link(wide, wide, latency)
+    places = cluster.centers
+    made = [lowest]
+    for number, place in enumerate(places[1:], 1):
+        disk = cluster.disk if number == len(places) - 1 else None
+        took = times(up, cluster, link, disk)
+        rate = made[-1].exchanges  # of each child, with those below it
+        hidden = max(1, math.ceil(took.longest(place[1]) * rate))
+        period = max(hidden, tree.period or 1)
+        found = level(up, took, place, period, period / rate)
+        limit = bottleneck(took, place[1], hidden, tree.period)
+        made.append(found._replace(bottleneck=limit))
+    return made[1:]
+
+
+def kept(work: Work, cluster: Cluster, root: Level, disk: Disk) -> Kept:
+    """What the journal of the root is for each of its hosts."""
+    k, machine = cluster.shards, cluster.machine
+    message, snapshot = work.message / k, work.snapshot / k
+    journal = disk.journal(snapshot, message)
+    apply = (work.applied / machine.apply_rate + work.coded / machine.decode_rate) / k
+    return Kept(
+        written=root.exchanges * written(work, k, disk),
+        snapshot=math.ceil(snapshot),
+        journal=math.ceil(journal),
+        read=(snapshot + journal) / disk.bandwidth,
+        replay=journal / max(1.0, message) * apply,
+        rejoin=root.children * machine.overhead + root.load * root.interval,
+    )
+
+
+def shards(work: Work, cluster: Cluster, target: float) -> int | None:
+    """Hosts of a center that has time for all that it has within so many seconds."""
+    children = cluster.centers[0][1]
+
+    def fits(count: int) -> bool:
+        many = dataclasses.replace(cluster, shards=count)
+        return children * _occupied(work, many) <= target
+
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high > _MOST_SHARDS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def depth(work: Work, cluster: Cluster, target: float) -> int | None:
+    """Levels of a tree whose lowest centers have time within so many seconds."""
+    most = max(1, math.ceil(math.log2(cluster.workers)))
+    for count in range(1, most + 1):
+        tree = Tree(levels=count)
+        children = tree.centers(cluster.workers)[0][1]
+        deep = dataclasses.replace(cluster, tree=tree)
+        if children * _occupied(work, deep) <= target:
+            return count
+    return None
+
+
+def lowest(cluster: Cluster) -> tuple[Link, Disk | None]:
+    """What is between workers and their centers, and on what these keep a journal."""
+    link = Link(cluster.bandwidth, cluster.shared, cluster.latency)
+    return link, cluster.disk if len(cluster.centers) == 1 else None
+
+
+def _occupied(work: Work, cluster: Cluster) -> float:
+    return times(work, cluster, *lowest(cluster)).occupied

@@ -1,0 +1,82 @@
+"""Rates and sizes as people write them: ``1Gbit``, ``100Mbit/s``, ``1.2GB``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from agn_optax import errors
+
+_POWERS = " kmgt"
+_RATE = re.compile(
+    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?) *"
+    r"(?:(?P<prefix>[kmgt])(?P<binary>i?))?"
+    r"(?P<unit>bits?|bytes?|b)"
+    r"(?:/s|ps)?",
+    re.IGNORECASE,
+)
+
+
+def rate(text: str, what: str) -> float:
+    """Bytes a second.
+
+    Only the letter ``b`` by itself has a case: ``b`` is a bit and ``B`` a byte, of 8 of
+    them; ``bit`` and ``byte`` say it without. Prefixes are k, M, G and T, powers of
+    1000, and Ki, Mi, Gi and Ti, of 1024, in any case. ``/s`` or ``ps`` may follow.
+
+    Args:
+      text: such as ``"1Gbit"``, ``"100 Mb/s"`` or ``"1.2GB"``.
+      what: what it is, for the message.
+
+    Returns:
+      The rate in bytes a second.
+
+    Raises:
+      InvalidArgumentError: it is not written so, or not positive.
+
+    Example:
+      >>> rate("1Gbit", "bandwidth"), rate("100Mb/s", "bandwidth")
+      (125000000.0, 12500000.0)
+      >>> rate("1.5GB", "bandwidth"), rate("1KiB", "bandwidth")
+      (1500000000.0, 1024.0)
+    """
+    found = _RATE.fullmatch(text.strip())
+    number = float(found["number"]) if found else 0.0
+    if found is None or not 0 < number < math.inf:
+        raise errors.InvalidArgumentError(
+            f"{what} must be a positive rate with its unit, such as 1Gbit, 100Mbit or "
+            f"1.2GB (a second; b is a bit, B a byte), got {text!r}"
+        )
+    base = 1024 if found["binary"] else 1000
+    unit = found["unit"]
+    is_bits = unit == "b" or unit.lower().startswith("bit")
+    power = _POWERS.index((found["prefix"] or " ").lower())
+    return number * base**power / (8 if is_bits else 1)
+
+
+def size(text: str, what: str) -> int:
+    """Bytes of memory: a rate's number, of bytes, and not a second.
+
+    Raises:
+      InvalidArgumentError: it is not written so, or not positive.
+
+    Example:
+      >>> size("1.5GB", "memory"), size("16 GiB", "memory")
+      (1500000000, 17179869184)
+    """
+    found = _RATE.fullmatch(text.strip())
+    is_size = found is not None and found["unit"] in ("B", "byte", "bytes")
+    if not is_size or (text.strip().endswith("s") and "/" in text):
+        raise errors.InvalidArgumentError(
+            f"{what} must be a size with its unit, such as 512MB or 16GiB, got {text!r}"
+        )
+    return int(rate(text, what))
+
+
+def in_bytes(number: float) -> str:
+    """Bytes, in three digits or so."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"

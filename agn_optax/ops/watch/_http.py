@@ -1,0 +1,160 @@
+"""A strict parser of HTTP/1.1 requests without a body: bytes in, a request out.
+
+The page is read-only, so a request consists of a request line and header fields, and
+ends with a blank line. Any other input is rejected and its connection is closed. This
+prevents request smuggling (bytes of one request taken for the next one) and requests
+with another `Host` than the one that the browser believes it talks to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from agn_optax.service import address as addresses
+
+MOST_HEAD = 16 << 10  # bytes of a request
+_CHUNK = 4 << 10  # bytes
+_BLANK = b"\r\n\r\n"
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
+# Blanks around a value are stripped after the match: an expression that can match them
+# in several ways takes quadratic or cubic time.
+_FIELD = re.compile(rb"(%s):([\t\x20-\x7e\x80-\xff]*)" % _TOKEN)
+_BLANKS = " \t"
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::\d{1,5})?")
+_BARE_NEWLINE = re.compile(rb"(?<!\r)\n")
+_ONCE = ("host", "content-length", "transfer-encoding", "authorization")
+_METHODS = ("GET", "HEAD")
+
+
+class RefusedRequestError(Exception):
+    """A rejected request.
+
+    Args:
+      status: status of the response.
+      why: text of the response.
+    """
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request for a path.
+
+    Attributes:
+      method: "GET" or "HEAD".
+      path: the path, without the query.
+      fields: the header fields, by their names in lower case.
+      is_last: whether the connection is closed after the response.
+    """
+
+    method: str
+    path: str
+    fields: Mapping[str, str]
+    is_last: bool
+
+
+def receive(recv: Callable[[int], bytes]) -> bytes:
+    """Receive bytes until a request is complete or known to be malformed.
+
+    Args:
+      recv: the method of a socket.
+
+    Returns:
+      The received bytes; b"" if the connection ended before that.
+    """
+    heard = bytearray()
+    while len(heard) <= MOST_HEAD:
+        more = recv(_CHUNK)
+        if not more:
+            return b""
+        new = max(0, len(heard) - len(_BLANK))  # a blank line may come in two parts
+        heard += more
+        if heard.find(_BLANK, new) >= 0 or _BARE_NEWLINE.search(heard, new):
+            break
+    return bytes(heard)
+
+
+def parse(heard: bytes, *, is_local: bool) -> Request:
+    """Parse a request.
+
+    Args:
+      heard: the bytes that `receive` returned.
+      is_local: whether the page is for this machine only. If so, the Host field must
+        be a loopback name or address. A foreign name that resolves to this machine (DNS
+        rebinding) would circumvent the browser's same-origin policy.
+
+    Raises:
+      RefusedRequestError: the bytes are not a request, or the request is rejected.
+    """
+    head, blank, rest = heard.partition(_BLANK)
+    if len(heard) > MOST_HEAD:
+        raise RefusedRequestError(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            if b"\r\n" in heard[:MOST_HEAD]
+            else HTTPStatus.REQUEST_URI_TOO_LONG,
+            f"a request has at most {MOST_HEAD} bytes here",
+        )
+    line, *lines = head.split(b"\r\n")
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise _bad("this is no request of HTTP")
+    method, target, version = (each.decode("ascii") for each in found.groups())
+    if version not in ("1.0", "1.1"):
+        raise RefusedRequestError(
+            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "HTTP/1.1 is spoken here"
+        )
+    fields = _fields_of(lines)
+    _check_host(fields.get("host", ""), is_local)
+    if method not in _METHODS:
+        raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD are")
+    has_body = fields.get("content-length", "0") != "0"
+    if has_body or rest or "transfer-encoding" in fields:
+        raise _bad("a request has no body here, and waits for the answer before it")
+    if not blank or not target.startswith("/"):
+        raise _bad("a request names a path, and ends with a blank line")
+    options = fields.get("connection", "").lower().split(",")
+    is_last = version == "1.0" or "close" in (each.strip(_BLANKS) for each in options)
+    return Request(method, target.partition("?")[0], fields, is_last)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a Host field is a loopback name or address."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return addresses.is_loopback(name.strip("[]").rstrip(".").lower())
+
+
+def _fields_of(lines: list[bytes]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in lines:
+        found = _FIELD.fullmatch(line)
+        if found is None:
+            raise _bad("a line is no field of HTTP")
+        name, value = (each.decode("latin-1") for each in found.groups())
+        name, value = name.lower(), value.strip(_BLANKS)
+        if name in fields and name in _ONCE:
+            raise _bad(f"there is more than one field {name}")
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+    return fields
+
+
+def _check_host(host: str, is_local: bool) -> None:
+    if not _HOST.fullmatch(host):
+        raise _bad("a request has one field Host, with a name or an address")
+    if is_local and not is_loopback(host):
+        raise RefusedRequestError(
+            HTTPStatus.MISDIRECTED_REQUEST,
+            "this page is for this machine, by the names localhost or 127.0.0.1; "
+            "from another one, open it through `ssh -L`",
+        )
+
+
+def _bad(why: str) -> RefusedRequestError:
+    return RefusedRequestError(HTTPStatus.BAD_REQUEST, why)

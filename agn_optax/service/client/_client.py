@@ -1,0 +1,338 @@
+"""The remote center as workers use it: a `Center` reached over gRPC."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grpc
+import jax
+
+from agn_optax import errors
+from agn_optax._internal import check, keep_running
+from agn_optax.center import ShardedCenter, Snapshot
+from agn_optax.round import Fragments
+from agn_optax.rules import Rule, check_rule
+from agn_optax.service import _published
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.client._remote import Remote
+from agn_optax.service.client._session import RemoteSession
+from agn_optax.service.security import _tls, _token
+from agn_optax.service.security._tls import Tls
+from agn_optax.service.transports import named
+from agn_optax.service.transports._connection import Connection
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+_TRANSPORTS, INSECURE = "AGN_OPTAX_TRANSPORTS", "AGN_OPTAX_INSECURE"
+_COMES = 2.0  # s of waiting for a chief before the first warning
+_WAITS = 10.0  # s between further warnings
+
+
+def connect(
+    address: str | Sequence[str],
+    rule: Rule,
+    *,
+    timeout: float = 30.0,
+    like: PyTree = None,
+    tls: Tls | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    insecure: bool = False,
+    token: _token.Token = None,
+    transports: Sequence[str] | None = None,
+    fragments: Fragments | None = None,
+) -> RemoteCenter | ShardedCenter:
+    """Connect to the center at an address, and return it for use as a `LocalCenter`.
+
+    Args:
+      address: ``"host:port"`` or ``"unix:path"``, such as ``Server.address``. Several
+        addresses, in a list or separated by commas, are one center in shards: leaves
+        are assigned to the servers by size, and large leaves are split.
+        ``"file:PATH"`` names a file that holds the address of a center that may restart
+        elsewhere, as ``serve --address-file`` writes it; it is read again at every
+        call.
+      rule: the rule that the center runs.
+      timeout: seconds without any response from the center after which a call gives up.
+        It must exceed the three seconds for which a center may be silent while a worker
+        waits there. An exchange gives up after two seconds if the center does not
+        answer; its worker then goes on training without it.
+      like: a tree with the containers in which `pull` is to return the parameters, for
+        models whose containers are not dicts, lists and tuples. It is not needed by a
+        worker that passes its parameters to `start`.
+      tls: the certificate authorities that the center's certificate is checked against,
+        and this worker's certificate and key if the center asks for them. None uses the
+        files that ``AGN_OPTAX_TLS_CA``, ``AGN_OPTAX_TLS_CERTIFICATE`` and
+        ``AGN_OPTAX_TLS_KEY`` name, or, without these, plain text, which is only allowed
+        within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have; they encrypt only gRPC.
+      insecure: allows plain text beyond this machine, as ``AGN_OPTAX_INSECURE=1`` does.
+      token: the token that authenticates this worker at the center, or the path of a
+        file with the token, which is read again when it changes. None uses
+        ``AGN_OPTAX_TOKEN``, or the file that ``AGN_OPTAX_TOKEN_FILE`` names, or, if the
+        same user started the center on this machine with `agn-optax serve`, the token
+        that the center generated.
+      transports: names of the transports that exchanges may use, in order of
+        preference; the first one that works is used. ``"memory"`` is memory shared with
+        a center of the same user on this machine, ``"socket"`` is a connection of its
+        own beside the one of gRPC, and ``"grpc"`` works wherever a center can be
+        reached; without it, a call fails if the others do not work. None uses
+        ``AGN_OPTAX_TRANSPORTS``, a list separated by commas, or else all transports.
+      fragments: the fragments of the model, one for each of several servers, for a
+        center whose workers (or some of them) exchange by these fragments. All workers
+        must pass the same fragments. None divides the leaves by size.
+
+    Returns:
+      The center.
+
+    Raises:
+      CenterUnreachableError: the center does not answer in time.
+      EncryptionError: the center answers, but the TLS settings of the two ends are not
+        compatible.
+      NotAllowedError: the center requires a token or a certificate, or another one.
+      RuleMismatchError: the center runs another rule; the message names what differs.
+      ProtocolError: the server at the address is not a center, or is one of an
+        incompatible release.
+      InvalidArgumentError: an address is not valid, a setting is out of range, or the
+        number of fragments is not the number of servers.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, agn_optax, agn_optax.service
+      >>> rule = agn_optax.rules.agn(optax.sgd(0.1))
+      >>> server = agn_optax.service.serve(rule, {"w": jnp.zeros(3)})
+      >>> center = agn_optax.service.connect(server.address, rule)
+      >>> worker = agn_optax.Worker(center, optax.sgd(0.1), period=2)
+      >>> params, state = worker.start()
+      >>> for _ in range(4):
+      ...     updates, state = worker.tx.update({"w": jnp.ones(3)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     params, state = worker.exchange(params, state)
+      >>> center.pull().version
+      2
+      >>> center.close(); server.stop()
+    """
+    check_rule(rule)
+    if transports is None and (said := os.environ.get(_TRANSPORTS)):
+        transports = said.split(",")
+    if tls is None and credentials is None:
+        tls = _tls.of_environment()
+        insecure = insecure or os.environ.get(INSECURE) == "1"
+    if isinstance(address, str):
+        address = [part.strip() for part in address.split(",")]
+    if not isinstance(address, Iterable):
+        address = [address]
+    addresses = [_published.check_reachable(each) for each in address]
+    if not addresses or len(set(addresses)) != len(addresses):
+        raise errors.InvalidArgumentError(
+            f"one address or several different ones expected, got {addresses}"
+        )
+    check.seconds(timeout, "timeout", positive=True)
+    ways = named(transports)
+    is_whole = len(addresses) == 1
+    with contextlib.ExitStack() as made:
+        centers = []
+        for each in addresses:
+            connection = Connection(each, timeout, tls, credentials, insecure, token)
+            made.callback(connection.close)
+            remote = Remote(connection, rule, ways)
+            centers.append(RemoteCenter(remote, like if is_whole else None))
+        center: RemoteCenter | ShardedCenter = centers[0]
+        if not is_whole:
+            center = ShardedCenter(centers, like=like, fragments=fragments)
+        elif fragments is not None and len(fragments) != 1:
+            raise errors.InvalidArgumentError(
+                f"{len(fragments)} fragments need as many servers, got one address"
+            )
+        made.pop_all()
+    return center
+
+
+class RemoteCenter(contextlib.AbstractContextManager["RemoteCenter"]):
+    """A center that is reached over a gRPC connection; made by `connect`.
+
+    Its methods may be called from any thread. A call that does not reach the center is
+    retried at growing intervals until ``timeout`` seconds have passed without any
+    response. An exchange that was already applied is not applied again.
+
+    Attributes:
+      rule: the rule that the center runs.
+    """
+
+    def __init__(self, remote: Remote, like: PyTree = None) -> None:
+        self.rule = remote.rule
+        self._like = like
+        self._connection = remote.connection
+        self._remote = remote
+        self._sessions: dict[str, RemoteSession] = {}  # that have not left, by worker
+        # Guards the sessions; reentrant because a signal handler may call `close` while
+        # it is held.
+        self._lock = threading.RLock()
+        remote.describe()
+        beats = functools.partial(_beat, weakref.ref(self), self._connection)
+        keep_running(beats, "agn-optax heartbeat")
+        _open_centers.add(self)
+
+    @property
+    def address(self) -> str:
+        """The center's address."""
+        return self._connection.address
+
+    @property
+    def unreachable_since(self) -> float | None:
+        """When the center stopped answering (s since the epoch); None if it answers."""
+        return self._connection.unreachable_since
+
+    # The protocol `Center`.
+
+    def join(
+        self,
+        worker: str,
+        params: PyTree = None,
+        *,
+        timeout: float | None = None,
+        life: Any = None,
+    ) -> RemoteSession:
+        """Register a worker: see `Center.join`."""
+        if params is not None:
+            self._remote.check_model(params, worker)
+            self._like = jax.tree.map(lambda _: 0, params)
+        if (old := self._sessions.get(worker)) is not None:
+            old.leave()  # this process no longer uses it
+        forget = functools.partial(_forget, weakref.ref(self))
+        session = RemoteSession(self._remote, worker, self._like, life, left=forget)
+        with self._lock:
+            self._sessions[worker] = session
+        try:
+            session.join(timeout)
+        except BaseException:
+            session.leave()
+            raise
+        return session
+
+    def initialize(self, params: PyTree, *, worker: str) -> Snapshot:
+        """Give the center its first parameters: see `Center.initialize`."""
+        check.float_leaves(params, "params")
+        if self._remote.travelling is not None:
+            self._remote.check_model(params, worker)
+        self._like = jax.tree.map(lambda _: 0, params)
+        self._remote.initialize(params, worker)
+        return self.pull(public=True)
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Wait until the center is initialized, and return it: see `Center.wait`."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        patience = _COMES
+        while True:
+            left = max(0.0, min(end - time.monotonic(), patience))
+            try:
+                return self._pull(left, public=True)
+            except errors.NotInitializedError:
+                patience = _WAITS
+                if time.monotonic() >= end:
+                    raise errors.NotInitializedError(
+                        f"no chief has initialized the center at {self.address} within "
+                        f"{timeout} s; start one worker with start(params, chief=True)"
+                    ) from None
+                _log.warning(
+                    "a worker waits: no chief has started at the center at %s; one of "
+                    "its workers must call start(params, chief=True)",
+                    self.address,
+                )
+
+    def pull(self, *, public: bool = False) -> Snapshot:
+        """Return the current version of the center: see `Center.pull`."""
+        return self._pull(0.0, public=public)
+
+    # Methods that `Center` does not have.
+
+    def status(self) -> dict[str, Any]:
+        """Return the center's status, as ``agn-optax status --json`` prints it."""
+        return self._connection.retry(self._connection.status)
+
+    def describe(self) -> pb.Description:
+        """Ask the center for its current description."""
+        return self._remote.describe()
+
+    def announce(self, address: str) -> None:
+        """Set the address at which workers that join later serve as a center."""
+        self._remote.serves_at = address
+
+    def close(self) -> None:
+        """Let all workers of this connection leave, and close the connection."""
+        if self._connection.closed:
+            return
+        _open_centers.discard(self)
+        end = time.monotonic() + 2.0
+        try:
+            for session in list(self._sessions.values()):
+                session.leave(max(0.1, min(1.0, end - time.monotonic())))
+        finally:
+            self._connection.close()
+            for session in list(self._sessions.values()):  # that joined meanwhile
+                session.disconnect()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        by = {name: each.transport for name, each in list(self._sessions.items())}
+        workers = [f", {name!r} by {way}" for name, way in sorted(by.items()) if way]
+        return f"RemoteCenter({self.rule.name}, at {self.address}{''.join(workers)})"
+
+    def _pull(self, wait: float, *, public: bool) -> Snapshot:
+        said, arrays = self._connection.retry(
+            lambda: self._remote.pull(wait, public=public)
+        )
+        # A pull is too rare to compile a program for it, as `to_device` would.
+        leaves = jax.device_put(arrays)
+        return Snapshot(self._remote.as_tree(leaves, self._like), said.version)
+
+    def _give_signs_of_life(self) -> float:
+        """Send a heartbeat of all joined workers; return seconds until the next one."""
+        interval = self._remote.description.heartbeat
+        there = [each for each in list(self._sessions.values()) if not each.left]
+        if there:
+            lives = [pb.Life(worker=s.worker, incarnation=s.incarnation) for s in there]
+            request = pb.AliveRequest(lives=lives)
+            with contextlib.suppress(errors.AgnOptaxError):  # the next may get through
+                self._connection.unary("Alive", request, pb.AliveReply, interval)
+        return interval
+
+
+def _forget(center: weakref.ref[RemoteCenter], session: RemoteSession) -> None:
+    """Drop a session that has left, together with the contribution that it holds."""
+    if (known := center()) is not None:
+        with known._lock:
+            if known._sessions.get(session.worker) is session:
+                del known._sessions[session.worker]
+
+
+def _beat(center: weakref.ref[RemoteCenter], connection: Connection) -> None:
+    """Send heartbeats of a center's workers until it is closed or garbage-collected."""
+
+    def once() -> float:
+        alive = center()
+        return 0.0 if alive is None else alive._give_signs_of_life()
+
+    while (interval := once()) and not connection.is_closed_within(interval / 2):
+        pass
+
+
+_open_centers: weakref.WeakSet[RemoteCenter] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all open centers at the end of the process, so that their workers leave."""
+    for center in list(_open_centers):
+        with contextlib.suppress(Exception):  # the others must be closed anyway
+            center.close()

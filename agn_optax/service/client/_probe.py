@@ -1,0 +1,145 @@
+"""Measurement of the speed of the transports to a center, for each direction."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+from agn_optax import errors
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import Target, Transport
+from agn_optax.service.transports._connection import Connection
+from agn_optax.service.transports._path import Path, Route
+from agn_optax.service.transports._transport import Link
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import MOST_PROBED, in_bytes, of_bytes
+
+_FIRST = 16 << 10  # bytes of the first probe: several packets, or 0.5 s at LEAST_RATE
+_FIRST_SHARED = 64 << 10  # the same for "memory": the least that uses shared memory
+_LONG = 0.1  # seconds of a probe that is long enough for a measurement
+_TIMES = 2  # probes of the last size: an end may have been busy during one of them
+
+
+class Way(NamedTuple):
+    """The measured speed of one transport to a center.
+
+    Attributes:
+      transport: name of the transport.
+      round_trip: seconds for the shortest message and its answer.
+      up, down: bytes per second to the center, and from it; None if nothing was
+        transferred in time. Shared memory has one number for both.
+      path: network path of the connection; None for shared memory and gRPC.
+    """
+
+    transport: str
+    round_trip: float
+    up: float | None
+    down: float | None
+    path: Path | None
+
+    def seconds(self, sent: int, received: int) -> float:
+        """Return the estimated duration of an exchange.
+
+        Args:
+          sent: bytes of the message.
+          received: bytes of the answer.
+
+        Returns:
+          The duration in seconds; infinite if nothing was transferred in time.
+        """
+        up, down = self.up or 0.0, self.down or 0.0
+        if not (up and down):
+            return math.inf
+        return self.round_trip + sent / up + received / down
+
+
+def measure(
+    connection: Connection,
+    transport: Transport,
+    offer: pb.Offer | None,
+    *,
+    timeout: float,
+    route: Route | None = None,
+) -> Way:
+    """Measure one transport, for about a second.
+
+    Args:
+      connection: the connection to the center.
+      transport: the transport to measure.
+      offer: the center's offer of that transport; None if it has none.
+      timeout: timeout in seconds of one probe, which has 16 KiB, or more if 16 KiB take
+        less than 0.1 seconds.
+      route: settings of a socket's connection; None leaves them to the system.
+
+    Raises:
+      OSError: the transport cannot be used.
+      CenterUnreachableError: even the shortest message gets no answer in time.
+      NotAllowedError: this end does not have the role of a reader.
+      ProtocolError: the center's release does not support measurements.
+    """
+    is_shared = transport.name == "memory"
+    made: list[Link] = []
+
+    def dialled() -> Link:
+        if not made or made[-1].done():
+            target = Target(connection, offer, Buffers(), route)
+            made.append(transport.dial(target))
+        return made[-1]
+
+    def took(up: int = 0, down: int = 0) -> float:
+        link, until = dialled(), time.monotonic() + timeout
+        frame = pb.Frame(probe=pb.Probe(size=up, answer=down))
+        with connection.watching(link, until):
+            parcel = in_bytes(frame, up, wanted=down)
+            begin = time.monotonic()
+            link.send(parcel)
+            said = link.control()
+            if not said.HasField("probed"):
+                raise errors.ProtocolError("an answer to a probe was expected")
+            if down:
+                link.buffer(of_bytes(down), "an answer to a probe")
+            return time.monotonic() - begin
+
+    def nothing() -> float:
+        dialled()  # outside of the try: its errors are not about the message
+        try:
+            return took()
+        except TimeoutError:
+            raise errors.CenterUnreachableError(
+                f"the shortest message has no answer within {timeout:g} s"
+            ) from None
+
+    def rate(up: int, down: int) -> float | None:
+        """Return bytes per second of the direction that is 1; None if none arrived."""
+        rates: list[float] = []
+        size, times = _FIRST_SHARED if is_shared else _FIRST, 0
+        while times < _TIMES:
+            trips.append(nothing())  # also waits for the rate limit of the last probe
+            try:
+                seconds = took(up * size, down * size)
+            except TimeoutError:
+                return rates[-1] if rates else None
+            rates.append(size / max(seconds - min(trips), 1e-9))
+            if seconds >= _LONG or size == MOST_PROBED:
+                times += 1
+            else:
+                size, times = min(4 * size, MOST_PROBED), 0
+        return max(rates[-_TIMES:])
+
+    try:
+        trips = [nothing() for _ in range(3)]
+        path = dialled().path()
+        if is_shared:
+            both = rate(1, 1)
+            return Way(transport.name, min(trips), both, both, path)
+        up, down = rate(1, 0), None
+        try:
+            down = rate(0, 1)
+        except errors.CenterUnreachableError:
+            if up is not None:
+                raise  # if `up` is None, the probe that got stuck may block this one
+        return Way(transport.name, min(trips), up, down, path)
+    finally:
+        for link in made:
+            link.cancel()

@@ -1,0 +1,372 @@
+"""The remote center as its sessions share it: its tree and its transports."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from agn_optax import errors
+from agn_optax import round as rounds
+from agn_optax._internal import check, trees
+from agn_optax.rules import Rule
+from agn_optax.service import _address
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.transports import GrpcLink, Link, Target, Transport
+from agn_optax.service.transports._connection import Connection
+from agn_optax.service.wire import _buffers, _fingerprint, _trees
+from agn_optax.service.wire._buffers import Buffers
+from agn_optax.service.wire._packets import Parcel, of_bytes
+from agn_optax.service.wire._schema import Schema
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+
+
+class Exchange(NamedTuple):
+    """A message that a worker sends, and resends until it is answered."""
+
+    message: pb.Message
+    schema: Schema
+    arrays: Sequence[np.ndarray]
+
+
+class Remote:
+    """A center at the other end of a connection.
+
+    Args:
+      connection: the connection to the center.
+      rule: the rule that the center must run.
+      transports: transports that exchanges may use, in order of preference.
+
+    Attributes:
+      connection: the connection to the center.
+      rule: the rule of the center.
+      travelling: see `travels`; None until the center is initialized.
+      description: the last description that the center gave.
+      serves_at: address at which the workers themselves serve as a center; "" if they
+        do not.
+      useless: names of transports that are skipped until the center restarts, because
+        they failed when a worker joined by another transport.
+    """
+
+    def __init__(
+        self, connection: Connection, rule: Rule, transports: Sequence[Transport]
+    ) -> None:
+        self.connection = connection
+        self.rule = rule
+        self.travelling: _trees.Travelling | None = None
+        self.description: pb.Description
+        self._buffers, self._wide_buffers = Buffers(), Buffers()
+        self._transports = transports
+        self._offers: dict[str, pb.Offer] = {}  # the center's, by transport
+        self.useless: set[str] = set()
+        self.serves_at = ""
+        # The last type of contribution that was checked, and its dtype on the wire.
+        self._known: dict[Any, str] = {}
+
+    # The description.
+
+    @property
+    def address(self) -> str:
+        """The center's address."""
+        return self.connection.address
+
+    def describe(self) -> pb.Description:
+        """Ask the center for its current description."""
+        self._learn(self.connection.retry(self.connection.describe))
+        return self.description
+
+    def travels(self) -> _trees.Travelling:
+        """Return the wire formats of the center's tree, messages and answers.
+
+        Raises:
+          NotInitializedError: the center is not initialized.
+        """
+        if self.travelling is None:
+            self.describe()
+        if self.travelling is None:
+            raise errors.NotInitializedError(
+                f"the center at {self.address} has no parameters yet: start one worker "
+                "with start(params, chief=True)"
+            )
+        return self.travelling
+
+    def _learn(self, said: pb.Description) -> None:
+        """Check and store a description.
+
+        Raises:
+          ProtocolError: the center speaks another version of the protocol, or its
+            schema does not match its hash.
+          RuleMismatchError: the center runs another rule.
+          InvalidArgumentError: the timeout is too short for this center.
+        """
+        if said.protocol != _address.PROTOCOL:
+            raise errors.ProtocolError(
+                f"the center at {self.address} speaks version {said.protocol} of the "
+                f"protocol, and this release {_address.PROTOCOL}"
+            )
+        _fingerprint.compare(said.rule, self.rule, self.address)
+        if self.connection.timeout <= said.waiting_interval:
+            raise errors.InvalidArgumentError(
+                f"timeout must be longer than the {said.waiting_interval:g} s in which "
+                f"the center at {self.address} may be silent to whoever waits there, "
+                f"got {self.connection.timeout:g}"
+            )
+        self.description = said
+        offers = {offer.transport: offer for offer in said.offers}
+        if offers != self._offers:  # the center was restarted
+            self._offers, self.useless = offers, set()
+        if said.HasField("schema"):
+            known = self.travelling
+            if known is None or said.schema_hash != known.center.hash:
+                schema = _trees.from_bytes(said.schema)
+                if schema.hash != said.schema_hash:
+                    raise errors.ProtocolError(
+                        f"the center at {self.address} describes another tree than the "
+                        f"one that it names: {schema.hash.hex()}, and not "
+                        f"{said.schema_hash.hex()}"
+                    )
+                leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in schema.leaves]
+                like = _trees.build(schema, leaves)
+                self._known = {}
+                self.travelling = _trees.travelling(self.rule, like)
+
+    # Messages and answers.
+
+    def as_message(self, contribution: PyTree, worker: str, **said: Any) -> Exchange:
+        """Return the message with a contribution.
+
+        Args:
+          contribution: the contribution.
+          worker: the worker's name, for error messages.
+          **said: further fields of the message.
+
+        Raises:
+          TreeMismatchError: the contribution does not match the center's tree.
+          NotInitializedError: the center is not initialized.
+        """
+        travelling = self.travels()
+        leaves, treedef = jax.tree.flatten(contribution)
+        kind = (treedef, *map(_abstract, leaves))
+        if (dtype := self._known.get(kind)) is None:
+            own, theirs = _trees.schema_of(contribution), travelling.message
+            self._check_same(own, theirs, "float32", worker, "contribution")
+            # A contribution in a narrower dtype than the center's is sent as it is.
+            narrow = {"bfloat16", "float16"} - theirs.dtypes
+            is_narrow = len(own.dtypes) == 1 and own.dtypes <= narrow
+            (dtype,) = own.dtypes if is_narrow else ("",)
+            self._known = {kind: dtype}
+        schema = travelling.message.cast(dtype)
+        message = pb.Message(schema_hash=schema.hash, dtype=dtype, **said)
+        return Exchange(message, schema, _trees.host_arrays(contribution, schema))
+
+    def check_model(self, params: PyTree, worker: str) -> None:
+        """Check that a worker's parameters match the center's, if it has any yet.
+
+        Raises:
+          TreeMismatchError: they do not match.
+        """
+        check.float_leaves(params, "parameters")
+        if self.travelling is None:
+            self.describe()
+        if self.travelling is not None:
+            dtype = "float32" if self.description.dtype else ""
+            own = _trees.schema_of(params)
+            self._check_same(own, self.travelling.center, dtype, worker, "parameters")
+
+    def _check_same(
+        self, own: Schema, theirs: Schema, dtype: str, worker: str, what: str
+    ) -> None:
+        """Check that two schemas are equal once floating leaves are cast to ``dtype``.
+
+        Raises:
+          TreeMismatchError: they differ; the message names the first difference.
+        """
+        difference = own.cast(dtype).difference(
+            theirs.cast(dtype),
+            f"worker {worker!r} has",
+            f"the center at {self.address} has",
+        )
+        if difference:
+            raise errors.TreeMismatchError(
+                f"{what} of another model: {difference}. (Of a center in shards, every "
+                "worker must have all addresses, in one order)"
+            )
+
+    def answer_in(
+        self, said: pb.Frame, link: Link
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """Return the metadata and the arrays of a received answer."""
+        travels = self.travels()
+        schema = travels.answer
+        if said.snapshot.HasField("differences"):
+            count = said.snapshot.differences
+            if travels.differences is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
+            least = max(1, trees.nbytes(travels.difference))
+            if count * least > schema.size:
+                raise errors.ProtocolError(
+                    f"{count} differences are more than the whole center"
+                )
+            schema = travels.differences(count)
+        return _version_in(said, link, schema, self.address)
+
+    def followed(self, anchor: PyTree, count: int, arrays: list[np.ndarray]) -> PyTree:
+        """Return the broadcast parameters after ``count`` received differences."""
+        travels = self.travels()
+        assert travels.differences is not None
+        schema, like = travels.differences(1), [travels.difference]
+        size = len(schema.leaves)
+        for i in range(count):  # one by one, to compile one program for all counts
+            leaves = _trees.to_device(arrays[i * size : (i + 1) * size])
+            (difference,) = _trees.build(schema, leaves, like)
+            anchor = _follow(self.rule)(anchor, difference)
+        return anchor
+
+    def widened(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Cast arrays that were sent in a narrower dtype to that of the center."""
+        schema, answer = self.travels().center, self.travels().answer
+        if answer is schema or jax.default_backend() != "cpu":  # then `as_tree` casts
+            return arrays
+        buffer = self._wide_buffers.take(schema.size)
+        _buffers.write(schema, arrays, buffer)
+        return schema.views(buffer)
+
+    def as_tree(self, leaves: list[jax.Array], like: PyTree) -> PyTree:
+        """Return leaves as a tree with the containers of ``like``."""
+        schema = self.travels().center
+        for dtype in schema.dtypes:
+            if not _trees.is_representable(dtype):
+                raise errors.TreeMismatchError(
+                    f"the center at {self.address} sends {dtype}, which needs "
+                    "jax.config.update('jax_enable_x64', True) here"
+                )
+        tree = _trees.build(schema, leaves, like)
+        # Casting on an accelerator, and not before, moves fewer bytes to it.
+        return _trees.cast(tree, schema)
+
+    # Calls.
+
+    def pull(
+        self, wait: float, *, public: bool = False
+    ) -> tuple[pb.Snapshot, list[np.ndarray]]:
+        """Pull the current version of the center, in one attempt."""
+        return pull(self.connection, lambda: self.travels().center, wait, public=public)
+
+    def initialize(self, params: PyTree, worker: str) -> None:
+        """Give the center its first parameters."""
+        schema, arrays = _trees.schema_of(params), _trees.host_arrays(params)
+        leaves = _trees.to_bytes(schema)
+        start = pb.Start(
+            protocol=_address.PROTOCOL,
+            worker=worker,
+            schema_hash=schema.cast(self.description.dtype).hash,
+            schema_size=len(leaves),
+        )
+
+        def attempt() -> None:
+            link = GrpcLink(self.connection, "Initialize", Buffers())
+            with self.connection.watching(link):
+                described = [np.frombuffer(leaves, np.uint8)]
+                link.send(
+                    Parcel(pb.Frame(start=start), of_bytes(len(leaves)), described)
+                )
+                said = pb.Frame(parameters=pb.Parameters())
+                link.send(Parcel(said, schema, arrays))
+                link.end()
+
+        try:
+            self.connection.retry(attempt)
+        except errors.TreeMismatchError:
+            self.describe()
+            self.check_model(params, worker)  # says what differs
+            raise
+        self.describe()
+
+    def dial(self) -> tuple[Link, set[str]]:
+        """Open a link for a worker's exchanges, by the first transport that works.
+
+        Returns:
+          The link, and the names of the transports that failed before.
+
+        Raises:
+          CenterUnreachableError: none of the transports works.
+        """
+        failed: dict[str, OSError] = {}
+        for transport in self._transports:
+            if transport.name in self.useless:
+                continue
+            offer = self._offers.get(transport.name)
+            try:
+                link = transport.dial(Target(self.connection, offer, self._buffers))
+            except OSError as error:
+                failed[transport.name] = error
+            else:
+                if failed:
+                    _log.info("%s: not by %s", self.address, failed)
+                link.transport = transport.name
+                return link, set(failed)
+            if len(failed) == 1:  # the center may have restarted with other offers
+                known = self._offers
+                self._learn(self.connection.describe())
+                if self._offers is not known:
+                    return self.dial()
+        why = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise errors.CenterUnreachableError(
+            f"no way to the center at {self.address}: "
+            f"{why or 'none of the transports works there'}"
+        )
+
+
+def pull(
+    connection: Connection,
+    schema: Callable[[], Schema],
+    wait: float = 0.0,
+    *,
+    public: bool = False,
+) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    """Pull the current version of a center, in one attempt.
+
+    Args:
+      connection: the connection to the center.
+      schema: returns the schema of the center; called once a version arrives.
+      wait: seconds that the center may wait for its first parameters.
+      public: see `Center.pull`.
+
+    Returns:
+      The metadata and the arrays of the version.
+    """
+    request = iter([pb.PullRequest(wait=wait, public=public).SerializeToString()])
+    link = GrpcLink(connection, "Pull", Buffers(), request)
+    with connection.watching(link):
+        while (said := link.control()).HasField("waiting"):
+            pass
+        return _version_in(said, link, schema(), connection.address)
+
+
+def _version_in(
+    said: pb.Frame, link: Link, schema: Schema, address: str
+) -> tuple[pb.Snapshot, list[np.ndarray]]:
+    """Return the metadata and the arrays of a received version."""
+    if not said.HasField("snapshot"):
+        raise errors.ProtocolError("a snapshot was expected, got another packet")
+    if said.snapshot.schema_hash != schema.hash:
+        raise errors.TreeMismatchError(
+            f"the center at {address} holds another tree than it did before"
+        )
+    return said.snapshot, schema.views(link.buffer(schema, "an answer"))
+
+
+@functools.lru_cache(maxsize=32)
+def _follow(rule: Rule) -> Callable[[PyTree, PyTree], PyTree]:
+    return jax.jit(functools.partial(rounds.follow, rule))
+
+
+def _abstract(leaf: Any) -> Any:
+    # Most leaves are JAX arrays; jax.typeof takes ten times longer.
+    return leaf.aval if isinstance(leaf, jax.Array) else jax.typeof(leaf)

@@ -1,0 +1,305 @@
+"""A worker's session at a remote center, with the interface of a local one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center import Session, Snapshot
+from agn_optax.service import _address
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.client._remote import Exchange, Remote
+from agn_optax.service.transports import Link
+from agn_optax.service.transports._connection import FIRST_WORD, SOON
+from agn_optax.service.wire._packets import Parcel
+from agn_optax.service.wire._trees import to_device
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+# Bytes of an exchange from which on it is acknowledged at once, so that the center can
+# free the answer before the next exchange.
+_LEAST_ACKNOWLEDGED = 64 << 10
+
+
+class RemoteSession(Session):
+    """One session of one worker, over as many connections as it needs.
+
+    A call that does not reach the center is retried for two seconds. If a connection
+    breaks, the exchange in flight is sent again; the center recognizes an exchange that
+    it has already applied. Only one thread at a time may submit and collect; any thread
+    may leave.
+
+    Args:
+      remote: the center.
+      worker: the worker's name.
+      like: a tree with the worker's containers; None for those of the center.
+      life: `Session.life` of a session to resume from another process; None begins a
+        new session.
+      left: called with this session once it has left.
+    """
+
+    def __init__(
+        self,
+        remote: Remote,
+        worker: str,
+        like: PyTree,
+        life: Any = None,
+        *,
+        left: Callable[[RemoteSession], object] = lambda session: None,
+    ) -> None:
+        self.worker = worker
+        # The id of the center, "" before the first join; and the id of the session.
+        self._life: str
+        self._life, self.incarnation = life or ("", uuid.uuid4().hex)
+        self._remote = remote
+        self._like = like
+        self._using = threading.Lock()
+        self._link: Link | None = None
+        self._exchange: Exchange | None = None  # in flight
+        self._anchor: PyTree = None  # to which the answer's differences are applied
+        self._sent_over: Link | None = None  # link over which its answer is expected
+        self.left = False  # whether it has left, or is about to
+        self._tell_left = left
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use; "" while there is no connection."""
+        return "" if self._link is None else self._link.transport
+
+    @property
+    def life(self) -> Any:
+        """The ids of center and session, see `Session.life`."""
+        return [self._life, self.incarnation]
+
+    def join(self, timeout: float | None) -> None:
+        """Join the center: see `Center.join`."""
+        within = math.inf if timeout is None else timeout
+        until = time.monotonic() + within
+        try:
+            self._remote.connection.retry(lambda: self._open(until), within)
+        except TimeoutError:
+            barrier = self._remote.describe().barrier
+            raise errors.NotInitializedError(
+                f"worker {self.worker!r} waited {timeout} s for {barrier} workers "
+                "to start together"
+            ) from None
+
+    def submit(
+        self,
+        sequence: int,
+        contribution: PyTree,
+        *,
+        anchor_version: Any,
+        steps: int = 0,
+        weight: float | None = None,
+        reported: Mapping[str, Any] | None = None,
+        anchor: PyTree = None,
+    ) -> None:
+        """Submit an exchange: see `Session.submit`.
+
+        Raises:
+          ProtocolError: the center's release does not support weights.
+        """
+        check.whole_number(steps, "steps", least=0)
+        check.weight(weight)
+        if weight is not None and not self._remote.description.takes_weights:
+            raise errors.ProtocolError(
+                f"the center at {self._remote.address} runs release "
+                f"{self._remote.description.release}, which takes no weights: leave "
+                "weight= out, or update the center"
+            )
+        if not (isinstance(anchor_version, int | np.integer) and anchor_version >= 0):
+            raise errors.InvalidArgumentError(
+                "anchor_version must be a version that the center has had, "
+                f"got {anchor_version!r}"
+            )
+        with self._using:
+            old = self._exchange
+            if old is None or old.message.sequence != sequence:
+                self._sent_over = None
+            # A repeated exchange whose answer is still expected over the same link is
+            # not sent again, because it would be answered twice.
+            self._anchor = anchor
+            self._exchange = self._remote.as_message(
+                contribution,
+                self.worker,
+                sequence=sequence,
+                anchor_version=int(anchor_version),
+                steps=steps,
+                weight=weight,
+                reported={k: float(v) for k, v in (reported or {}).items()},
+                has_anchor=anchor is not None,
+            )
+            self._remote.connection.retry(self._send, within=SOON)
+
+    def collect(self, sequence: int, timeout: float | None = None) -> Snapshot | None:
+        """Return the answer to an exchange: see `Session.collect`.
+
+        The timeout is checked only when the center reports that the exchange still
+        waits, which it does every two seconds, so this may return that much later.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        with self._using:
+            if self._exchange is None or self._exchange.message.sequence != sequence:
+                raise errors.WorkerStateError(
+                    f"worker {self.worker!r} has not submitted exchange {sequence}"
+                )
+            answer = self._remote.connection.retry(
+                lambda: self._receive(until), within=SOON
+            )
+            if answer is None:
+                return None
+            said, arrays = answer
+            if said.HasField("differences"):
+                count = said.differences
+                params = self._remote.followed(self._anchor, count, arrays)
+            else:
+                leaves = to_device(self._remote.widened(arrays))
+                params = self._remote.as_tree(leaves, self._like)
+            return Snapshot(
+                params,
+                said.version,
+                said.staleness,
+                np.float32(said.norm) if said.HasField("norm") else None,
+                said.applied,
+                said.refused,
+                said.pace if said.HasField("pace") else None,
+                received=sum(array.nbytes for array in arrays),
+            )
+
+    def acknowledge(self, sequence: int) -> None:
+        """Acknowledge an answer: see `Session.acknowledge`.
+
+        Small exchanges are not acknowledged here, because the next message does so.
+        """
+        with self._using:
+            exchange, link = self._exchange, self._link
+            if exchange is None or exchange.message.sequence != sequence:
+                return
+            self._exchange = self._sent_over = self._anchor = None
+            if link is None or exchange.schema.size < _LEAST_ACKNOWLEDGED:
+                return
+            try:
+                link.send(Parcel(pb.Frame(acknowledge=sequence)))
+            except link.ended:  # the next exchange opens another link
+                link.cancel()
+
+    def disconnect(self) -> None:
+        """Close the link: see `Session.disconnect`."""
+        if self._link is not None:
+            self._link.cancel()
+
+    def leave(self, timeout: float = 1.0) -> None:
+        """Leave the center, in ``timeout`` seconds at most: see `Session.leave`."""
+        self.left = True
+        try:
+            request = pb.LeaveRequest(worker=self.worker, incarnation=self.incarnation)
+            with contextlib.suppress(errors.AgnOptaxError):
+                self._remote.connection.unary("Leave", request, pb.LeaveReply, timeout)
+        finally:
+            self.disconnect()
+            self._tell_left(self)
+
+    def _open(self, until: float = math.inf) -> Link:
+        """Open a link and join over it, in place of a link that has broken.
+
+        Raises:
+          TimeoutError: too few workers had joined for the barrier by ``until``.
+        """
+        remote = self._remote
+        if self._link is not None:
+            self._link.cancel()
+        link, failed = remote.dial()
+        self._link = link
+        if self.left or remote.connection.closed:  # by another thread, meanwhile
+            link.cancel()
+        join = pb.Join(
+            protocol=_address.PROTOCOL,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            center=self._life,
+            serves_at=remote.serves_at,
+        )
+        with self._watching(link, until, FIRST_WORD):
+            link.send(Parcel(pb.Frame(join=join)))
+            if (said := link.control()).HasField("waiting"):
+                _log.warning(
+                    "worker %r waits at the center at %s until there are as many as "
+                    "its barrier wants",
+                    self.worker,
+                    remote.address,
+                )
+            while said.HasField("waiting"):
+                said = link.control()
+        self._life, before = said.joined.center, said.joined.before
+        self.before = (before, said.joined.settled) if before else None
+        remote.useless |= failed
+        return link
+
+    def _send(self) -> Link:
+        """Send the exchange in flight if necessary; return the link that has it."""
+        assert self._exchange is not None
+        message, schema, arrays = self._exchange
+        link = self._link
+        # A link that ended after the exchange was sent over it is kept: it may hold the
+        # answer, or the reason why there is none.
+        if link is None or (link.done() and self._sent_over is not link):
+            link = self._open()
+        if self._sent_over is not link:
+            with self._watching(link):
+                wanted = self._remote.travels().answer.size
+                frame = pb.Frame(message=message)
+                link.send(Parcel(frame, schema, arrays, wanted=wanted))
+            self._sent_over = link
+        return link
+
+    def _receive(self, until: float) -> tuple[pb.Snapshot, list[np.ndarray]] | None:
+        """Return the answer to the exchange in flight; None if none by ``until``."""
+        link = self._send()
+        self._sent_over = None  # if receiving fails, the exchange is sent again
+        with self._watching(link):
+            while (said := link.control()).HasField("waiting"):
+                if time.monotonic() >= until:
+                    self._sent_over = link  # the answer is still expected
+                    return None
+            answer = self._remote.answer_in(said, link)
+            self._check_sequence(answer[0].sequence)
+            if answer[0].HasField("differences") and self._anchor is None:
+                raise errors.ProtocolError("differences came, and none were asked for")
+        return answer
+
+    def _check_sequence(self, sequence: int) -> None:
+        assert self._exchange is not None
+        if sequence != (own := self._exchange.message.sequence):
+            raise errors.ProtocolError(
+                f"an answer to exchange {own} was expected, got one to {sequence}"
+            )
+
+    @contextlib.contextmanager
+    def _watching(
+        self, link: Link, until: float = math.inf, patience: float = math.inf
+    ) -> Iterator[None]:
+        """Use a link within the block, with timeouts: see `Connection.watching`.
+
+        Raises:
+          WorkerStateError: the worker has left meanwhile.
+        """
+        try:
+            with self._remote.connection.watching(link, until, patience):
+                yield
+        except errors.CenterUnreachableError:
+            if self._remote.connection.closed or not self.left:
+                raise
+            raise errors.WorkerStateError(
+                f"worker {self.worker!r} has left the center; start() joins again"
+            ) from None

@@ -1,0 +1,1 @@
+"""Certificates, tokens, roles and rate limits of the service."""

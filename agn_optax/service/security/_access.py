@@ -1,0 +1,444 @@
+"""Authentication and authorization: roles, tokens and certificates.
+
+A server has one authenticator, `Door`, for all transports. `Door` turns the credentials
+of a call into a `Caller`, and the servicer checks the `Caller` before it does anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import operator
+import os
+import pathlib
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from agn_optax import errors
+from agn_optax.service.security import _x509
+from agn_optax.service.security._files import Path, Reread, warn_if_public
+
+_WATCHES = frozenset({"Describe", "Status", "Health"})
+_READS = _WATCHES | {"Pull", "Probe"}
+_WORKS = _READS | {"Exchange", "Alive", "Leave"}
+# Calls that each role may make.
+ROLES = {
+    "observer": _WATCHES,
+    "reader": _READS,
+    "worker": _WORKS,
+    "chief": _WORKS | {"Initialize"},
+    "operator": _READS | {"Drain", "Save"},
+}
+ANY_NAME = "*"
+KEY_SIZE = 16  # bytes
+_LEAST_TOKEN = 16  # characters
+_MOST_TICKETS = 1024
+_log = logging.getLogger("agn_optax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """A caller's identity and permissions.
+
+    Attributes:
+      said: description of the caller for error messages; contains no secret.
+      calls: names of the calls that the caller may make.
+      name: name of the only worker that the caller may act for; None for any.
+      token, certificate: credentials of the caller; b"" for none.
+      host: network address of the caller.
+    """
+
+    said: str
+    calls: frozenset[str]
+    name: str | None = None
+    token: bytes = dataclasses.field(default=b"", repr=False)
+    certificate: bytes = dataclasses.field(default=b"", repr=False)
+    host: str = ""
+    # The grants that the caller was looked up in, to notice when they have changed.
+    among: object = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def key(self) -> Hashable:
+        """The caller's credentials; its host if it has none."""
+        known = self.token or self.certificate
+        return (self.token, self.certificate) if known else self.host
+
+    def check(self, call: str, worker: str | None = None) -> None:
+        """Check that the caller may make a call on behalf of a worker.
+
+        Raises:
+          NotAllowedError: the caller may not; the message says what is missing.
+        """
+        if call not in self.calls:
+            able = [role for role, calls in ROLES.items() if call in calls]
+            raise errors.NotAllowedError(
+                f"{call} needs the role {' or '.join(able)}, and here calls {self.said}"
+            )
+        if worker is not None and self.name not in (None, worker):
+            raise errors.NotAllowedError(
+                f"nobody may speak for worker {worker!r} but itself, and here calls "
+                f"{self.said}: give it that name, Worker(..., name={self.name!r}); "
+                "where agn-optax launch has started it, that is "
+                "service.environment().worker"
+            )
+
+
+EVERYBODY = Caller("anybody", frozenset().union(*ROLES.values()))
+
+
+class _Grant(NamedTuple):
+    """The roles and the worker's name that a token or a certificate grants."""
+
+    roles: frozenset[str]
+    name: str | None
+
+    @property
+    def calls(self) -> frozenset[str]:
+        return frozenset().union(*(ROLES[role] for role in self.roles))
+
+    def __str__(self) -> str:
+        roles = ", ".join(role for role in ROLES if role in self.roles)
+        return f"{roles} {'under any name' if self.name is None else repr(self.name)}"
+
+
+class Access:
+    """Access control of a center: `agn_optax.service.serve(access=...)`.
+
+    A caller is authenticated by a token, by its certificate of mutual TLS, or by both;
+    with both, it may do only what both allow. A certificate's subject holds the
+    worker's name (CN; * for any) and its roles (OU; worker if there is none). A token
+    stands in a line of a file,
+
+        # roles         name      token
+        chief           worker-0  8c1f...
+        worker          worker-1  90ab...
+        worker          worker-1  d2e7...   # several are fine: change one at a time
+        observer,reader *         77d0...   # * is any name
+
+    | role | may |
+    | --- | --- |
+    | observer | see status and health |
+    | reader | also pull the parameters, and measure the network path |
+    | worker | also join, exchange and leave, in its own name |
+    | chief | also give the center its first parameters |
+    | operator | do what a reader may, have a snapshot written, and drain the center |
+
+    Args:
+      *tokens: files with such lines, or such lines as bytes. A file is read again when
+        it changes. Without any tokens, only certificates are accepted. If a changed
+        file cannot be read, its old tokens remain valid for at most 300 s and are then
+        rejected. Other files are not affected.
+
+    Raises:
+      InvalidArgumentError: a file cannot be read, or a line is not valid.
+
+    Example:
+      >>> import agn_optax, agn_optax.service
+      >>> access = agn_optax.service.Access(b"reader * 0123456789abcdef")
+      >>> rule = agn_optax.rules.downpour()
+      >>> with agn_optax.service.serve(rule, access=access) as server:
+      ...     center = agn_optax.service.connect(
+      ...         server.address, rule, token="0123456789abcdef"
+      ...     )
+      ...     try:
+      ...         center.join("worker-0")
+      ...     except agn_optax.errors.NotAllowedError as error:
+      ...         print(error)
+      ...     center.close()
+      Exchange needs the role worker or chief, and here calls reader under any name (by
+      token)
+    """
+
+    def __init__(self, *tokens: bytes | Path) -> None:
+        for each in tokens:
+            if not isinstance(each, bytes | str | os.PathLike):
+                raise errors.InvalidTypeError(
+                    f"tokens must be files, or bytes, got {type(each).__name__}"
+                )
+        self._tokens = tokens
+        # One part for each source: a token removed from one file is invalid at once,
+        # even while another file cannot be read.
+        self._parts: list[Reread[_Part]] = [
+            Reread(
+                () if isinstance(each, bytes) else (each,),
+                functools.partial(_read, each),
+                dict,
+            )
+            for each in tokens
+        ]
+        parts = [part() for part in self._parts]
+        grants, twice = _together(parts)
+        if twice:
+            raise errors.InvalidArgumentError(_same_token(twice[0]))
+        self._made = parts, grants
+
+    def caller(self, token: bytes = b"", certificate: bytes = b"") -> Caller:
+        """Return the caller with a token and a certificate (DER); b"" for none.
+
+        Raises:
+          NotAllowedError: neither was given, one of them is unknown, or they belong to
+            different workers.
+        """
+        grants = self._grants()
+        if not token and not certificate:
+            raise _unknown(
+                "this center is only for those who have a token: give "
+                "connect(token=...), AGN_OPTAX_TOKEN or AGN_OPTAX_TOKEN_FILE "
+                "(--token-file)"
+                if self._tokens
+                else "this center is only for those who have a certificate"
+            )
+        found = []
+        if token:
+            found.append((_of_token(token, grants), "by token"))
+        if certificate:
+            found.append((_of_certificate(certificate), "by certificate"))
+        names = {grant.name for grant, _ in found} - {None}
+        said = " and ".join(f"{grant} ({how})" for grant, how in found)
+        if len(names) > 1:
+            raise errors.NotAllowedError(
+                f"token and certificate are of two workers: here calls {said}"
+            )
+        calls = frozenset.intersection(*(grant.calls for grant, _ in found))
+        name = names.pop() if names else None
+        return Caller(said, calls, name, token, certificate, among=grants)
+
+    def again(self, caller: Caller) -> Caller:
+        """Return the caller by the current tokens; the same object if none changed.
+
+        Raises:
+          NotAllowedError: the caller's token is no longer valid.
+        """
+        if caller.among is self._grants():
+            return caller
+        return self.caller(caller.token, caller.certificate)
+
+    def __repr__(self) -> str:  # without the tokens themselves: it may be logged
+        said = ["bytes" if isinstance(t, bytes) else str(t) for t in self._tokens]
+        return f"Access({', '.join(said)})"
+
+    def _grants(self) -> dict[bytes, _Grant]:
+        """Return the current grants by token; the same object if none changed."""
+        parts, (before, grants) = [part() for part in self._parts], self._made
+        if any(map(operator.is_not, parts, before)):
+            grants, twice = _together(parts)
+            for where in twice:
+                _log.error("%s; it counts for nobody", _same_token(where))
+            self._made = parts, grants
+        return grants
+
+
+class Door:
+    """The authenticator of a server, for all transports.
+
+    A connection without gRPC begins with a key. A caller is given its key in an earlier
+    call over gRPC, and the key stands for the credentials of that call.
+
+    Args:
+      access: the access control; None admits everybody.
+    """
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.access = access
+        self._lock = threading.Lock()
+        self._tickets: OrderedDict[tuple[bytes, bytes], bytes] = OrderedDict()
+        self._holders: dict[bytes, tuple[bytes, bytes]] = {}  # by hashes of keys
+
+    def caller(
+        self, token: bytes = b"", certificate: bytes = b"", host: str = ""
+    ) -> Caller:
+        """Return the caller at a host: see `Access.caller`."""
+        known = EVERYBODY
+        if self.access is not None:
+            known = self.access.caller(token, certificate)
+        return dataclasses.replace(known, host=host)
+
+    def again(self, caller: Caller) -> Caller:
+        """Return the caller by the current tokens: see `Access.again`."""
+        return caller if self.access is None else self.access.again(caller)
+
+    def ticket(self, caller: Caller) -> bytes:
+        """Return the caller's key, and make one if the caller has none.
+
+        If there are too many keys, the least recently requested one is dropped.
+        """
+        holder = caller.token, caller.certificate
+        with self._lock:
+            key = self._tickets.get(holder)
+            if key is None:
+                key = self._tickets[holder] = secrets.token_bytes(KEY_SIZE)
+                self._holders[_hash(key)] = holder
+            self._tickets.move_to_end(holder)
+            if len(self._tickets) > _MOST_TICKETS:
+                _, oldest = self._tickets.popitem(last=False)
+                del self._holders[_hash(oldest)]
+        return key
+
+    def knows(self, key: bytes | None) -> bool:
+        """Return whether a key was given out; `holder` checks if it is still valid."""
+        return key is not None and _hash(key) in self._holders
+
+    def holder(
+        self, key: bytes, certificate: bytes | None = None, host: str = ""
+    ) -> Caller:
+        """Return the caller that a key was given to.
+
+        Args:
+          key: the key, as it was received.
+          certificate: certificate of an encrypted connection (DER; b"" for none), which
+            must belong to the same caller; None if the connection is not encrypted.
+          host: network address that the key came from.
+
+        Raises:
+          NotAllowedError: the key is unknown, the credentials that it stands for are no
+            longer valid, or the certificate belongs to another caller.
+        """
+        # The time that it takes to look up a hash reveals nothing about the key.
+        holder = self._holders.get(_hash(key))
+        if holder is None:
+            raise _unknown("this center has given that key to nobody")
+        caller = self.caller(*holder, host)
+        if certificate is not None and self.access is not None:
+            other = self.caller(holder[0], certificate)
+            if (other.name, other.calls) != (caller.name, caller.calls):
+                raise errors.NotAllowedError(
+                    f"the key is one of {caller.said}, and here calls {other.said}"
+                )
+        return caller
+
+
+# The tokens of one source, each with its grant and the line that it stands in.
+_Part = dict[bytes, tuple[_Grant, str]]
+
+
+def _read(source: bytes | Path) -> _Part:
+    """Return the tokens of a source.
+
+    Raises:
+      InvalidArgumentError: the source cannot be read, or is not valid.
+    """
+    if not isinstance(source, bytes):
+        warn_if_public(source, "the tokens in")
+    part: _Part = {}
+    for token, grant, where in _lines(source):
+        if token in part:
+            raise errors.InvalidArgumentError(_same_token(where))
+        part[token] = grant, where
+    return part
+
+
+def _together(parts: Sequence[_Part]) -> tuple[dict[bytes, _Grant], list[str]]:
+    """Return the grants of all sources, and the lines whose token is a duplicate.
+
+    A token with two different grants is invalid. A token with the same grant twice is
+    valid: while it is moved from one file to another, it may be in both.
+    """
+    grants: dict[bytes, _Grant] = {}
+    twice: list[str] = []
+    differ: set[bytes] = set()
+    for part in parts:
+        for token, (grant, where) in part.items():
+            if token in grants:
+                twice.append(where)
+            if grants.setdefault(token, grant) != grant:
+                differ.add(token)
+    return {token: g for token, g in grants.items() if token not in differ}, twice
+
+
+def _same_token(where: str) -> str:
+    return (
+        f"{where}: another line has the same token; make one for each, and give "
+        "several roles as in chief,operator"
+    )
+
+
+def _lines(source: bytes | Path) -> list[tuple[bytes, _Grant, str]]:
+    """Return the tokens of a source, each with its grant and its line's name."""
+    name = "the tokens" if isinstance(source, bytes) else str(source)
+    try:
+        text = (
+            source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
+        ).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise errors.InvalidArgumentError(f"cannot read {name}: {reason}") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        comment = next((i for i, w in enumerate(words) if w.startswith("#")), None)
+        words = words[:comment]
+        where = f"line {number} of {name}"
+        if not words:
+            continue
+        if len(words) != 3:
+            raise errors.InvalidArgumentError(
+                f"{where} must have roles, a name and a token, got {len(words)} words"
+            )
+        roles, worker, token = words
+        if problem := why_no_token(token):
+            raise errors.InvalidArgumentError(f"the token in {where} {problem}")
+        grant = _grant(roles.split(","), worker, where)
+        found.append((token.encode(), grant, where))
+    if not found:  # the file may be half written
+        raise errors.InvalidArgumentError(
+            f"{name} must have a token at least, got none"
+        )
+    return found
+
+
+def why_no_token(token: str) -> str:
+    """Return why a token is not valid; "" if it is valid."""
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        return "must be of printable characters of ASCII without spaces"
+    if len(token) < _LEAST_TOKEN:
+        return (
+            f"must have {_LEAST_TOKEN} characters at least, got {len(token)}; `openssl "
+            "rand -hex 32` makes one"
+        )
+    return ""
+
+
+def _grant(roles: list[str], name: str, where: str) -> _Grant:
+    if not set(roles) <= set(ROLES):
+        raise errors.InvalidArgumentError(
+            f"the roles in {where} must be some of {', '.join(ROLES)}, got "
+            f"{','.join(roles)!r}"
+        )
+    return _Grant(frozenset(roles), None if name == ANY_NAME else name)
+
+
+def _of_token(token: bytes, grants: dict[bytes, _Grant]) -> _Grant:
+    """Return the grant of a token, compared with all known ones in constant time."""
+    found = [
+        grant for known, grant in grants.items() if secrets.compare_digest(known, token)
+    ]
+    if not found:
+        raise _unknown("this center does not know that token")
+    return found[0]
+
+
+def _of_certificate(der: bytes) -> _Grant:
+    try:
+        said = _x509.read(der)
+        if len(said.names) != 1:
+            raise errors.InvalidArgumentError(
+                f"its subject must have one CN, the worker's name, got {said.names}"
+            )
+        return _grant(list(said.units or ("worker",)), said.names[0], "its OU")
+    except errors.InvalidArgumentError as error:
+        raise _unknown(f"this certificate is nobody's here: {error}") from None
+
+
+def _unknown(said: str) -> errors.NotAllowedError:
+    error = errors.NotAllowedError(said)
+    error.is_known = False
+    return error
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

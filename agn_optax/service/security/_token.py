@@ -1,0 +1,167 @@
+"""The token of this end: given, from the environment, or from this machine.
+
+A center that generates its own token leaves it in a file. The user who started the
+center can therefore connect on the same machine without giving a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import urllib.parse
+from collections.abc import Callable, Iterator
+
+from agn_optax import errors
+from agn_optax._internal import write_whole
+from agn_optax.service import _address
+from agn_optax.service.security._access import why_no_token
+from agn_optax.service.security._files import Reread, warn_if_public
+
+Token = str | os.PathLike[str] | None
+# Environment variables: a client's token, a file with it, and a server's tokens, in
+# lines as in `Access`.
+TOKEN, TOKEN_FILE = "AGN_OPTAX_TOKEN", "AGN_OPTAX_TOKEN_FILE"
+TOKENS = "AGN_OPTAX_TOKENS"
+
+
+def of(given: Token, address: Callable[[], str]) -> Callable[[], str | None]:
+    """Return a callable that returns the current token for a center.
+
+    Args:
+      given: a token, or the path of a file with one; None looks in the environment and
+        then on this machine.
+      address: returns the current address of the center.
+
+    Raises:
+      InvalidArgumentError: the token is not valid, or the file cannot be read.
+    """
+    if given is None and (said := os.environ.get(TOKEN)):
+        return _checked(said.strip(), f"the token in {TOKEN}")
+    if given is None and (named := os.environ.get(TOKEN_FILE)):
+        given = pathlib.Path(named)
+    if isinstance(given, os.PathLike):
+        path = pathlib.Path(given)
+        return Reread([path], lambda: _in_file(path))
+    if given is not None:
+        if not isinstance(given, str):
+            raise errors.InvalidTypeError(
+                "token must be a str, or the path of a file as a pathlib.Path, got "
+                f"{type(given).__name__}"
+            )
+        return _checked(given, "the token that was given")
+    return lambda: _of_this_machine(address())
+
+
+def generated() -> str:
+    """Return a new token."""
+    return secrets.token_hex(32)
+
+
+def for_center_at(address: str) -> str:
+    """Return the token for a center that is about to listen at an address.
+
+    If the last center at that address left its token, this one uses it again, because
+    the workers reconnect with it, perhaps before they could read a new one.
+    """
+    if _address.is_fixed(address):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            left = (_folder() / _name(address)).read_text()
+            if not why_no_token(left):
+                return left
+    return generated()
+
+
+@contextlib.contextmanager
+def left_here(
+    address: str, token: str, *, stays: bool = False
+) -> Iterator[pathlib.Path]:
+    """Keep a center's token in a file for this user's programs, within the block.
+
+    Args:
+      address: address of the center.
+      token: token of the center.
+      stays: whether the file stays after the block, for the next process at that
+        address.
+
+    Raises:
+      OSError: no folder that only this user can read could be made.
+    """
+    path = _folder() / _name(address)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)  # fails if the folder belongs to another user
+    write_whole(path, token)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            if (
+                not stays and path.read_text() == token
+            ):  # not that of the next center there
+                path.unlink()
+
+
+def _checked(token: str, what: str) -> Callable[[], str]:
+    if _names_file(token):
+        raise errors.InvalidArgumentError(
+            f"{what} must be the token itself, got the path of a file, {token!r}: give "
+            f"token=pathlib.Path({token!r}), --token-file {token} or {TOKEN_FILE}="
+            f"{token}"
+        )
+    if problem := why_no_token(token):
+        raise errors.InvalidArgumentError(f"{what} {problem}")
+    return lambda: token
+
+
+def _names_file(token: str) -> bool:
+    """Return whether a token looks like the path of a file with a token."""
+    try:
+        path = pathlib.Path(token).expanduser()
+        return path.suffix == ".token" or path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, or with a null character
+        return False
+
+
+def _in_file(path: pathlib.Path) -> str:
+    warn_if_public(path, "the token in")
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise errors.InvalidArgumentError(
+            f"cannot read the token in {path}: {reason}"
+        ) from None
+    return _checked(token, f"the token in {path}")()
+
+
+def _of_this_machine(address: str) -> str | None:
+    """Return the token that a center on this machine has left; None if none."""
+    if not _address.is_local(address):
+        return None
+    port = address.rpartition(":")[2]
+    others = (
+        []
+        if address.startswith("unix:")
+        else [f"{h}:{port}" for h in _address.EVERYWHERE]
+    )
+    for each in (address, *others):
+        with contextlib.suppress(OSError):
+            return (_folder() / _name(each)).read_text()
+    return None
+
+
+def _folder() -> pathlib.Path:
+    if folder := os.environ.get("XDG_RUNTIME_DIR"):
+        return pathlib.Path(folder, "agn-optax")
+    return pathlib.Path.home() / ".local/state/agn-optax"
+
+
+def _name(address: str) -> str:
+    """Return the name of the token file of a center at an address."""
+    if address.startswith("unix:"):
+        address = f"unix:{pathlib.Path(_address.path(address)).absolute()}"
+    host, _, port = address.rpartition(":")
+    if host == "localhost":
+        address = f"127.0.0.1:{port}"
+    return urllib.parse.quote(address, safe="")

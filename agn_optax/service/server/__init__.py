@@ -1,0 +1,1 @@
+"""The server's end of the service: a center that answers calls."""

@@ -1,0 +1,392 @@
+"""The center service: a gRPC server around a `LocalCenter`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import math
+import threading
+import time
+import uuid
+import weakref
+from typing import Any
+
+import grpc
+import jax
+
+from agn_optax import errors
+from agn_optax._internal import check
+from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
+from agn_optax.rules import Rule, check_rule
+from agn_optax.service import _address
+from agn_optax.service.security import _tls
+from agn_optax.service.security._access import Access, Door
+from agn_optax.service.security._tls import Tls
+from agn_optax.service.server._servicer import Servicer
+from agn_optax.service.transports import HealthListener, Listener, Place, named
+from agn_optax.worker import Uplink
+
+PyTree = Any
+_log = logging.getLogger("agn_optax")
+_LOOK = 0.2  # seconds between two checks of whether something still runs
+_UNREAD = 2.0  # seconds without progress after which a worker is cut off at the end
+_LAST = 0.8  # seconds after the grace within which all connections are closed
+
+
+class Server(contextlib.AbstractContextManager["Server"]):
+    """A running center service, as `serve` returns it. Also a context manager.
+
+    Attributes:
+      address: the address at which it listens, with the actual port if port 0 was
+        requested.
+      direct_address: "host:port" for exchanges without gRPC; None if there is no such
+        port.
+      page_address: URL of its page; None if it has none.
+      health_address: "host:port" for health checks by anybody; None if there is none.
+      center: the center variable: ``center.pull()``, ``center.save()``.
+      uplink: the link to its parent; None if it has no parent.
+    """
+
+    def __init__(
+        self, center: LocalCenter, servicer: Servicer, listeners: dict[str, Listener]
+    ) -> None:
+        self.center = center
+        self.address = servicer.listens_at
+        self.direct_address = servicer.direct_address or None
+        self.page_address = servicer.page_address or None
+        health = listeners.get("health")
+        self.health_address = None if health is None else health.address
+        self.uplink: Uplink | None = None
+        self._servicer = servicer
+        self._listeners = listeners
+        servicer.stop = functools.partial(_stop, weakref.ref(self))
+        self._stopping = threading.RLock()  # reentrant for `stop` in a signal handler
+        self._is_stopping = False
+        self._stopped = threading.Event()
+        atexit.register(self.stop, grace=5.0)
+
+    def __repr__(self) -> str:
+        """Return the address and the center as text."""
+        ended = ", which has ended" if self._stopped.is_set() else ""
+        return f"Server(at {self.address}{ended}, {self.center!r})"
+
+    @property
+    def is_drained(self) -> bool:
+        """True once an operator has drained the service (``agn-optax drain``)."""
+        return self._servicer.is_drained
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the server has stopped; return False if it has not in time.
+
+        Signal handlers run meanwhile, and may call `stop`.
+
+        Args:
+          timeout: seconds to wait at most; None for no limit.
+        """
+        # It sleeps instead of waiting for a lock: a signal that arrives just before the
+        # main thread waits for a lock would only be handled after that wait.
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._stopped.is_set() and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK))
+        return self._stopped.is_set()
+
+    def stop(self, grace: float | None = None) -> None:
+        """Drain the service and end it.
+
+        Exchanges that are being applied and answered are finished. All others are
+        rejected because the center is going down, and their workers keep trying to
+        reach it.
+
+        If another thread is already stopping the server, this waits for that thread.
+        If the same thread is, because the handler of a second signal calls this, it
+        returns at once.
+
+        Args:
+          grace: seconds for the exchanges that are running, and for those that are
+            still owed to the parent. None for 30, or for twice the longest duration of
+            the last answers' transfers if that is more, but at most 600. A worker that
+            receives nothing of its answer for two seconds is cut off earlier. One
+            second after the grace, everything has ended in any case.
+        """
+        with self._stopping:
+            if self._is_stopping or self._stopped.is_set():
+                return
+            self._is_stopping = True
+            try:
+                self._stop(self._servicer.stop_grace if grace is None else grace)
+            finally:  # if it raises, as by Ctrl-C, the next call starts over
+                self._is_stopping = False
+
+    def _stop(self, grace: float) -> None:
+        end = time.monotonic() + grace
+        for listener in self._listeners.values():
+            listener.drain()
+        self.center.close(f"the center at {self.address} is going down")
+        while not self._servicer.wait_until_idle(_LOOK) and time.monotonic() < end:
+            self._servicer.transfers.cut(_UNREAD)
+        if self.uplink is not None:
+            self.uplink.stop(max(0.0, end - time.monotonic()))
+        for listener in self._listeners.values():
+            listener.close(timeout=max(0.0, end + _LAST - time.monotonic()))
+        self._stopped.set()
+        atexit.unregister(self.stop)
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _stop(server: weakref.ref[Server]) -> None:
+    if (known := server()) is not None:
+        known.stop()
+
+
+def serve(
+    rule: Rule,
+    params: PyTree = None,
+    *,
+    address: str = "127.0.0.1:0",
+    dtype: Any = None,
+    device: Any = "cpu",
+    mode: Mode | None = None,
+    barrier: int = 0,
+    max_workers: int = 64,
+    lease: float = 10.0,
+    memory: int | None = None,
+    calls: float | None = 20.0,
+    tls: Tls | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+    insecure: bool = False,
+    access: Access | None = None,
+    reflection: bool | None = None,
+    direct: bool = True,
+    direct_address: str | None = None,
+    page: str | None = None,
+    health_address: str | None = None,
+    parent: Center | None = None,
+    parent_period: int = 10,
+    name: str | None = None,
+    durability: Durability | None = None,
+    refuse: Refuse | None = None,
+) -> Server:
+    """Serve a center variable over gRPC, in threads of this process.
+
+    Args:
+      rule: a record of `agn_optax.rules`; workers must use the same rule.
+      params: the first parameters; None leaves it to a chief to give them.
+      address: ``"host:port"``, with port 0 for any free port, or ``"unix:path"``.
+      dtype: floating dtype of the center; None keeps that of its first parameters.
+      device: the device that holds the center and runs its optimizer: a `jax.Device`,
+        or the name of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is
+        used.
+      mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
+        `BoundedStaleness` or `Synchronous`.
+      barrier: number of workers that must have joined before any of them starts.
+      max_workers: maximum number of workers at a time.
+      lease: seconds after which a worker that lost its connection is given up.
+      memory: maximum number of bytes for the center, its optimizer's state and all
+        messages together. A worker whose message does not fit cannot join; the others
+        are not affected. None for no limit.
+      calls: rate limit, in calls per second that one caller may make in addition to its
+        exchanges (such as pulls and joins; a call that moves many bytes counts as
+        several), and in unauthenticated connections per second of one host. Further
+        ones wait or are rejected. A caller is a token or a certificate, or, without
+        either, a host. A caller may make 400 calls at once, plus those that all workers
+        make when they start. Status and health, snapshots, and calls that end something
+        have separate limits with the same rate and a burst of 400. None for no limit.
+      tls: this center's certificate and key, and the certificate authorities that
+        workers' certificates are checked against if they must have any; None for plain
+        text, which is only allowed within this machine.
+      credentials: gRPC credentials instead of ``tls``, for settings that `Tls` does not
+        have. They encrypt only gRPC, so exchanges with other hosts use gRPC.
+      insecure: allows plain text beyond this machine, and unauthenticated callers.
+      access: access control: the callers and their roles. None admits everybody on this
+        machine, or, if ``tls`` asks for certificates, those whose certificates grant a
+        role.
+      reflection: whether to serve gRPC's reflection and channelz, which reveal methods,
+        calls and connections; None serves them only within this machine.
+      direct: also accepts exchanges without gRPC, which are faster: at another port,
+        encrypted as gRPC is, and in memory shared with processes of the same user on
+        this machine.
+      direct_address: ``"host:port"`` of that other port; None uses a free port of the
+        same host. Workers connect to it at the host by which they reach ``address``.
+      page: ``"host:port"`` of a web page that shows the center's activity, with
+        ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
+        0 uses a free one, see ``server.page_address``. None for no page.
+      health_address: ``"host:port"`` of a separate gRPC health service, in plain text
+        and open to anybody, for clients that have neither TLS nor a token, such as the
+        probes of Kubernetes. It serves nothing else. None for no such service.
+      parent: a center, such as `connect` returns, that this center is a worker of. The
+        workers of a site share this center, and the sites share the parent, by the
+        parent's rule. Without ``params``, the center starts from the parent's.
+      parent_period: exchanges of this center's workers between two exchanges with the
+        parent.
+      name: name of this center among the workers of its parent; None makes one up.
+      durability: `agn_optax.center.Journal` or `Snapshots`, with a directory in which
+        the center outlives its process: if it is started again with this directory, the
+        center and its workers continue. Only for a center without a parent. None keeps
+        the center in memory.
+      refuse: an `agn_optax.center.Refuse` that says which messages are rejected; None
+        rejects those that are not finite, or would make the center nonfinite.
+
+    Returns:
+      The running server: ``server.address``, ``server.stop()``.
+
+    Raises:
+      InvalidArgumentError: a setting is out of range, or an address is not valid or
+        cannot be listened at.
+      TreeMismatchError: ``params`` has leaves that are not real floating arrays, or the
+        center on disk is of another model.
+      RuleMismatchError: the center on disk has another rule.
+      DurabilityError: the center on disk cannot be read, or nothing can be written.
+
+    Example:
+      >>> import jax.numpy as jnp, agn_optax, agn_optax.service
+      >>> rule = agn_optax.rules.downpour()
+      >>> with agn_optax.service.serve(rule, {"w": jnp.zeros(3)}) as server:
+      ...     center = agn_optax.service.connect(server.address, rule)
+      ...     print(center.pull().params["w"])
+      ...     center.close()
+      [0. 0. 0.]
+    """
+    check_rule(rule)
+    _tls.check(tls, credentials, insecure, _address.check(address))
+    check.whole_number(memory, "memory", least=1)
+    if calls is not None:
+        check.rate(calls, "calls", low=0.0, high=math.inf, low_open=True)
+    addresses = [address]
+    if direct_address is not None:
+        if not direct:
+            raise errors.InvalidArgumentError(
+                f"direct_address={direct_address!r} and direct=False exclude each other"
+            )
+        _tls.check(tls, credentials, insecure, _address.check(direct_address))
+        addresses.append(direct_address)
+        if direct_address.startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'direct_address must be "host:port", got {direct_address!r}: beside a '
+                "Unix socket there is another one anyway"
+            )
+    if page is not None:
+        if _address.check(page).startswith("unix:"):
+            raise errors.InvalidArgumentError(
+                f'page must be "host:port", got {page!r}: browsers know no Unix sockets'
+            )
+        _tls.check(tls, None, insecure, page)
+        addresses.append(page)
+    if health_address is not None and _address.check(health_address)[:5] == "unix:":
+        raise errors.InvalidArgumentError(
+            f'health_address must be "host:port", got {health_address!r}'
+        )
+    is_local = all(map(_address.is_local, addresses))
+    door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
+    if parent is not None and durability is not None:
+        raise errors.InvalidArgumentError(
+            "a center with a parent cannot outlive its process: what it owes to its "
+            "parent would be lost. Give the parent a durability"
+        )
+    center = LocalCenter(
+        rule,
+        params,
+        dtype=dtype,
+        device=_device(device),
+        mode=mode,
+        barrier=barrier,
+        max_workers=max_workers,
+        lease=lease,
+        refuse=refuse,
+        durability=durability,
+        packs=True,
+    )
+    kept = "" if dtype is None else check.float_dtype(dtype, "dtype").name
+    upwards = "" if parent is None else getattr(parent, "address", "this process")
+    with contextlib.ExitStack() as undone:
+        undone.callback(center.close, "nothing can listen at its address")
+        servicer = Servicer(center.core, door, kept, upwards, memory, calls)
+        tells = is_local if reflection is None else reflection
+        place = Place(
+            address, direct_address, tls, credentials, tells, page, health_address
+        )
+        server = Server(center, servicer, _listeners(servicer, place, direct=direct))
+        undone.callback(server.stop)
+        if parent is not None:
+            if name is None:  # centers of several hosts may have the same address
+                name = f"center {uuid.uuid4().hex[:8]} at {server.address}"
+            if hasattr(parent, "announce"):  # the parent is remote
+                parent.announce(server.address)
+            server.uplink = Uplink(center.core, parent, period=parent_period, name=name)
+        undone.pop_all()
+    return server
+
+
+def _access(
+    access: Any, tls: Tls | None, *, insecure: bool, is_local: bool
+) -> Access | None:
+    """Return the access control of a server; None to admit everybody.
+
+    Raises:
+      InvalidTypeError: ``access`` is not an `Access`.
+      InvalidArgumentError: anybody beyond this machine could change the center.
+    """
+    if access is not None:
+        if not isinstance(access, Access):
+            raise errors.InvalidTypeError(f"access must be an Access, got {access!r}")
+        return access
+    if insecure:
+        return None
+    if tls is not None and tls.ca is not None:
+        return Access()
+    if not is_local:
+        raise errors.InvalidArgumentError(
+            "whoever reaches it beyond this machine could change the center: give "
+            "access=Access(...) (--tokens), ask workers for certificates with the ca= "
+            "of tls (--tls-client-ca), or say insecure=True (--insecure) in a network "
+            "that you trust"
+        )
+    return None
+
+
+def _listeners(
+    servicer: Servicer, place: Place, *, direct: bool
+) -> dict[str, Listener]:
+    """Start the service's listeners of all transports, the page and health checks."""
+    made: dict[str, Listener] = {}
+    with contextlib.ExitStack() as stack:
+        for transport in named(None if direct else ["grpc"]):
+            try:
+                listener = transport.listen(servicer, place)
+            except OSError as error:  # workers can still use gRPC
+                _log.warning("nobody is listened to by %s: %s", transport.name, error)
+                continue
+            if listener is not None:
+                made[transport.name] = listener
+                stack.callback(listener.close, timeout=5.0)
+        if place.page is not None:
+            from agn_optax.ops.watch import Page  # noqa: PLC0415 slow to import
+
+            made["page"] = Page(servicer, place.page, place.tls)
+            stack.callback(made["page"].close, timeout=5.0)
+        if place.health is not None:
+            made["health"] = HealthListener(servicer, place.health)
+            stack.callback(made["health"].close, timeout=5.0)
+        servicer.offers = [each.offer for each in made.values() if each.offer]
+        servicer.listens_at = made["grpc"].address
+        if "socket" in made:
+            servicer.direct_address = made["socket"].address
+        for listener in made.values():
+            listener.start()
+        stack.pop_all()
+    return made
+
+
+def _device(device: Any) -> jax.Device:
+    if not isinstance(device, str):
+        return device
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError as error:
+        raise errors.InvalidArgumentError(
+            f"device must be a jax.Device or the name of a platform, got {device!r} "
+            f"({error})"
+        ) from None

@@ -1,0 +1,78 @@
+"""What the tests of the command line need: to run it, here and elsewhere."""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+
+from typer.testing import CliRunner
+
+from agn_optax import service
+from agn_optax.ops.cli import _app
+
+ROOT = pathlib.Path(__file__).parents[2]
+PATIENCE = 60.0  # for what takes seconds, on a busy machine
+
+
+def command(*arguments):
+    """Runs the command in this process."""
+    return CliRunner().invoke(_app.app, [str(each) for each in arguments])
+
+
+def succeeds(*arguments):
+    result = command(*arguments)
+    assert result.exit_code == 0, result.output
+    assert not result.stderr
+    return result.stdout
+
+
+def fails(*arguments, code):
+    """Exits with the code, and says why on stderr; no traceback."""
+    result = command(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code, result.output
+    return result.stderr
+
+
+def serve(address, rule, *arguments, then=None, **connection):
+    """Runs ``agn-optax serve`` in this process until a client with the rule was there.
+
+    The client is connected in another thread, as signals are this one's business.
+    """
+    raised = []
+
+    def visit():
+        try:
+            with service.connect(
+                address, rule, timeout=PATIENCE, **connection
+            ) as center:
+                if then is not None:
+                    then(center)
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            if not returned.is_set():
+                # To this thread: the system may choose any that has not blocked it.
+                signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    returned = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # should serve not take it
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    try:
+        result = command("serve", "--address", address, *arguments)
+    finally:
+        returned.set()
+        visitor.join(PATIENCE)
+        signal.signal(signal.SIGTERM, before)
+    if raised:
+        raise AssertionError(result.output) from raised[0]
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def python(*arguments):
+    """A command line, and an environment, that find this checkout."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return [sys.executable, *map(str, arguments)], {**os.environ, "PYTHONPATH": path}

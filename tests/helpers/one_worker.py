@@ -1,0 +1,74 @@
+"""A process of one worker, of which every number counts: run by test_operations.
+
+It trains by itself as long as it can, so what it gets is a matter of what the center
+has applied, and of nothing else: not of when a center was there.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import agn_optax
+from agn_optax import errors, rules, service
+from helpers import talking
+
+PERIOD = 3
+
+
+def rule():
+    return rules.agn(optax.adam(0.05))
+
+
+def params():
+    return {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), "b": jnp.zeros(8)}
+
+
+def train(center, steps, seen):
+    """What the worker and the center have in the end; ``seen(step)`` may wait."""
+    worker = agn_optax.Worker(
+        center, optax.adam(0.02), period=PERIOD, name="w", patience=0
+    )
+
+    @jax.jit
+    def step(number, params, state):
+        def loss(params):
+            x = jnp.sin(jnp.arange(8.0) * (1 + number))
+            return jnp.sum((jnp.tanh(params["w"] @ x + params["b"]) - x) ** 2)
+
+        updates, state = worker.tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    own, state = worker.start(params(), chief=True)
+    for number in range(steps):
+        own, state = step(number, own, state)
+        while True:
+            try:
+                own, state = worker.exchange(own, state)
+                break
+            except errors.CenterUnreachableError:  # with patience 0: say it again
+                continue
+        seen(number)
+    last = center.pull()
+    return {
+        "params": talking.as_hex(own),
+        "center": talking.as_hex(last.params),
+        "version": last.version,
+        "exchanges": worker.exchanges,
+    }
+
+
+class Commands:
+    """What the test asks for."""
+
+    def train(self, address, steps, progress):
+        def seen(number):
+            pathlib.Path(progress).write_text(str(number))
+
+        with service.connect(address, rule(), timeout=60) as center:
+            return train(center, steps, seen)
+
+
+if __name__ == "__main__":
+    talking.obey({"train": Commands().train})

@@ -1,0 +1,127 @@
+"""One process of a worker whose towers span several: run by test_pods.
+
+python pod_worker.py RULE DEVICES HEARTBEAT-TIMEOUT [overlap]
+
+It is told who it is as any worker is (`service.environment`), makes as many steps as
+each line of stdin says, and then says how far it is.
+"""
+
+import contextlib
+import os
+import sys
+import zlib
+
+import jax
+import numpy as np
+import optax
+
+import agn_optax
+from agn_optax import errors, service
+from agn_optax.worker import _processes
+from helpers import problem
+
+RULES = {
+    "agn": agn_optax.rules.agn(optax.adam(0.05)),
+    "downpour": agn_optax.rules.downpour(),
+}
+
+
+def batch_of(rank, step, process=0, processes=1):
+    """The rows of a worker's batch that one of its processes feeds."""
+    rng = np.random.default_rng([rank, step])
+    x = rng.normal(size=(8, 3)).astype(np.float32)
+    rows = 8 // processes
+    own = x[rows * process : rows * (process + 1)]
+    return {"x": own, "y": np.sin(own.sum(axis=-1, keepdims=True))}
+
+
+class Loop:
+    """A worker over towers, as docs/pods.md has it."""
+
+    def __init__(self, center, rank, *, devices, name, part=(0, 1), **how):
+        self.rank, self.part = rank, part
+        self.towers = agn_optax.Towers(devices)
+        reduce = agn_optax.all_reduce("towers")
+        self.worker = agn_optax.Worker(
+            center, optax.sgd(0.1, momentum=0.9), period=3, name=name, **how
+        )
+
+        def train_step(loop, batch):
+            params, state = loop
+            loss, grads = jax.value_and_grad(problem.loss)(params, batch)
+            grads, _ = reduce.update(grads, reduce.init(params), params)
+            updates, state = self.worker.tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
+
+        self.program = self.towers.step(train_step)
+        self.steps = 0
+
+    def start(self, **how):
+        self.loop = self.towers.replicate(self.worker.start(problem.params(), **how))
+
+    def step(self):
+        batch = batch_of(self.rank, self.steps, *self.part)
+        self.loop, loss = self.program(self.loop, self.towers.shard(batch))
+        self.steps += 1
+        due = self.worker.due
+        if due:
+            self.loop = self.towers.unreplicate(self.loop)
+        self.loop = self.worker.exchange(*self.loop)
+        if due:
+            self.loop = self.towers.replicate(self.loop)
+        return loss
+
+    def say(self):
+        """Steps, exchanges, and the bits of what this process has."""
+        bits = 0
+        for leaf in jax.tree.leaves(self.loop):
+            bits = zlib.crc32(np.asarray(leaf.addressable_data(0)).tobytes(), bits)
+        said = "said", self.steps, self.worker.exchanges, bits
+        sys.stdout.write(" ".join(map(str, said)) + "\n")
+        sys.stdout.flush()
+
+
+def is_refused(processes):
+    """Whether a worker of so many processes may not be in this one's job."""
+    os.environ["AGN_OPTAX_PROCESSES"] = processes
+    try:
+        service.environment()
+    except errors.InvalidArgumentError as error:
+        return "job of jax.distributed with 2: with one of these, all" in str(error)
+    return False
+
+
+def main():
+    rule = RULES[sys.argv[1]]
+    jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
+    env = service.environment()
+    agn_optax.initialize_distributed(
+        **env.distributed, heartbeat_timeout=int(sys.argv[3])
+    )
+    center = agn_optax.from_first_process(
+        lambda: service.connect(env.address, rule, timeout=20.0), rule
+    )
+    part = jax.process_index(), jax.process_count()
+    assert is_refused("1")  # in a job with processes of other workers
+    _processes._PAUSE = 0.05  # seconds
+    with contextlib.closing(center):
+        loop = Loop(
+            center,
+            env.rank,
+            devices=jax.devices(),
+            name=env.worker,
+            part=part,
+            overlap="overlap" in sys.argv,
+            give_up=5.0,
+        )
+        with loop.worker:
+            loop.start(chief=env.rank == 0)
+            loop.say()
+            for line in sys.stdin:
+                for _ in range(int(line)):
+                    loop.step()
+                loop.say()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Exchanges with a center by the names of workers, whose sessions are remembered."""
+
+import weakref
+
+from agn_optax.service import _address
+from agn_optax.service import center_pb2 as pb
+from agn_optax.service.client._session import RemoteSession
+from agn_optax.service.security._access import EVERYBODY
+
+_sessions = weakref.WeakKeyDictionary()  # by center: session and exchanges of a worker
+
+
+def join(center, worker, *args, **kwargs):
+    session = center.join(worker, *args, **kwargs)
+    _sessions.setdefault(center, {})[worker] = [session, 0]
+    return session
+
+
+def exchange(center, contribution, *, anchor_version, worker, steps=0):
+    """The next exchange of a worker, which joins if it has not; not of two threads."""
+    known = _sessions.setdefault(center, {})
+    if worker not in known:
+        join(center, worker)
+    session, done = known[worker]
+    answer = session.exchange(
+        done + 1, contribution, anchor_version=anchor_version, steps=steps
+    )
+    known[worker][1] = done + 1
+    return answer
+
+
+def leave(center, worker):
+    _sessions[center].pop(worker)[0].leave()
+
+
+def wait_for_farewells(monkeypatch):
+    """Give a farewell 20 seconds: a worker whose farewell is missed keeps its lease."""
+    monkeypatch.setattr(RemoteSession.leave, "__defaults__", (20.0,))
+
+
+def offer(server, transport, caller=EVERYBODY):
+    """Of a way beside gRPC, as a caller is told of it: with its key."""
+    request = pb.DescribeRequest(protocol=_address.PROTOCOL)
+    said = server._servicer.describe(request, caller)
+    offers = pb.Description.FromString(said.description).offers
+    return next((each for each in offers if each.transport == transport), None)

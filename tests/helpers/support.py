@@ -1,0 +1,287 @@
+"""What several test files need: optimizers, trees, gradients and loops."""
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import agn_optax
+from agn_optax.round._placement import _stays_on_host
+from agn_optax.service.transports import _memory
+from helpers import ports, shared
+
+# JAX 0.10.0 takes to the device whatever a program leaves in the host's memory.
+needs_host = pytest.mark.skipif(
+    not _stays_on_host(), reason="this JAX leaves nothing on the host"
+)
+shares = pytest.mark.skipif(
+    not _memory.IS_SUPPORTED, reason="no processes share memory on this system"
+)
+MEMORIES = ["device", pytest.param("host", marks=needs_host)]
+
+INNERS = {
+    "sgd": lambda: shared.sgd(0.1),
+    "momentum": lambda: shared.sgd(0.05, momentum=0.9),
+    "nesterov": lambda: shared.sgd(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: shared.adam(0.05),
+    "adamw": lambda: shared.adamw(0.05, weight_decay=0.01),
+}
+
+
+@functools.cache
+def each_inner(names=tuple(INNERS)):
+    """Several inner optimizers at once: each trains the subtree of its name."""
+    return optax.partition(
+        {name: INNERS[name]() for name in names}, {name: name for name in names}
+    )
+
+
+# Rule records, with an inner optimizer for those that want a center optimizer.
+RULES = {
+    "agn": lambda: shared.agn(shared.adam(0.05)),
+    "agn_window": shared.agn_window,
+    "downpour": shared.downpour,
+    "dynsgd": shared.dynsgd,
+    "average": shared.average,
+    "diloco": shared.diloco,
+    "easgd": lambda: shared.easgd(0.3),
+    "easgd_rho": lambda: shared.easgd(0.3, rho=0.5),
+}
+
+DROP_INS = {
+    "agn": agn_optax.agn,
+    "agn_window": agn_optax.agn_window,
+    "downpour": agn_optax.downpour,
+    "dynsgd": agn_optax.dynsgd,
+    "average": agn_optax.average,
+    "diloco": agn_optax.diloco,
+    "easgd": agn_optax.easgd,
+    "easgd_rho": functools.partial(agn_optax.easgd, rho=0.1),
+}
+
+# Of a few dozen steps, relative to values of about 1.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 6e-2}
+
+
+def tree(dtype="float32", seed=0):
+    """Nested, with a scalar, an empty leaf and a None; every leaf is compiled often."""
+    rng = np.random.default_rng(seed)
+    leaf = lambda *shape: jnp.asarray(  # noqa: E731
+        np.asarray(rng.normal(size=shape)).astype(jnp.dtype(dtype))
+    )
+    return {
+        "layers": [{"w": leaf(3, 2)}, (None,)],
+        "scale": leaf(),
+        "unused": leaf(0, 5),
+    }
+
+
+def each_tree(names=tuple(INNERS), dtype="float32"):
+    """What `each_inner` trains: a leaf for each."""
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=(3, 2)), dtype) for name in names}
+
+
+def feeds(like, steps, seed=1, workers=()):
+    """``steps`` targets for every leaf, numpy [steps, *workers, ...]."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: rng.normal(size=(steps, *workers, *x.shape)).astype(x.dtype),
+        like,
+    )
+
+
+def gradient(params, feed):
+    """Of a quadratic with its minimum at ``feed``."""
+    return jax.tree.map(lambda x, f: (x - f) * jnp.asarray(0.7, x.dtype), params, feed)
+
+
+def step(tx, params, state, feed):
+    updates, state = tx.update(gradient(params, feed), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def run(tx, params, all_feeds, state=None):
+    """Every step's parameters (stacked), the last ones, and the last state."""
+    state = tx.init(params) if state is None else state
+    (params, state), trajectory = trajectories(tx)((params, state), all_feeds)
+    return trajectory, params, state
+
+
+@functools.lru_cache(maxsize=32)
+def trajectories(tx):
+    """A loop, compiled once for all runs of the same optimizer."""
+
+    def body(carry, feed):
+        params, state = step(tx, *carry, feed)
+        return (params, state), params
+
+    return jax.jit(lambda carry, all_feeds: jax.lax.scan(body, carry, all_feeds))
+
+
+@functools.lru_cache(maxsize=32)
+def local_step(tx):
+    """A step, compiled once for all runs of the same optimizer."""
+    return jax.jit(functools.partial(step, tx))
+
+
+@functools.lru_cache(maxsize=32)
+def exchange_of(split):
+    """The same for an exchange."""
+    return jax.jit(split.exchange)
+
+
+def run_split(split, params, all_feeds, period, state=None):
+    """The split form's loop, with one period or the periods of all rounds."""
+    local, exchange = local_step(split), exchange_of(split)
+    state = split.init(params) if state is None else state
+    steps = jax.tree.leaves(all_feeds)[0].shape[0]
+    periods = [period] * (steps // period) if isinstance(period, int) else period
+    ends = set(np.cumsum(periods).tolist())
+    for i in range(steps):
+        params, state = local(params, state, at(all_feeds, i))
+        if i + 1 in ends:
+            params, state = exchange(params, state)
+    return params, state
+
+
+def at(all_feeds, i):
+    """Those of one step."""
+    return jax.tree.map(lambda f: f[i], all_feeds)
+
+
+def run_worker(worker, params, state, all_feeds):
+    """A worker's loop with a center outside the program."""
+    local = local_step(worker.tx)
+    for i in range(jax.tree.leaves(all_feeds)[0].shape[0]):
+        params, state = worker.exchange(*local(params, state, at(all_feeds, i)))
+    return params, state
+
+
+@contextlib.contextmanager
+def held():
+    """A function that keeps the first device busy with an array until the block ends.
+
+    Its program loops until it finds a number in memory that it shares with the host, so
+    no test has to guess how long a computation takes. Who waits for it all the same
+    waits a minute.
+    """
+    memory = np.zeros(32, np.int32)
+    aligned = -memory.ctypes.data // 4 % 16  # what is not aligned to 64 bytes is copied
+    ended = memory[aligned : aligned + 16]
+    words = jax.device_put(ended, jax.devices()[0], may_alias=True)
+    assert words.unsafe_buffer_pointer() == ended.ctypes.data
+
+    def end():
+        ended[:] = 1
+
+    def hold(x):
+        first, *others = [shard.data for shard in x.addressable_shards]
+        shards = [_until(words, first), *others]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+    watchdog = threading.Timer(60, end)
+    watchdog.start()
+    try:
+        yield hold
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        end()
+
+
+@jax.jit
+def _until(ended, x):
+    """``x``, once ``ended`` says so."""
+    _, product = jax.lax.while_loop(
+        lambda carry: ended[carry[0] % ended.size] == 0,
+        lambda carry: (carry[0] + 1, carry[1] @ carry[1]),
+        (0, jnp.eye(64)),
+    )
+    return x + (0 * product[0, 0]).astype(x.dtype)
+
+
+@contextlib.contextmanager
+def nothing_compiles():
+    """Nothing is traced, lowered or compiled within, on any thread."""
+    compiled = []
+
+    def listen(event, seconds, **details):
+        if event.startswith("/jax/core/compile/"):
+            compiled.append((event, details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled, compiled
+
+
+def assert_close(actual, expected, dtype=None, tolerance=None):
+    """To ``tolerance``, or as near as ``dtype`` comes, which is that of each leaf."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        near = tolerance or TOLERANCE.get(dtype or str(jnp.result_type(b)), 0)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64),
+            np.asarray(b, np.float64),
+            rtol=near,
+            atol=near,
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+def assert_identical(actual, expected):
+    """Bit for bit, dtypes included."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
+        assert a.shape == b.shape, jax.tree_util.keystr(path)
+        assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
+
+
+def run_processes(program, arguments, count, timeout=800):
+    """What the processes of one `jax.distributed` job say, when all have ended."""
+    job = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": ports.free_address(),
+        "JAX_NUM_PROCESSES": str(count),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    processes = [
+        subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-B", program, *map(str, arguments)],
+            env={**os.environ, **job, "JAX_PROCESS_ID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for process, text in zip(processes, said, strict=True):
+        assert process.returncode == 0, text
+    return said
