@@ -54,9 +54,9 @@ def fit(
     write one every ``every`` steps. The data resumes too if it is an iterator that
     Orbax can save, such as Grain's; other data begins anew.
 
-    SIGTERM, with which engines preempt a worker, ends the loop after the current step:
-    the worker sends or saves its contribution and leaves its center, and the program
-    ends with exit code 143.
+    SIGTERM, with which engines preempt a worker, ends the loop after the current step.
+    The worker then exchanges its partial round and leaves its center, or the towers
+    save a checkpoint, and the program ends with exit code 143.
 
     Args:
       train_step: ``(state, batch) -> (state, metrics)``, with metrics by name; compiled
