@@ -529,7 +529,7 @@ class Towers:
           >>> state = towers.replicate((params, tx.init(params)))
           >>> batches = towers.shard_round([jnp.arange(16.0)] * 3)
           >>> (params, opt_state), metrics = run(state, batches)
-          >>> print(params[0])  # the mean of what the towers found
+          >>> print(params[0])  # the mean of all workers
           7.5
         """
         check.positive_int(period, "period")
