@@ -1,4 +1,4 @@
-"""Train one model with many workers that talk rarely, as Optax transformations."""
+"""Optax transformations to train one model with many workers that talk rarely."""
 
 import importlib as _importlib
 import typing as _typing
@@ -123,7 +123,7 @@ __all__ = [
 ]
 
 
-# What optimizers alone do not need is imported when it is used first.
+# Optimizers do not need these modules, so each is imported at its first use.
 _OPERATIONS = ("cli", "engines", "launch", "planning")  # in agn_optax.ops
 _MODULES = (
     *_OPERATIONS,
@@ -155,7 +155,7 @@ def __getattr__(name: str) -> _typing.Any:
         raise AttributeError(f"module 'agn_optax' has no attribute {name!r}")
     module = _importlib.import_module(f"agn_optax.{_module_of(name)}")
     value = getattr(module, name)
-    globals()[name] = value  # it is not asked for again
+    globals()[name] = value  # so that the next access does not come here
     return value
 
 

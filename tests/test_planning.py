@@ -453,9 +453,6 @@ def test_all_reduce_by_hand():
     half = planning.all_reduce(MODEL, four, inner=ADAM, codec=codecs.cast("bfloat16"))
     assert half.message == 3_000_000
     assert half.worker.codec_state == 0
-    with pytest.warns(DeprecationWarning, match="say codec="):
-        old = planning.all_reduce(MODEL, four, inner=ADAM, wire_dtype="bfloat16")
-    assert old == half
 
 
 def test_all_reduce_of_what_is_encoded_is_what_it_sends_and_keeps():

@@ -288,13 +288,6 @@ def test_reduced_rows_are_unique(towers):
         (("t",), {"delay": True}, "delay must be one of"),
         (("t",), {"bucket_bytes": 0}, "bucket_bytes must be a positive int"),
         (("t",), {"bucket_leaves": 3}, "give both"),
-        (("t",), {"wire_dtype": "int8"}, "wire_dtype must be a floating dtype"),
-        (
-            ("t",),
-            {"wire_dtype": "int8", "codec": HALF},
-            "wire_dtype must be a floating",
-        ),
-        (("t",), {"wire_dtype": "float16", "codec": HALF}, "leave wire_dtype out"),
         (("t",), {"sum_dtype": "float32"}, "give both"),
         (
             ("t",),

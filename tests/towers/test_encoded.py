@@ -279,19 +279,6 @@ def test_what_cannot_be_done_is_refused_by_name():
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"sum_dtype": "float32"}], ids=str)
-def test_the_old_name_is_a_cast(options):
-    with pytest.warns(DeprecationWarning, match=r"say codec=.*cast\('bfloat16'\)"):
-        old = agn_optax.all_reduce("towers", wire_dtype="bfloat16", **options)
-    new = agn_optax.all_reduce("towers", codec=codecs.cast("bfloat16"), **options)
-    grads = np.random.default_rng(0).normal(size=(TOWERS, 50)).astype("f4")
-    found = []
-    for tx in (old, new):
-        step, begin = reducer(tx)
-        found.append(step(begin(jnp.zeros(50)), grads)[1])
-    support.assert_identical(*found)
-
-
 def test_casts_are_the_same_value():
     assert codecs.cast("bfloat16") == codecs.cast(jnp.bfloat16)
     assert codecs.cast("bfloat16").is_cast

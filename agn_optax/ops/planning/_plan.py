@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -230,7 +229,6 @@ def all_reduce(
     *,
     inner: optax.GradientTransformation,
     codec: codecs.Codec | None = None,
-    wire_dtype: Any = None,
 ) -> Cost:
     r"""Plain data parallelism to compare with: all gradients are reduced at every step.
 
@@ -247,7 +245,6 @@ def all_reduce(
       inner: the optimizer.
       codec: how gradients travel, as `agn_optax.all_reduce` takes it; None as they are.
         What sends vectors whole (`low_rank`) sends all of them.
-      wire_dtype: deprecated, goes in 0.2: say ``codec=codecs.cast(dtype)``.
 
     Returns:
       The cost, with a period of 1; ``hidden_period`` is None if a step is shorter than
@@ -270,14 +267,6 @@ def all_reduce(
     """
     params = _shapes(params)
     inner = check.optimizer(inner, "inner")
-    if wire_dtype is not None:
-        warnings.warn(
-            "planning.all_reduce(wire_dtype=...) is deprecated and goes in agn_optax "
-            "0.2: say codec=agn_optax.codecs.cast(dtype), which is the same",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        codec = codecs.cast(wire_dtype)
     codec = codecs.identity() if codec is None else codec
     codecs.check_codec(codec, "codec")
     others, kept = cluster.workers - 1, 0
