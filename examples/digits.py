@@ -1,12 +1,12 @@
 """Train a small convolutional network with two worker processes, over a slow link.
 
 Each worker has half of the training data, and a link of 200 Mbit/s to the center, paced
-by the kernel; one of them is three times slower than the other. Gradients averaged at
-every step are what people do otherwise; AGN, EASGD, DOWNPOUR and DiLoCo exchange once
-in ten steps. All make the same number of gradient evaluations, with three seeds. Then
-AGN goes on without a worker that is killed and comes back, and one worker trains alone.
+by the kernel; one worker is three times slower than the other. The baseline averages
+gradients at every step; AGN, EASGD, DOWNPOUR and DiLoCo exchange once in ten steps. All
+make the same number of gradient evaluations, with three seeds. Then a worker of AGN is
+killed and comes back while the other goes on, and one worker trains alone.
 
-This process holds the centers, tests them, and draws; the workers,
+This process holds the centers, tests them, and draws the plot; the workers,
 ``digits_worker.py``, exchange with them over gRPC. Run it with ``make demo``, or on
 MNIST with ``python examples/digits.py --mnist FOLDER``.
 """
@@ -65,30 +65,30 @@ import matplotlib.pyplot as plt
 
 WORKER = pathlib.Path(__file__).with_name("digits_worker.py")
 SLOWDOWN = 3
-LONGER = 3  # times the samples, where a worker is killed and has to come back
-WARM = 2  # versions of a run that is there to have everything compiled
-TESTED = 2000  # images, at most, while it trains
-FLAGS = ["--xla_cpu_multi_thread_eigen=false"]  # of workers: one thread each
+LONGER = 3  # times the samples, if a worker is killed and has to come back
+WARM = 2  # center versions in a run that only compiles everything
+TESTED = 2000  # images at most, during training
+FLAGS = ["--xla_cpu_multi_thread_eigen=false"]  # for workers: one thread each
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Its fusion emitters take most of the time to compile; newer ones are quicker.
+    # Its fusion emitters take most of the compile time; newer ones are faster.
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 
 @dataclasses.dataclass
 class Run:
-    """What became of one method with one seed."""
+    """The results of one method with one seed."""
 
     method: Method
     seed: int
-    versions: int = 0  # of the center, that it is to make; 0 without a center
-    is_shown: bool = True  # and not there to have everything compiled
+    versions: int = 0  # center version at which the run ends; 0 without a center
+    is_shown: bool = True  # False for a run that only compiles everything
     # Points of the curves.
-    seconds: list[float] = dataclasses.field(default_factory=list)  # without starts
+    seconds: list[float] = dataclasses.field(default_factory=list)  # without startup
     samples: list[int] = dataclasses.field(default_factory=list)
     megabytes: list[float] = dataclasses.field(default_factory=list)
     accuracy: list[float] = dataclasses.field(default_factory=list)
-    # What each worker said at each of its exchanges, and at the starts of its lives,
-    # and when.
+    # The reports of each worker after its exchanges and at its starts, and the times of
+    # the exchanges.
     exchanges: dict[str, list[Report]] = dataclasses.field(default_factory=dict)
     starts: dict[str, list[Report]] = dataclasses.field(default_factory=dict)
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -97,20 +97,20 @@ class Run:
 
     @property
     def staleness(self) -> list[int]:
-        """Of all messages."""
+        """The staleness of all messages."""
         reports = [report for each in self.exchanges.values() for report in each]
         return [r.staleness for r in reports if r.staleness is not None]
 
     @property
     def waiting(self) -> float:
-        """Part of their time that the workers waited for their exchanges."""
+        """Fraction of their time that the workers waited for exchanges."""
         waited = sum(r.seconds for each in self.exchanges.values() for r in each)
         there = sum(times[-1] for times in self.times.values())
         return waited / there if there else 0.0
 
     @property
     def death_and_return(self) -> tuple[int, int] | None:
-        """Versions of the center between which a worker was away, if one was."""
+        """The center versions between which a killed worker was away, if one was."""
         for worker, starts in self.starts.items():
             if len(starts) > 1:
                 reports = self.exchanges.get(worker, [])
@@ -119,7 +119,7 @@ class Run:
         return None
 
     def cost(self, level: float, of: Sequence[float]) -> float:
-        """What it took until an accuracy was reached; infinite if it never was."""
+        """Return the cost of reaching an accuracy; infinite if it was not reached."""
         reached = (x for x, y in zip(of, self.accuracy, strict=True) if y >= level)
         return next(reached, math.inf)
 
@@ -128,13 +128,13 @@ Show = Callable[[Run], None]
 
 
 class Trainer:
-    """Trains by any methods on one dataset, and tests the centers as they go.
+    """Training with several methods on one dataset, and tests of their centers.
 
     Args:
       data: the dataset.
       args: the command line.
-      scratch: a folder for what the workers read and compile.
-      console: gets what the workers say that is no report.
+      scratch: a folder for the workers' data and compiled programs.
+      console: gets the workers' output other than reports.
     """
 
     def __init__(
@@ -167,21 +167,21 @@ class Trainer:
         self.correct = jax.jit(correct)
         self.all = [jnp.asarray(x) for x in data.test]
         self.test = [x[:TESTED] for x in self.all]
-        # Compiled now, for reports wait while a center is tested.
+        # Compile now, because reports wait while a center is tested.
         self.correct(self.first[args.seed], *self.test)
-        self.rate = 1e6 * args.mbit / 8  # bytes a second
+        self.rate = 1e6 * args.mbit / 8  # bytes/s
         self.data_file = scratch / "train.npz"
         np.savez(self.data_file, **data.train._asdict())
 
     def runs(self, methods: Sequence[Method]) -> list[Run]:
-        """What is trained, in this order: a death comes last of those with a center."""
+        """Return all runs in order; the one with a killed worker comes last."""
         runs = []
         for method in sorted(methods, key=lambda method: method.kills):
             seeds = self.seeds[:1] if method.kills else self.seeds
             if method.rule is None:
                 runs += [Run(method, seed) for seed in seeds]
                 continue
-            # Rounds, not steps, are what workers share: a round is not cut in pieces.
+            # Workers share the number of rounds, because a round cannot be divided.
             steps = self.args.steps * (LONGER if method.kills else 1)
             versions_a_round = 1 if is_synchronous(method) else self.args.workers
             versions = math.ceil(steps * versions_a_round / self.period(method))
@@ -190,11 +190,11 @@ class Trainer:
         return runs
 
     def period(self, method: Method) -> int:
-        """Local steps of its rounds."""
+        """Return the local steps in a round of a method."""
         return method.period or self.args.period
 
     def train(self, runs: Sequence[Run], show: Callable[[Run], None]) -> None:
-        """One after the other; ``show`` is told of all points of the curves."""
+        """Train all runs in order; call ``show`` for each point of the curves."""
         if together := [each for each in runs if each.versions]:
             self._train_with_centers(together, show)
         for each in runs:
@@ -204,11 +204,11 @@ class Trainer:
     def _train_with_centers(
         self, runs: Sequence[Run], show: Callable[[Run], None]
     ) -> None:
-        """By the same worker processes; each run has a center of its own."""
-        due = [0] * len(runs)  # version of a center that is tested next
+        """Train runs in the same worker processes, each with its own center."""
+        due = [0] * len(runs)  # version of each center that is tested next
 
         def hear(worker: str, line: str) -> None:
-            if not line.startswith("{"):  # a warning, an error, or the launcher's news
+            if not line.startswith("{"):  # a warning, an error, or launcher output
                 self.console.print(f"{worker}: {line}", markup=False, highlight=False)
                 return
             report = Report(**json.loads(line))
@@ -220,16 +220,16 @@ class Trainer:
                 result.exchanges.setdefault(worker, []).append(report)
                 result.times.setdefault(worker, []).append(now - result.began)
             if result.is_shown and report.version >= due[report.task]:
-                # Reports wait while a center is tested, which is ahead of them then.
+                # Reports wait while a center is tested, so the center may be newer.
                 snapshot = servers[report.task].center.pull()
                 self._test(result, snapshot)
-                # At first nearly every version, later one in many.
+                # Test nearly every version at first, and fewer later.
                 due[report.task] = math.ceil(1.3 * snapshot.version + 0.5)
                 show(result)
 
         with contextlib.ExitStack() as stack:
-            # No worker begins before all are there; after that, nobody waits for
-            # anybody unless the method says so.
+            # The barrier lets all workers begin together; after that, they only wait
+            # for each other in synchronous methods.
             servers = [
                 stack.enter_context(
                     service.serve(
@@ -242,7 +242,7 @@ class Trainer:
                 )
                 for each in runs
             ]
-            pace(self.rate)  # what is sent from here; workers do the same
+            pace(self.rate)  # for data sent by this process; workers do the same
             addresses = [server.address for server in servers]
             ended = run(
                 [
@@ -267,7 +267,7 @@ class Trainer:
     def _program(
         self, runs: Sequence[Run], addresses: Sequence[str], rank: int
     ) -> Program:
-        """A worker process."""
+        """Return the program of a worker process."""
         args = self.args
         dies = rank == 0 and any(each.method.kills for each in runs)
         tasks = [
@@ -297,12 +297,12 @@ class Trainer:
             job.worker,
             [sys.executable, "-B", str(WORKER), json.dumps(dataclasses.asdict(job))],
             environment={
-                # What one has compiled, the next life need not.
+                # A restarted worker reuses compiled programs.
                 "JAX_COMPILATION_CACHE_DIR": os.environ.get(
                     "JAX_COMPILATION_CACHE_DIR", str(self.scratch / "compiled")
                 ),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                # They share the cores of this machine, or its GPU.
+                # The workers share the cores of this machine, or its GPU.
                 "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]),
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
@@ -310,7 +310,7 @@ class Trainer:
         )
 
     def _test(self, result: Run, snapshot: agn_optax.Snapshot) -> None:
-        """A point of the curves, unless this version has one."""
+        """Add a point to the curves, unless this version has one."""
         method, version = result.method, snapshot.version
         messages = version * (self.args.workers if is_synchronous(method) else 1)
         samples = messages * self.period(method) * self.args.batch
@@ -318,13 +318,13 @@ class Trainer:
             return
         now = time.perf_counter() - result.began
         ends = [times[-1] for times in result.times.values()]
-        # All have left, perhaps long ago, if nobody tests before the end.
+        # The workers may have left long before this last test.
         done = version >= result.versions and len(ends) == self.args.workers
         self._append(
             result,
             seconds=(max(ends) if done else now) if version else 0.0,
             samples=samples,
-            # A message and a center travel at each exchange.
+            # Each exchange sends a message and a center.
             sent=2 * messages * self.parameter_bytes,
             params=snapshot.params,
         )
@@ -338,7 +338,7 @@ class Trainer:
         result.accuracy.append(float(self.correct(params, *self.test)))
 
     def _train_alone(self, result: Run, show: Callable[[Run], None]) -> None:
-        """On the data of the first worker, in this process, which has all cores."""
+        """Train on the first worker's data, in this process, with all cores."""
         args = self.args
         tx = made(result.method.name, args.times)[0]
         local_step = step_of(self.network, tx)
@@ -347,7 +347,7 @@ class Trainer:
         state = tx.init(params)
         mine = share(len(labels), 0, args.workers)
         rows = batches(mine, args.batch, result.seed)
-        # Compiled before the clock starts, as in the workers.
+        # Compile before the clock starts, as in the workers.
         local_step(*jax.tree.map(jnp.copy, (params, state)), images, labels, next(rows))
         seconds, due = 0.0, 1
         steps = args.workers * args.steps
@@ -369,7 +369,7 @@ class Trainer:
         result.center = params
 
     def part(self, result: Run) -> float:
-        """Of its samples, that have been seen."""
+        """Return the fraction of a run's samples that have been seen."""
         rounds = result.versions * self.period(result.method)
         if is_synchronous(result.method):
             rounds *= self.args.workers
@@ -378,12 +378,12 @@ class Trainer:
 
 
 def is_synchronous(method: Method) -> bool:
-    """Whether the messages of all workers become one version of the center."""
+    """Return whether the messages of all workers together make one version."""
     return method.mode is center.Synchronous
 
 
 def save_and_read_back(result: Run, folder: pathlib.Path) -> PyTree:
-    """The center as an Orbax checkpoint, and what comes back from it."""
+    """Save the center as an Orbax checkpoint, and return it as read back."""
     folder = folder.resolve() / re.sub(r"\W+", "-", result.method.name).lower()
     shutil.rmtree(folder, ignore_errors=True)
     ocp.save(folder, result.center)
@@ -395,7 +395,7 @@ def save_and_read_back(result: Run, folder: pathlib.Path) -> PyTree:
 
 
 def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """All seeds of each."""
+    """Group runs by method, each with all its seeds."""
     found: dict[str, list[Run]] = {}
     for each in runs:
         found.setdefault(each.method.name, []).append(each)
@@ -403,17 +403,17 @@ def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def compared(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Those in which workers exchange, and none is killed."""
+    """Return the runs in which workers exchange and none is killed, by method."""
     return by_method([each for each in runs if each.versions and not each.method.kills])
 
 
 def common_level(runs: Sequence[Run]) -> float:
-    """The highest half percent that all of these have reached, with every seed."""
+    """Return the accuracy that all runs reached, rounded down to half a percent."""
     return math.floor(200 * min((max(each.accuracy) for each in runs), default=0)) / 200
 
 
 def spread(numbers: Sequence[float], form: str) -> str:
-    """Median, and lowest to highest in a line below."""
+    """Format the median, and the range in a line below."""
     low, middle, high = (
         "-" if math.isinf(x) else format(x, form)
         for x in (min(numbers), float(np.median(numbers)), max(numbers))
@@ -422,7 +422,10 @@ def spread(numbers: Sequence[float], form: str) -> str:
 
 
 def table_of(runs: Sequence[Run], trainer: Trainer, folder: pathlib.Path) -> Table:
-    """What every method took, and what its checkpoint of the first seed is worth."""
+    """Make a table of each method's cost and accuracy.
+
+    The accuracy of the first seed is that of its checkpoint, read back from disk.
+    """
     level = common_level([each for group in compared(runs).values() for each in group])
     table = Table(
         title=f"{trainer.data.name}: {trainer.args.workers} workers, "
@@ -462,7 +465,7 @@ def table_of(runs: Sequence[Run], trainer: Trainer, folder: pathlib.Path) -> Tab
 
 
 def conclusion(level: float, costs: Mapping[str, float], of: str) -> str:
-    """What exchanging at every step costs beside the others, whoever is ahead."""
+    """Compare the costs of the methods with averaging at every step, in a sentence."""
     others = {name: cost for name, cost in costs.items() if name != EVERY_STEP.name}
     if not others or len(others) == len(costs):
         return f"Test accuracy against {of}"
@@ -481,7 +484,7 @@ def conclusion(level: float, costs: Mapping[str, float], of: str) -> str:
 
 
 def at_the_end(groups: Mapping[str, Sequence[Run]]) -> str:
-    """How accurate the methods are when all samples have been seen."""
+    """Compare the accuracies after all samples, in a sentence."""
     ends = {
         name: float(np.median([each.accuracy[-1] for each in group]))
         for name, group in groups.items()
@@ -496,7 +499,7 @@ def at_the_end(groups: Mapping[str, Sequence[Run]]) -> str:
 
 
 def plot(runs: Sequence[Run], trainer: Trainer, path: pathlib.Path) -> None:
-    """Accuracy against seconds and bytes, and what became of a killed worker."""
+    """Plot accuracy against seconds and bytes, and the exchanges of a killed worker."""
     args, groups = trainer.args, compared(runs)
     level = common_level([each for group in groups.values() for each in group])
     killed = [each for each in runs if each.method.kills]
@@ -532,7 +535,7 @@ def plot(runs: Sequence[Run], trainer: Trainer, path: pathlib.Path) -> None:
     top.legend(
         handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
     )
-    if groups:  # the one worker is there much earlier
+    if groups:  # the curve of the single worker begins much earlier
         begins = (
             next(filter(None, each.seconds), 1.0)
             for group in groups.values()
@@ -552,7 +555,7 @@ def plot(runs: Sequence[Run], trainer: Trainer, path: pathlib.Path) -> None:
 
 
 def _curve(axes: Any, group: Sequence[Run], points: Sequence[Sequence[float]]) -> None:
-    """Median of the seeds, and the band that they fill, where all have points."""
+    """Plot the median and the range of the seeds, where all have points."""
     known = [
         (np.array(x)[np.array(x) > 0], np.array(each.accuracy)[np.array(x) > 0])
         for x, each in zip(points, group, strict=True)
@@ -579,7 +582,7 @@ _LABELS = {EVERY_STEP.name: "averaging at every step", "one worker": "one worker
 
 
 def _finish(axes: Any, level: float | None, best: float) -> None:
-    """Plain numbers along both axes, and room for what happens near 100 %."""
+    """Set scales and ticks: plain numbers, and more room near 100 %."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -603,7 +606,7 @@ def _finish(axes: Any, level: float | None, best: float) -> None:
 
 
 def _timeline(axes: Any, result: Run, workers: Sequence[str]) -> None:
-    """The exchanges of every worker as they were made, and where one was away."""
+    """Plot the times of all workers' exchanges, and the absence of a killed worker."""
     times = [result.times.get(worker, []) for worker in workers]
     axes.eventplot(times, colors=result.method.color, linelengths=0.7, linewidths=0.8)
     title = result.method.name
@@ -629,7 +632,7 @@ def _timeline(axes: Any, result: Run, workers: Sequence[str]) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -661,13 +664,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> list[Run]:
-    """Trains by every method, prints the table and writes plot and checkpoints."""
+    """Train with every method, print the table and write plot and checkpoints."""
     args = parse(arguments)
     if args.mnist:
         data = datasets.mnist(args.mnist)
     else:
-        # Few to train on, so that half of them are not enough; many to test on, so that
-        # one percent is twelve images.
+        # Few training images, so that half of them are not enough for good accuracy;
+        # many test images, so that one percent is twelve images.
         data = datasets.digits(test_fraction=2 / 3)
     args.output.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -716,7 +719,7 @@ def main(arguments: list[str] | None = None) -> list[Run]:
                     accuracy=f"{result.accuracy[-1]:.1%}",
                     workers=workers,
                 )
-                if trainer.part(result) < 1:  # so those before it are through
+                if trainer.part(result) < 1:  # the runs before this one have ended
                     for other in progress.tasks:
                         if other.started and other.id != bar and not other.stop_time:
                             progress.stop_task(other.id)
