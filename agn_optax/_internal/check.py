@@ -269,8 +269,8 @@ def array_leaves(tree: PyTree, what: str) -> None:
 def same_kinds(tree: PyTree, like: PyTree, what: str) -> None:
     """Raise unless the leaves' dtypes match those of ``like``.
 
-    Where ``like`` has a floating leaf, any floating dtype matches; elsewhere the dtypes
-    must be equal. The trees must have passed `same_tree`.
+    Any floating dtype matches a floating leaf of ``like``; other dtypes must be equal.
+    The trees must have passed `same_tree`.
     """
     pairs = zip(tree_flatten_with_path(tree)[0], jax.tree.leaves(like), strict=True)
     for (path, leaf), other in pairs:

@@ -27,8 +27,8 @@ def accumulate(*, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
 
     .. math:: s_t = s_{t-1} + u_t, \qquad s_0 = 0
 
-    The sum is never reset by itself: the owner of the state starts a new window with a
-    fresh ``init``, as an exchange does.
+    The transformation never resets the sum. The owner of the state starts a new window
+    with a fresh ``init``, as an exchange does.
 
     Args:
       dtype: floating dtype of the sum; None keeps the dtype of the parameters. A
@@ -202,9 +202,10 @@ def scale_by_staleness(
 
     ``staleness`` (:math:`\tau`), the number of center updates since the message's
     anchor was read, is an extra argument of ``update``: a non-negative integer scalar.
-    As the ``discount`` of a rule, it scales every message before the messages of a
-    round are combined. As the first part of a center optimizer, it scales messages
-    that come one by one. Either way, late messages move the center less.
+    The transformation makes late messages move the center less. Use it as the
+    ``discount`` of a rule, which scales every message before the messages of a round
+    are combined; or as the first part of a center optimizer, for messages that come one
+    by one.
 
     Args:
       exponent: :math:`a`, at least 0.

@@ -84,8 +84,7 @@ class Rule:
         `agn_optax.robust` needs all messages at once.
       adopt: ``(params, center) -> params``, how a worker adopts the center. None
         replaces the parameters by the center.
-      adopts: whether the worker adopts the center as it was before or after its own
-        message.
+      adopts: which center the worker adopts, that before or that after its own message.
       needs_params: whether ``contribution`` reads the worker's parameters. If not, it
         gets None for them, and the drop-in form is faster.
       needs_anchor: whether ``contribution`` or ``penalty`` reads the anchor. If not,
@@ -235,9 +234,9 @@ class _Displacement:
     def recover(
         self, contribution: PyTree, params: PyTree, anchor: PyTree, steps: jax.Array
     ) -> PyTree:
-        """Return ``a - k``, the parameters of which the center was told.
+        """Return ``a - k``, the parameters without the rounding error of ``k``.
 
-        Rounding errors in ``k`` do not count as sent.
+        The rounding error does not count as sent.
         """
 
         def subtract(a: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:

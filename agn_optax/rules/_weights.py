@@ -155,12 +155,12 @@ def scale_by_turnaround(
 
     ``staleness`` (:math:`\tau`) is an extra argument of ``update``. If messages come
     one by one, a worker that is k times as fast sends k times as many messages, and the
-    center moves towards the minimum of that worker's data. A worker that sends one of
-    :math:`\tau + 1` messages has an anchor that is :math:`\tau` versions old. With its
-    messages multiplied by :math:`\tau + 1`, each worker moves the center equally far in
-    the same time. (`scale_by_staleness` does the opposite, for another problem: if all
-    workers have similar data, fast workers need no correction, and late messages are
-    the worse ones.)
+    center moves closer to the minimum of that worker's data than of others' data. A
+    worker that sends one of :math:`\tau + 1` messages has an anchor that is
+    :math:`\tau` versions old. With its messages multiplied by :math:`\tau + 1`, each
+    worker moves the center equally far in the same time. (`scale_by_staleness` does the
+    opposite, for another problem: if all workers have similar data, fast workers need
+    no correction, and late messages are the worse ones.)
 
     Args:
       workers: :math:`n`; None uses the extra argument ``workers`` of ``update``, the

@@ -88,9 +88,9 @@ def median() -> Combine:
 
     .. math:: m^j = \text{median}(m_1^j, \ldots, m_n^j)
 
-    As long as fewer than half of the messages are bad, each element lies between the
-    elements of good messages. The median of an even number of messages is the mean of
-    the two in the middle, so two messages are averaged. NaN counts as infinity.
+    If fewer than half of the messages are bad, each element lies between the elements
+    of good messages. The median of an even number of messages is the mean of the two in
+    the middle, so two messages are averaged. NaN counts as infinity.
 
     Returns:
       A value for the ``combine`` of a `Rule`.
@@ -125,10 +125,10 @@ def trimmed_mean(share: float = 0.25) -> Combine:
     .. math:: m^j = \frac1{n - 2b} \sum_{i=b+1}^{n-b} m_{(i)}^j, \qquad
         b = \lceil \beta n \rceil
 
-    where :math:`m_{(i)}^j` are the values of each element in ascending order. As long
-    as no more than :math:`b` messages are bad, each element lies between the elements
-    of good messages. The paper does not define the rounding of :math:`\beta n`; it is
-    rounded up here, so that one bad message is left out of a round of any size.
+    where :math:`m_{(i)}^j` are the values of each element in ascending order. If no
+    more than :math:`b` messages are bad, each element lies between the elements of good
+    messages. The paper does not define the rounding of :math:`\beta n`; it is rounded
+    up here, so that one bad message is left out of a round of any size.
 
     Args:
       share: :math:`\beta`, the fraction of messages left out at either end, in

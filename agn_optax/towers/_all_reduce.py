@@ -81,9 +81,9 @@ def all_reduce(
 
         Collectives cannot sum the output of any other codec. Each bucket, or gradient,
         is cut into as many pieces as there are towers, and each piece is encoded
-        separately (blocks do not span pieces). Encoded pieces are sent all to all;
-        every tower decodes the pieces that it owns and sums them. Then it encodes this
-        sum, or mean, and all towers gather these pieces and decode the same numbers.
+        separately (blocks do not span pieces). Each tower owns one piece: it receives
+        this piece from all towers (all-to-all), decodes and sums it. Then it encodes
+        the sum, or mean, and all towers gather the pieces and decode the same numbers.
         Both directions are encoded, and both are lossy: with `error_feedback`, every
         tower keeps a residual of all pieces that it sends, and one of the piece that it
         owns, which is added to its next sum. With "hierarchical", pieces are encoded
@@ -307,7 +307,7 @@ def _after_one_another(
 
 
 def _delayed(updates: PyTree, state: AllReduceState) -> tuple[PyTree, AllReduceState]:
-    """Return the gradients of the previous step, and a state that holds these."""
+    """Return the previous step's gradients, and a state with the current ones."""
     if any(map(_rows.is_rows, jax.tree.leaves(updates, is_leaf=_rows.is_rows))):
         raise errors.TreeMismatchError(
             "updates has row-sparse gradients, which cannot wait: their rows change "

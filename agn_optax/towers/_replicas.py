@@ -89,8 +89,8 @@ def tell_flax() -> None:
 class Mean:
     """A part of the state that differs on purpose, and is saved as its mean.
 
-    Two parts are: gradients that wait for their reduction, which differ between the
-    towers of one worker; and centers of the workers' own, which differ between workers.
+    Gradients that wait for their reduction differ between the towers of one worker. If
+    each worker has its own center, these centers differ between workers.
     """
 
     rows: PyTree

@@ -51,7 +51,7 @@ def fit(
     With a ``directory``, training resumes from the latest checkpoint in it. A worker
     writes a checkpoint before every exchange, as `checkpoint.Resumable` does; towers
     write one every ``every`` steps. The data resumes too if it is an iterator that
-    Orbax can save, such as Grain's; other data begins anew.
+    Orbax can save, such as Grain's; other data starts from its beginning.
 
     SIGTERM, with which engines preempt a worker, ends the loop after the current step.
     The worker then exchanges its partial round and leaves its center, or the towers

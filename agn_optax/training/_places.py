@@ -167,7 +167,7 @@ def _beside(data: Any) -> dict[str, Any]:
 
 
 def _check_data(data: Any) -> None:
-    """Warn if a resumed run's data begins anew."""
+    """Warn that the data of a resumed run starts from its beginning, if it does."""
     if not _beside(data):
         _log.warning(
             "the run goes on from its checkpoint, and its data begins anew: what goes "

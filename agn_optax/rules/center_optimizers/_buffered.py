@@ -19,9 +19,7 @@ class BufferedState(NamedTuple):
 
     inner_state: PyTree  # state of the wrapped optimizer
     buffer: PyTree  # like the center: the sum of messages, or of their directions
-    # The sum of the messages' lengths: a scalar, float32 or wider, for each leaf; or
-    # EmptyState.
-    lengths: PyTree
+    lengths: PyTree  # float scalars, sums of the messages' lengths; or EmptyState
     held: jax.Array  # int32 scalar: number of messages in the buffer
 
 

@@ -1,4 +1,4 @@
-"""The center optimizer `delayed_nesterov`: momentum acts once per N messages."""
+"""The center optimizer `delayed_nesterov`: momentum changes once per N messages."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def heloco(
     orthogonal to momentum is turned towards it and keeps its length. A message that
     opposes momentum loses a part of its component against it. Then
     :math:`\hat g / \sqrt n` takes the place of :math:`g` in `momentum_lookahead`. (Put
-    a `scale_by_staleness` before it in the chain if late messages shall count less.)
+    a `scale_by_staleness` before it in the chain if late messages should count less.)
 
     It needs whole leaves, so a sharded center rejects it.
 

@@ -31,10 +31,10 @@ def restart_momentum(
         \quad s \leftarrow \text{init}(c)
 
     A center's momentum contains displacements of many rounds. In directions of large
-    curvature it overshoots and oscillates. Restarts damp the oscillation, and the speed
-    between them stays. The whole state of the optimizer is reset, such as Adam's
-    moments together with the count of their bias correction. Schedules continue, and so
-    do hyperparameters of ``optax.inject_hyperparams``.
+    curvature it overshoots and oscillates. Restarts damp the oscillation and keep the
+    speed in between. The whole state of the optimizer is reset, such as Adam's moments
+    together with the count of their bias correction. Schedules continue, and so do
+    hyperparameters of ``optax.inject_hyperparams``.
 
     Args:
       optimizer: the center optimizer.

@@ -17,8 +17,7 @@ PyTree = Any
 class LowRankState(NamedTuple):
     """State of `low_rank`."""
 
-    # For each leaf, [n, rank] of the last message, or [0] if the leaf is sent whole.
-    right: PyTree
+    right: PyTree  # per leaf, [n, rank] of the last message; [0] if it is sent whole
 
 
 def low_rank(rank: int = 4) -> Codec:
