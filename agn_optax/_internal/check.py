@@ -182,19 +182,27 @@ def seconds(value: object, argument: str, *, positive: bool = False) -> None:
 
 
 def rate(
-    value: Any, argument: str, *, low: float, high: float, low_open: bool = False
+    value: Any,
+    argument: str,
+    *,
+    low: float,
+    high: float,
+    low_open: bool = False,
+    high_open: bool = False,
 ) -> Any:
     """Return ``value`` if it is a number from ``low`` to ``high``, or traced."""
     if is_traced(value):
         return value
-    opens, closes = "(" if low_open else "[", ")" if math.isinf(high) else "]"
+    high_open = high_open or math.isinf(high)
+    opens, closes = "(" if low_open else "[", ")" if high_open else "]"
     wanted = f"{argument} must be a number in {opens}{low:g}, {high:g}{closes}, got "
     number = _scalar(value, wanted)
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise errors.InvalidTypeError(wanted + show(value))
     number = float(number)
     above = number > low if low_open else number >= low
-    if not (above and number <= high) or math.isinf(number):
+    below = number < high if high_open else number <= high
+    if not (above and below):
         raise errors.InvalidArgumentError(f"{wanted}{number!r}")
     return value
 

@@ -73,7 +73,7 @@ def delayed_nesterov(
       Language Modeling*, 2024.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     delay = check.positive_int(delay, "delay")
     check.rate(spread, "spread", low=0.0, high=1.0 / delay)
 

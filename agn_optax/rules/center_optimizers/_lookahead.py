@@ -74,7 +74,7 @@ def momentum_lookahead(
       its baseline.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     reach = learning_rate * momentum
 
     def init_fn(params: PyTree) -> LookaheadState:
@@ -208,7 +208,3 @@ def heloco(
         return ahead.update(corrected, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(ahead.init, update_fn)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(x * x))

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
 from agn_optax._internal import check
 
 PyTree = Any
@@ -76,11 +75,7 @@ def ordered_momentum(
       messages of its workers were not read: here they are displacements.
     """
     check.rate(learning_rate, "learning_rate", low=0.0, high=math.inf)
-    check.rate(momentum, "momentum", low=0.0, high=1.0)
-    if not check.is_traced(momentum) and momentum == 1:
-        raise errors.InvalidArgumentError(
-            "momentum must be below 1, or messages never fade, got 1"
-        )
+    check.rate(momentum, "momentum", low=0.0, high=1.0, high_open=True)
     messages = check.positive_int(messages, "messages")
 
     # From the Python float, because float32 has few digits of 1 - momentum near 1.
