@@ -107,11 +107,11 @@ def heloco(
     momentum: float = 0.9,
     *,
     messages: int = 1,
-    keeps: float = 0.2,
-    shrinks: float = 0.5,
-    turns: float = 1.0,
-    most: float = 0.5,
-    caution: float = 3.0,
+    r0: float = 0.2,
+    k_s: float = 0.5,
+    k_d: float = 1.0,
+    beta_max: float = 0.5,
+    kappa: float = 3.0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""`momentum_lookahead` with corrected messages where they disagree with momentum.
 
@@ -141,13 +141,13 @@ def heloco(
       learning_rate: :math:`\eta`.
       momentum: :math:`\mu`, in [0, 1).
       messages: :math:`n`, messages of a round, which is the number of workers.
-      keeps: :math:`r_0`, in [-1, 1]: the least cosine of a message that passes
+      r0: :math:`r_0`, in [-1, 1]: the least cosine of a message that passes
         unchanged.
-      shrinks: :math:`k_s`, at least 0.
-      turns: :math:`k_d`, at least 0.
-      most: :math:`\beta_\text{max}`, in [0, 1]: the largest part of the opposing
+      k_s: :math:`k_s`, at least 0.
+      k_d: :math:`k_d`, at least 0.
+      beta_max: :math:`\beta_\text{max}`, in [0, 1]: the largest part of the opposing
         component that is removed.
-      caution: :math:`\kappa`, at least 0: the larger it is, the less a message is
+      kappa: :math:`\kappa`, at least 0: the larger it is, the less a message is
         corrected that is small compared with the momentum.
 
     Returns:
@@ -171,11 +171,11 @@ def heloco(
     """
     ahead = momentum_lookahead(learning_rate, momentum)
     messages = check.positive_int(messages, "messages")
-    check.rate(keeps, "keeps", low=-1.0, high=1.0)
-    check.rate(shrinks, "shrinks", low=0.0, high=math.inf)
-    check.rate(turns, "turns", low=0.0, high=math.inf)
-    check.rate(most, "most", low=0.0, high=1.0)
-    check.rate(caution, "caution", low=0.0, high=math.inf)
+    check.rate(r0, "r0", low=-1.0, high=1.0)
+    check.rate(k_s, "k_s", low=0.0, high=math.inf)
+    check.rate(k_d, "k_d", low=0.0, high=math.inf)
+    check.rate(beta_max, "beta_max", low=0.0, high=1.0)
+    check.rate(kappa, "kappa", low=0.0, high=math.inf)
     tiny = float(jnp.finfo(jnp.float32).tiny)
 
     def correct(message: jax.Array, trusted: jax.Array) -> jax.Array:
@@ -183,16 +183,16 @@ def heloco(
         g, m = message.astype(wide), trusted.astype(wide)
         g_norm, m_norm = jnp.sqrt(jnp.sum(g * g)), jnp.sqrt(jnp.sum(m * m))
         cosine = jnp.sum(g * m) / jnp.maximum(g_norm * m_norm, tiny)
-        confidence = g_norm / jnp.maximum(g_norm + caution * m_norm, tiny)
+        confidence = g_norm / jnp.maximum(g_norm + kappa * m_norm, tiny)
         # In every case the result is a combination of message and momentum.
         ratio = g_norm / jnp.maximum(m_norm, tiny)
-        taken = jnp.minimum(-shrinks * cosine * confidence, most)
-        turn = jnp.minimum(turns * (1 - cosine) * confidence, 1)
+        taken = jnp.minimum(-k_s * cosine * confidence, beta_max)
+        turn = jnp.minimum(k_d * (1 - cosine) * confidence, 1)
         rest = 1 - turn
         square = rest * rest + turn * turn + 2 * turn * rest * cosine  # of |w|
         length = jnp.sqrt(jnp.maximum(square, tiny))
         opposes = cosine < 0
-        passes = (cosine >= keeps) | (m_norm == 0)  # zero momentum has no direction
+        passes = (cosine >= r0) | (m_norm == 0)  # zero momentum has no direction
         own = jnp.where(passes | opposes, 1, rest / length)
         added = jnp.where(opposes, -taken * cosine, turn / length) * ratio
         added = jnp.where(passes, 0, added)
