@@ -1,6 +1,6 @@
 """Count what the table "Before and after" of docs/design.md says of this checkout.
 
-    python tools/house.py
+python tools/house.py
 """
 
 import ast
