@@ -1,4 +1,4 @@
-"""``python -m agn_optax.cli`` is ``agn-optax``."""
+"""The command ``agn-optax``, run as ``python -m agn_optax.cli``."""
 
 from agn_optax.cli import main
 
