@@ -523,7 +523,7 @@ class Checks:
         return "ok", f"{self.rule.name} at both ends"
 
     def _path(self) -> path.Path | None:
-        """Return the path of the exchanges' connection, or else of one to gRPC's port."""
+        """Return the path of the exchanges' connection, or of one to gRPC's port."""
         way = self._ways.get("socket")
         own = None if way is None else way.path
         return own or _network.path_to(self.address, self.timeout)

@@ -406,7 +406,7 @@ def _those(
 def _as_tables(
     rows: Sequence[tuple[Cost, T]], columns: dict[str, Callable[[T], str]], width: int
 ) -> list[rich.table.Table]:
-    """Return tables with a row for each cost; one without a center has its section.
+    """Return tables with a row for each rule, and all-reduce in a section of its own.
 
     The columns are split over several tables if one table would be too wide.
     """
