@@ -136,7 +136,7 @@ class CenterOptions:
 
     Durability:
       journal DIRECTORY: Write every exchange to this directory before it is answered. A
-        center that is found there continues.
+        center that is found in the directory continues.
       journal_size [1 GiB, or 4 snapshots]: With --journal: bytes after which a snapshot
         replaces the journal.
       journal_interval [none]: With --journal: maximum seconds between two syncs to
@@ -145,7 +145,7 @@ class CenterOptions:
       journal_on_failure WHAT [stop]: With --journal: whether to "stop" if the disk
         fails, or to "go on" in memory and report it.
       snapshots DIRECTORY: Write snapshots of the center to this directory from time to
-        time. A center that is found there continues.
+        time. A center that is found in the directory continues.
       snapshot_seconds [60, without --snapshot-exchanges]: With --snapshots: seconds
         between two snapshots.
       snapshot_exchanges: With --snapshots: exchanges between two snapshots.

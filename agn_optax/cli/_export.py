@@ -119,7 +119,7 @@ def _make_directory_beside(to: pathlib.Path) -> None:
     """
     to = to.resolve()
     to.parent.mkdir(parents=True, exist_ok=True)
-    # As long as the name of Orbax's own temporary directory.
+    # The name has the length of that of Orbax's own temporary directory.
     prefix = f"{to.name}.agn-optax-tmp-"
     pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=to.parent)).rmdir()
 

@@ -35,8 +35,8 @@ class RunOptions:
     Local:
       restart_delay [1]: Seconds before a program that failed is started again.
       start_delay [0]: Seconds between the starts of two workers.
-      on_failure WHAT [stop]: Whether to "stop" the other workers when one has failed
-        after its last restart, or to let them "go on".
+      on_failure WHAT [stop]: When a worker has failed after its last restart, "stop"
+        the others, or let them "go on".
       logs DIRECTORY: Directory for the output of each program, in a file such as
         worker-0.log.
 

@@ -391,7 +391,7 @@ class Manifests:
             "metadata": {"labels": self._labels(component)},
             "spec": {
                 "terminationGracePeriodSeconds": math.ceil(grace),
-                # As process 1, a program without a handler would ignore SIGTERM.
+                # If a program without a handler is process 1, it ignores SIGTERM.
                 "shareProcessNamespace": True,
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,  # no variables of other Services

@@ -40,8 +40,8 @@ class RaySettings:
       on_failure: whether to ``"stop"`` the other workers when one has failed after its
         last restart, or to let them ``"go on"``.
       give_up: seconds after which the run ends with an error because a task that has
-        never run needs resources that no node of the cluster has, even when idle. A
-        task waits without a limit for resources that others use, and if it was lost.
+        never run needs resources that no node of the cluster has, even when idle. No
+        limit applies to resources that others use, or to a task that ran and was lost.
     """
 
     address: str | None = None
