@@ -232,7 +232,7 @@ class Center(Supervisor):
         self._begin(program, run.grace)
 
     def _access(self) -> str:
-        """Return the lines of the callers: each worker by name, and the key's owner."""
+        """Return the callers' lines: each worker by name, and the owner of the key."""
         lines = [f"chief,operator * {self._key}"]
         for rank, name in enumerate(self._run_of.worker_names):
             lines.append(f"{'worker' if rank else 'chief'} {name} {self.token(name)}")
@@ -350,7 +350,7 @@ def key_file(run: Run) -> pathlib.Path:
 
 
 def _key(storage: pathlib.Path) -> str:
-    """Return the operator's token, kept on disk; it derives the workers' tokens."""
+    """Return the operator's token, kept on disk, from which workers' tokens derive."""
     folder = storage / "keys"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "operator.token"

@@ -43,9 +43,9 @@ def run(
     r"""Run programs side by side until they have ended, and leave none behind.
 
     A program that fails is started again after ``restart_delay``, up to its number of
-    restarts. If a program fails after its last restart, if the launcher is interrupted,
-    or if anything here raises, all programs are ended: by a signal first, and by
-    SIGKILL after ``grace`` seconds.
+    restarts. If a program fails after its last restart (see ``on_failure``), if the
+    launcher is interrupted, or if anything here raises, all programs are ended: by a
+    signal first, and by SIGKILL after ``grace`` seconds.
 
     Programs that are not waited for are ended after all others, by SIGTERM and with the
     same grace, so that a server still receives the last messages of its clients. If one
