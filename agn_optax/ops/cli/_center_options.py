@@ -1,4 +1,4 @@
-"""How a center is served: options of ``serve``, and of ``launch`` for its own."""
+"""Options of a served center, for ``serve`` and for the center of ``launch``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from agn_optax.center import (
 from agn_optax.ops.cli import _options
 from agn_optax.rules import Rule
 
-# Options that `agn_optax.service.serve` has under the same name.
+# Options that are arguments of `agn_optax.service.serve`, by the same name.
 _AS_THEY_ARE = (
     *("address", "barrier", "max_workers", "lease", "memory", "calls", "dtype"),
     *("device", "direct", "direct_address", "health_address", "insecure"),
     *("parent_period", "reflection"),
 )
 _PAGE = "127.0.0.1:0"
-# Options that `agn_optax.center.Refuse` has without their prefix.
+# Options that are arguments of `agn_optax.center.Refuse`, without their prefix.
 _REFUSALS = [
     *("refuse_nonfinite", "refuse_norm", "refuse_times_median", "refuse_element"),
     *("refuse_staleness", "refuse_share", "refuse_in_a_row"),
     *("refuse_steps", "refuse_weight"),
 ]
-# Modes and durabilities, and the names that they have for options of theirs alone.
+# Modes and durabilities, each with its own options and their names as its arguments.
 _MODES: dict[str, tuple[Any, dict[str, str]]] = {
     "asynchronous": (Asynchronous, {}),
     "bounded": (
@@ -70,96 +70,104 @@ _DURABILITIES: dict[str, tuple[Any, dict[str, str]]] = {
 
 @_options.record(modes=", ".join(_MODES))
 class CenterOptions:
-    """How a center is served; its rule is apart.
+    """Options of a served center, without its rule.
 
     Center:
-      address HOST:PORT|unix:PATH [127.0.0.1:0]: Where to listen; port 0 takes one that
-        is free.
-      address_file FILE: Where the address is left, on a disk that workers share: they
-        reach a center that may come back elsewhere as file:FILE.
-      barrier: Workers that must have joined before any of them starts.
-      max_workers [64]: Workers that may be there at a time.
+      address HOST:PORT|unix:PATH [127.0.0.1:0]: Address to listen at; port 0 takes a
+        free port.
+      address_file FILE: File to write the address to, on a disk that the workers share.
+        They connect to file:FILE, and find a center again that has moved.
+      barrier: Number of workers that must have joined before any of them starts.
+      max_workers [64]: Maximum number of workers at a time.
       lease [10]: Seconds after which a worker that lost its connection is given up.
-      memory [no bound]: Bytes that the center, its optimizer's state and all messages
-        may take together; workers for whom there is no room are refused.
-      calls [20]: Calls a second that one caller may make beside its exchanges, such as
-        pulls; one that makes more has to wait.
-      dtype: Floating dtype of the center, whatever its workers have.
-      device [cpu]: Platform the center lives on.
-      direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
-      direct_address HOST:PORT [a port that is free]: Where that other port is; workers
-        reach it at the host of --address.
-      page [no-page]: A page in the browser that shows what goes on, and /metrics for
-        Prometheus, at --page-address.
-      page_address HOST:PORT [of --page: 127.0.0.1:0]: Where the page is, which this
-        asks for as well; port 0 takes one that is free.
-      health_address HOST:PORT: Where gRPC's health checking is answered in plain text
-        and to anybody as well, as the probes of Kubernetes need it.
-      signal_exit_code [0]: Exit code of a center that a signal has drained. One that is
-        not 0 is for engines that start only those again that have failed.
+      memory [no bound]: Maximum bytes of the center, its optimizer's state and all
+        messages together. A worker whose message has no room is rejected.
+      calls [20]: Calls per second that one caller may make beside its exchanges, such
+        as pulls. Further calls are delayed.
+      dtype: Floating dtype of the center, whatever the dtype of its workers.
+      device [cpu]: Platform of the device that holds the center.
+      direct [direct]: Also accept exchanges outside gRPC, on another port and in shared
+        memory.
+      direct_address HOST:PORT [a free port]: Address of that other port; workers reach
+        it at the host of --address.
+      page [no-page]: Serve a page that shows the center's status in a browser, and
+        /metrics for Prometheus, at --page-address.
+      page_address HOST:PORT [127.0.0.1:0 with --page]: Address of the page; implies
+        --page. Port 0 takes a free port.
+      health_address HOST:PORT: Additional address of gRPC's health check, in plain text
+        and for every caller, as the probes of Kubernetes need it.
+      signal_exit_code [0]: Exit code after a signal has drained the center. Set it to
+        another value than 0 for engines that restart only what has failed.
 
     Access:
-      tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
-        token; it is read again when it changes. Without it a token is made and printed,
-        and programs of the same user on this machine find it by themselves.
-      open: Let in whoever reaches it; beyond this machine, with --insecure only.
+      tokens FILE: File of the callers that are allowed, a line each: roles, a worker's
+        name (* for any) and a token. It is read again when it changes. Without it, a
+        token is made and printed, and programs of the same user on this machine find
+        it by themselves.
+      open: Allow every caller; beyond this machine only with --insecure.
       reflection [on this machine only]: Serve gRPC's reflection and channelz.
 
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
-      max_versions_behind: Of bounded: a message with an older anchor is dropped.
-      max_rounds_ahead: Of bounded: a worker further ahead of the slowest waits.
-      quorum: Of synchronous: messages that are enough once the grace is over.
-      grace: Of synchronous: seconds from a round's first message.
-      late next|weighted|drop [next]: Of synchronous: what becomes of a message that
+      max_versions_behind: For bounded: drop messages whose anchor is older than this
+        many versions.
+      max_rounds_ahead: For bounded: delay workers that are more than this many rounds
+        ahead of the slowest.
+      quorum: For synchronous: number of messages that end a round after --grace.
+      grace: For synchronous: seconds from a round's first message until a quorum can
+        end the round.
+      late next|weighted|drop [next]: For synchronous: how to treat a message that
         missed its round.
 
-    Refusal:
-      refuse_nonfinite [refuse-nonfinite]: Refuse messages that are not finite, or after
-        which the center would not be.
-      refuse_norm: Refuse messages of a larger global norm.
-      refuse_times_median: Refuse messages whose norm is more than so many times the
-        median of the last ones.
-      refuse_element: Refuse messages with an element of a larger absolute value.
-      refuse_staleness: Refuse messages made of a center more versions old.
-      refuse_share: Refuse messages by which a worker would have made more than this
-        share of all recent movement.
-      refuse_steps: Refuse messages that claim to be made of more local steps.
-      refuse_weight: Refuse messages that claim a larger weight.
-      refuse_in_a_row [10]: Messages of a worker that are refused in a row before it
-        gets an error.
+    Message limits:
+      refuse_nonfinite [refuse-nonfinite]: Reject messages that are not finite, and
+        those after which the center would not be finite.
+      refuse_norm: Reject messages with a larger global norm.
+      refuse_times_median: Reject messages whose norm exceeds this multiple of the
+        median norm of recent messages.
+      refuse_element: Reject messages with an element of larger absolute value.
+      refuse_staleness: Reject messages whose anchor is more versions old.
+      refuse_share: Reject messages after which their worker would have made more than
+        this share of all recent movement of the center.
+      refuse_steps: Reject messages that claim more local steps.
+      refuse_weight: Reject messages that claim a larger weight.
+      refuse_in_a_row [10]: Number of consecutive rejections of a worker's messages
+        before the worker gets an error.
 
     Durability:
-      journal DIRECTORY: Where every exchange is on disk before it is answered; a center
-        that is found there goes on.
-      journal_size [1 GiB, or 4 snapshots]: Of --journal: bytes after which a snapshot
-        takes its place.
-      journal_interval [none]: Of --journal: seconds within which exchanges are synced
-        to disk; they do not wait for that then, and no more are lost with the power.
-      journal_on_failure WHAT [stop]: Of --journal: whether to stop if the disk fails,
-        or to "go on" in memory, and to say so.
-      snapshots DIRECTORY: Where the center is written from time to time; one that is
-        found there goes on.
-      snapshot_seconds [60, without --snapshot-exchanges]: Of --snapshots: between two
-        of them.
-      snapshot_exchanges: Of --snapshots: exchanges between two of them.
-      snapshots_kept [2]: Of --snapshots: how many stay there.
-      snapshots_kept_seconds [0]: Of --snapshots: those that are younger stay, too.
-      save DIRECTORY: Where its parameters are written at its end, as a checkpoint that
-        Orbax reads; needs the extra flax.
+      journal DIRECTORY: Write every exchange to this directory before it is answered. A
+        center that is found in the directory continues.
+      journal_size [1 GiB, or 4 snapshots]: With --journal: bytes after which a snapshot
+        replaces the journal.
+      journal_interval [none]: With --journal: maximum seconds between two syncs to
+        disk. Exchanges do not wait for a sync then, and a power failure loses those of
+        at most this time.
+      journal_on_failure WHAT [stop]: With --journal: whether to "stop" if the disk
+        fails, or to "go on" in memory and report it.
+      snapshots DIRECTORY: Write snapshots of the center to this directory from time to
+        time. A center that is found in the directory continues.
+      snapshot_seconds [60, without --snapshot-exchanges]: With --snapshots: seconds
+        between two snapshots.
+      snapshot_exchanges: With --snapshots: exchanges between two snapshots.
+      snapshots_kept [2]: With --snapshots: number of snapshots to keep.
+      snapshots_kept_seconds [0]: With --snapshots: also keep younger snapshots than
+        this.
+      save DIRECTORY: Directory for the parameters at the end, written as a checkpoint
+        that Orbax reads; needs the extra flax.
 
     Parent:
-      parent HOST:PORT|unix:PATH: A center that this one is a worker of.
-      parent_period: Exchanges here between two with the parent.
-      parent_name: Of this center among the parent's workers, where a token says it.
-      parent_token_file FILE: With the token by which the parent knows this center.
-      parent_tls_ca FILE.pem: Who vouches for the parent.
+      parent HOST:PORT|unix:PATH: Address of a center that this one joins as a worker.
+      parent_period: Exchanges at this center between two exchanges with its parent.
+      parent_name: Name of this center among the parent's workers, needed if the
+        parent's token is for one name.
+      parent_token_file FILE: File with the token to present to the parent.
+      parent_tls_ca FILE.pem: CA certificates to verify the parent with.
 
     TLS:
-      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
-      tls_key FILE.pem: The certificate's private key.
-      tls_client_ca FILE.pem: Who vouches for workers, which must then have
-        certificates.
+      tls_certificate FILE.pem: Certificate of this end, with the chain of its issuers.
+      tls_key FILE.pem: Private key of the certificate.
+      tls_client_ca FILE.pem: CA certificates to verify workers with; workers must then
+        have certificates.
       insecure: Allow plain text beyond this machine, in a network that you trust.
     """
 
@@ -218,10 +226,10 @@ class CenterOptions:
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
-    """The arguments of `agn_optax.service.serve`, but for its rule and its parent.
+    """Return the arguments of `agn_optax.service.serve`, without rule and parent.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: options exclude each other, or one is out of range.
     """
     if not 0 <= (options.signal_exit_code or 0) <= 255:
         raise errors.InvalidArgumentError(
@@ -244,17 +252,17 @@ def settings(options: CenterOptions) -> dict[str, Any]:
 def parent(
     options: CenterOptions, rule: Rule
 ) -> service.RemoteCenter | ShardedCenter | None:
-    """The center that this one is a worker of, connected; None without one.
+    """Connect to the center's parent, and return it; None without a parent.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: an option needs another one.
       CenterError: the parent does not answer, or runs another rule.
     """
     if options.parent is None:
         only = ("parent_period", "parent_name", "parent_token_file", "parent_tls_ca")
         _options.refuse(options, "needs --parent", only=only)
         return None
-    # A center that has a certificate shows it to its parent.
+    # A center that has a certificate presents it to its parent.
     ca, own = options.parent_tls_ca, (options.tls_certificate, options.tls_key)
     return service.connect(
         options.parent,
@@ -266,10 +274,10 @@ def parent(
 
 
 def page_address(options: CenterOptions) -> str | None:
-    """Where the page is to be; None for none.
+    """Return the address of the page; None for no page.
 
     Raises:
-      InvalidArgumentError: options do not go together.
+      InvalidArgumentError: options exclude each other.
     """
     if options.page is False:
         _options.refuse(
@@ -283,15 +291,17 @@ def page_address(options: CenterOptions) -> str | None:
 def access(
     options: CenterOptions, made: str = "", shown: str = ""
 ) -> service.Access | None:
-    """Who may call: as options and the environment say, and whoever has a new token.
+    """Return who may call the center; None for every caller.
+
+    The tokens come from the options, the environment and the arguments.
 
     Args:
-      options: of the center.
-      made: a token for all that can be done; "" for none.
-      shown: a token for the page; "" for none.
+      options: options of the center.
+      made: a new token with the roles chief and operator; "" for none.
+      shown: a new token for the page, with the role observer; "" for none.
 
     Raises:
-      InvalidArgumentError: options do not go together, or make no sense.
+      InvalidArgumentError: options exclude each other, or tokens cannot be read.
     """
     lines = os.environ.get(service.tokens.TOKENS, "")
     if options.open:
@@ -306,16 +316,16 @@ def access(
 
 
 def makes_token(options: CenterOptions) -> bool:
-    """Whether nobody said who may call, and so a token is to be made."""
+    """Return whether a token has to be made, because no callers are given."""
     lines = os.environ.get(service.tokens.TOKENS)
     return not (options.open or options.tokens is not None or lines)
 
 
 def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
-    """Both are there, or none is.
+    """Raise unless a certificate and its key are given together.
 
     Raises:
-      InvalidArgumentError: one is missing.
+      InvalidArgumentError: one of them is missing.
     """
     if (certificate is None) != (key is None):
         raise errors.InvalidArgumentError(
@@ -324,7 +334,7 @@ def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> No
 
 
 def _named(options: CenterOptions, names: dict[str, str]) -> dict[str, Any]:
-    """Those of some options that were given, under other names."""
+    """Return the given options among ``names``, renamed to the values of ``names``."""
     given = _options.given(options)
     return {other: given[name] for name, other in names.items() if name in given}
 
@@ -352,7 +362,7 @@ def _tls_of(options: CenterOptions) -> service.Tls | None:
         _options.refuse(options, why, only=("tls_client_ca",))
         return None
     tls = service.Tls(options.tls_client_ca, certificate, key)
-    tls.server_credentials()  # what is wrong is said before anything is started
+    tls.server_credentials()  # raises for bad files before anything is started
     return tls
 
 
@@ -368,7 +378,7 @@ def _durability_of(options: CenterOptions) -> Durability | None:
             _options.refuse(options, f"needs --{name}", only=names)
         else:
             own = _named(options, names)
-            if "exchanges" in own:  # then time is no rule, unless it was asked for
+            if "exchanges" in own:  # no snapshots by time, unless seconds are given
                 own.setdefault("seconds", None)
             made = kind(directory, **own)
     return made

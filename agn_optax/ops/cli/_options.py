@@ -1,8 +1,8 @@
 """Records of options: dataclasses that a command line or a file fills in.
 
-A field is an option of the same name. Where the library has a default for it, it is
-None if it was not given, so that this is written down there only. What an option is
-stands in the docstring of its record, which is what ``--help`` prints.
+A field is an option of the same name. If the library has a default for it, the field is
+None unless it was given, so that the default is written down only in the library. The
+docstring of a record describes its options, and ``--help`` prints it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Config = Annotated[
 
 
 class Flags:
-    """A mixin of commands whose flags are shown without the values they do not take.
+    """A mixin of commands that shows flags without a type.
 
-    Newer releases of Typer show a type for every option, also for ``--page``.
+    Newer releases of Typer show a type for every option, even for ``--page``.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of a command, ``--help`` among them."""
+        """Return the parameters of a command, including ``--help``."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
             if getattr(each, "is_flag", False):
@@ -62,12 +62,12 @@ class Command(Flags, TyperCommand):
 
 
 def switch() -> Any:
-    """A field that can be given, and not be denied."""
+    """Return a field for a flag that has no ``--no-`` form."""
     return dataclasses.field(default=None, metadata={"is_switch": True})
 
 
 def at_least(least: float, default: Any = dataclasses.MISSING) -> Any:
-    """A field with a smallest value."""
+    """Return a field with a smallest value."""
     return dataclasses.field(default=default, metadata={"min": least})
 
 
@@ -75,14 +75,14 @@ def at_least(least: float, default: Any = dataclasses.MISSING) -> Any:
     kw_only_default=True, frozen_default=True, field_specifiers=(switch, at_least)
 )
 def record(**words: str) -> Callable[[type[T]], type[T]]:
-    """Makes a record of a class whose docstring describes its fields.
+    """Return a decorator that turns a class into a record of options.
 
-    A paragraph is a panel of ``--help``: its title, and below it for each option
-    ``name METAVAR [default]: help``. The metavar and what is said of the default may be
-    missing.
+    The class's docstring describes the fields. Each paragraph after the first is a
+    panel of ``--help``: its title, and ``name METAVAR [default]: help`` for each option
+    below it. METAVAR and [default] are optional.
 
     Args:
-      words: what stands for ``{name}`` in the docstring.
+      words: text that replaces ``{name}`` in the docstring.
     """
 
     def make(kind: type[T]) -> type[T]:
@@ -99,7 +99,7 @@ def record(**words: str) -> Callable[[type[T]], type[T]]:
 
 
 def _described(text: str, words: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What a docstring says of options, as arguments of `typer.Option`."""
+    """Return the arguments of `typer.Option` that a docstring describes, by option."""
     described = {}
     for paragraph in inspect.cleandoc(text).split("\n\n")[1:]:
         panel, entries = paragraph.split(":\n  ", maxsplit=1)
@@ -124,7 +124,7 @@ def _option_of(field: dataclasses.Field[Any], described: dict[str, Any]) -> Any:
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters that are records are options, field by field."""
+    """Return a command in which the fields of each record are options of their own."""
     parameters = []
     records: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
@@ -154,7 +154,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that were given; a switch that is off was not."""
+    """Return the fields of a record that were given; a switch only if it is on."""
     absent = {
         field.name: (None, False) if field.metadata.get("is_switch") else (None,)
         for field in dataclasses.fields(record)
@@ -167,7 +167,7 @@ def given(record: Any) -> dict[str, Any]:
 
 
 def option(name: str) -> str:
-    """The option of a field, as it is written on a command line."""
+    """Return the option of a field, as it is written on a command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -178,10 +178,16 @@ def refuse(
     only: Collection[str] | None = None,
     but: Collection[str] = (),
 ) -> None:
-    """No option of a record was given; or none of some, or none but some.
+    """Raise if an option of a record was given that must not be.
+
+    Args:
+      record: the record of options.
+      why: the reason, which follows the option's name in the error.
+      only: names of the options that must not be given; None for all options.
+      but: names of options that may be given.
 
     Raises:
-      InvalidArgumentError: one was; says why it must not be.
+      InvalidArgumentError: one of these options was given.
     """
     for name in given(record):
         if name not in but and (only is None or name in only):
@@ -189,33 +195,33 @@ def refuse(
 
 
 def read(path: pathlib.Path | None, *kinds: type) -> dict[str, Any]:
-    """What a TOML file gives for the fields of some kinds of records.
+    """Return the values that a TOML file gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: it cannot be read, is not TOML, has a key that is no option,
-        or a value of another type than the option's.
+      InvalidArgumentError: the file cannot be read, is not TOML, has a key that is not
+        an option, or a value of another type than the option's.
     """
     return {} if path is None else taken(loaded(path), str(path), *kinds)
 
 
 def loaded(path: pathlib.Path) -> dict[str, Any]:
-    """A TOML file.
+    """Load a TOML file.
 
     Raises:
-      InvalidArgumentError: it cannot be read, or is not TOML.
+      InvalidArgumentError: the file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # brackets within brackets
+    except (OSError, ValueError, RecursionError) as error:  # the last: deep nesting
         raise errors.InvalidArgumentError(f"cannot read {path}: {error}") from None
 
 
 def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
-    """What a table of TOML gives for the fields of some kinds of records.
+    """Return the values that a TOML table gives for the fields of some record classes.
 
     Raises:
-      InvalidArgumentError: it has a key that is no field, or a value of another type
-        than the field's; says ``where``.
+      InvalidArgumentError: the table has a key that is not a field, or a value of
+        another type than the field's; the error names ``where``.
     """
     known = {
         option(name).removeprefix("--"): (name, annotation)
@@ -237,14 +243,14 @@ def taken(table: dict[str, Any], where: str, *kinds: type) -> dict[str, Any]:
 
 
 def filled(record: T, values: dict[str, Any]) -> T:
-    """A record in which values stand where it was not given any."""
+    """Return a record with ``values`` for the fields that were not given."""
     own = {name: value for name, value in values.items() if name in vars(record)}
     return type(record)(**(own | given(record)))
 
 
 def print_json(value: Any) -> None:
-    """One object, on a line of its own; what JSON has no word for is null."""
-    # Python writes and reads NaN and Infinity, which JSON does not have.
+    """Print an object as one line of JSON, with null for NaN and infinities."""
+    # Python's json writes and reads NaN and Infinity, which JSON does not have.
     plain = json.loads(json.dumps(value), parse_constant=lambda constant: None)
     typer.echo(json.dumps(plain))
 

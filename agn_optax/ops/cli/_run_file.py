@@ -17,27 +17,29 @@ from agn_optax.service import tokens
 
 @_options.record(engines=", ".join(ENGINES))
 class RunOptions:
-    """Which workers, and how they are started and ended.
+    """Options of the workers, and of how tasks are started and ended.
 
     Options:
-      workers: How many workers to start.
-      center embedded|HOST:PORT [embedded]: A center of our own, or where one is.
-      token_file FILE: Of --center HOST:PORT: with the workers' token.
-      tls_ca FILE.pem: Who vouches for the center, to the workers.
-      restarts [0]: How often a worker that failed is started again.
-      center_restarts [0]: How often a center of our own is; needs --storage.
-      stop_grace [10]: Seconds that workers have to end when told to, and the center
-        after them.
-      name [that of the program]: Of the run.
-      storage DIRECTORY: That all tasks reach and that outlives them: the center's
-        journal is there.
+      workers: Number of workers to start.
+      center embedded|HOST:PORT [embedded]: Start a center for this run, or use the one
+        at this address.
+      token_file FILE: With --center HOST:PORT: file with the workers' token.
+      tls_ca FILE.pem: CA certificates with which workers verify the center.
+      restarts [0]: Maximum restarts of a worker that fails.
+      center_restarts [0]: Maximum restarts of an embedded center; needs --storage.
+      stop_grace [10]: Seconds that workers have to end after they are told to, and then
+        the center.
+      name [the program's name]: Name of the run.
+      storage DIRECTORY: Directory that all tasks reach and that outlives them; the
+        center keeps its journal there.
 
     Local:
       restart_delay [1]: Seconds before a program that failed is started again.
       start_delay [0]: Seconds between the starts of two workers.
-      on_failure WHAT [stop]: Whether a worker that has failed for good is to "stop" the
-        others, or these "go on".
-      logs DIRECTORY: In which each program has a file of its lines, as worker-0.log.
+      on_failure WHAT [stop]: When a worker has failed after its last restart, "stop"
+        the others, or let them "go on".
+      logs DIRECTORY: Directory for the output of each program, in a file such as
+        worker-0.log.
 
     SLURM:
       wait: Return only when the run is over, with the exit code of the first task that
@@ -60,7 +62,7 @@ class RunOptions:
     wait: bool | None = _options.switch()
 
 
-# Of `RunOptions`, what is the engine's own, in a table of its own.
+# Fields of `RunOptions` for one engine only: in a file, they stand in its table.
 _OWN = {
     **dict.fromkeys(("restart_delay", "start_delay", "on_failure", "logs"), "local"),
     "wait": "slurm",
@@ -70,14 +72,14 @@ _TABLES = ("rule", "center", "resources", *ENGINES)
 
 @_options.record()
 class _Top:
-    """What stands at the top of a file, beside what is in `RunOptions`.
+    """Keys at the top of a run's file, beside those of `RunOptions`.
 
     Options:
-      program: What each worker runs, as after ``python``; or
-      module: as after ``python -m``.
-      arguments: Of it.
-      transports: How exchanges may travel.
-      environment: Variables of every worker.
+      program: Program that each worker runs, as after ``python``.
+      module: Module that each worker runs instead, as after ``python -m``.
+      arguments: Arguments of the program or module.
+      transports: Transports that exchanges may use.
+      environment: Environment variables of every worker.
     """
 
     program: str | None = None
@@ -89,14 +91,14 @@ class _Top:
 
 @_options.record()
 class _ResourceOptions:
-    """What a task needs.
+    """Resources of a task.
 
     Options:
-      cpus: Cores.
+      cpus: Number of cores.
       memory: Bytes, as text: 16GiB.
-      gpus: How many.
-      processes: Of a worker.
-      seconds: After which it may be ended.
+      gpus: Number of GPUs.
+      processes: Number of processes of a worker.
+      seconds: Time after which the task may be ended.
     """
 
     cpus: int | None = None
@@ -113,22 +115,22 @@ def read(
     options: RunOptions,
     on: str,
 ) -> Engine:
-    """The engine with the run that a file describes; options win.
+    """Return the engine for the run that a file describes.
 
     Args:
-      path: of the file.
-      rule: what was given beside it,
-      center: likewise,
-      options: likewise.
-      on: the engine's name.
+      path: path of the file.
+      rule: the rule's options on the command line, which override the file.
+      center: the center's options on the command line, likewise.
+      options: the run's options on the command line, likewise.
+      on: name of the engine.
 
     Raises:
-      InvalidArgumentError: the file makes no sense, or the engine cannot run it.
+      InvalidArgumentError: the file is not valid, or the engine cannot run it.
     """
     table = _options.loaded(path)
     tables = {name: table.pop(name, {}) for name in _TABLES}
     where = str(path)
-    if isinstance(tables["center"], str):  # the address of one that is there
+    if isinstance(tables["center"], str):  # the address of a center elsewhere
         table["center"], tables["center"] = tables["center"], {}
     for name, each in tables.items():
         if not isinstance(each, dict):
@@ -168,10 +170,10 @@ def of_options(
     config: pathlib.Path | None,
     on: str,
 ) -> Engine:
-    """The engine with the run that options describe.
+    """Return the engine for the run that options describe.
 
     Raises:
-      InvalidArgumentError: they do not go together, or the engine cannot run it.
+      InvalidArgumentError: options exclude each other, or the engine cannot run it.
     """
     if (options.center or "embedded") != "embedded" and config is not None:
         raise errors.InvalidArgumentError(
@@ -229,7 +231,7 @@ def _program(top: dict[str, Any], where: str) -> list[str]:
 
 
 def _name(program: list[str]) -> str:
-    """A name for the run of a program."""
+    """Return a name for the run, made of its program's name."""
     what = program[1] if program[0] == "-m" and len(program) > 1 else program[0]
     plain = re.sub(r"[^a-z0-9]+", "-", pathlib.PurePath(what).stem.lower())
     return plain.strip("-")[:40].strip("-") or "run"
@@ -253,7 +255,7 @@ def _resources(table: Any, task: str, where: str) -> Resources:
 def _check(
     rule: RuleOptions, center: CenterOptions, options: RunOptions, address: str | None
 ) -> None:
-    """What is wrong is better said before anything is started."""
+    """Raise for wrong options, before anything is started."""
     if address is None:
         why = "is for --center HOST:PORT; of an embedded one every worker has its own"
         _options.refuse(options, why, only=("token_file",))
@@ -273,5 +275,5 @@ def _check(
         _rules.make(rule)
     _center_options.settings(center)
     if center.save is not None:
-        _export.check_is_free(center.save)  # `serve` tries it where the center is
+        _export.check_is_free(center.save)  # `serve` does the rest, on its machine
     _center_options.access(center, tokens.generated())
