@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import digits
+import digits_results as results
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +22,7 @@ pytestmark = [
 def run_demo(*arguments):
     """The runs by their names, a list of all seeds."""
     quick = ("--mbit", 2000)
-    return digits.by_method(digits.main([str(x) for x in (*quick, *arguments)]))
+    return results.by_method(digits.main([str(x) for x in (*quick, *arguments)]))
 
 
 def check_exchanges(run, wanted, lives=2):
@@ -135,17 +136,17 @@ def test_workers_share_the_data_and_no_row_of_it():
 )
 def test_the_title_says_who_is_ahead(costs, said):
     assert re.search(
-        said, digits.conclusion(95.0, {"averaging": 12.0, **costs}, "bytes")
+        said, results.conclusion(95.0, {"averaging": 12.0, **costs}, "bytes")
     )
 
 
 def test_the_level_is_one_that_all_reach_and_its_cost_is_the_first_time():
     method = digits.METHODS["AGN"]
     runs = [
-        digits.Run(method, seed, 1, accuracy=accuracy, seconds=[0.0, 1.0, 2.0])
+        results.Run(method, seed, 1, accuracy=accuracy, seconds=[0.0, 1.0, 2.0])
         for seed, accuracy in enumerate([[0.1, 0.957, 0.94], [0.1, 0.9, 0.98]])
     ]
-    level = digits.common_level(runs)
+    level = results.common_level(runs)
     assert level == 0.955
     assert [run.cost(level, run.seconds) for run in runs] == [1.0, 2.0]
     assert runs[0].cost(0.96, runs[0].seconds) == np.inf
@@ -208,6 +209,6 @@ def test_an_interrupt_ends_all(run_with):
 
 def test_a_checkpoint_is_the_center(tmp_path):
     center = {"w": jax.numpy.arange(3.0)}
-    result = digits.Run(digits.METHODS["AGN"], seed=0, center=center)
-    read = digits.save_and_read_back(result, tmp_path)
+    result = results.Run(digits.METHODS["AGN"], seed=0, center=center)
+    read = results.save_and_read_back(result, tmp_path)
     np.testing.assert_array_equal(read["w"], center["w"])
