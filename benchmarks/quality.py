@@ -1,4 +1,4 @@
-"""What codecs cost in quality: bits a parameter, and the loss at the end of training.
+"""Cost of codecs in quality: bits per parameter, and loss at the end of training.
 
 Four workers make local steps with AdamW and average what they have moved (`rules.
 average`; `--rule diloco` has momentum at the center, `--rule sgd` has none), or do so
@@ -56,7 +56,7 @@ COMPARED = ("int8", "int4", "codebook2", "top_k")
 
 
 class Method(NamedTuple):
-    """What workers exchange, and with whom."""
+    """A rule, and the placement of its center."""
 
     rule: rules.Rule
     placement: agn_optax.Placement | None = None
@@ -79,14 +79,14 @@ METHODS = {
 
 
 def method_of(name: str, rule: str) -> Method:
-    """A method by its name; a codec goes around a rule."""
+    """Return a method by its name; a codec's name applies it to a rule."""
     if name in CODECS:
         return Method(RULES[rule](codec=CODECS[name]))
     return METHODS[name]
 
 
 class Problem(NamedTuple):
-    """What is learned."""
+    """A learning problem."""
 
     init: Callable[[jax.Array], PyTree]  # parameters, of a key
     # Logits and labels of a batch: [..., classes] and [...].
@@ -98,7 +98,7 @@ class Problem(NamedTuple):
 
 
 def digits(args: argparse.Namespace) -> Problem:
-    """Each worker has a share of the training digits."""
+    """Return a problem in which each worker has a share of the training digits."""
     data = datasets.digits()
     shape = (args.workers, args.period, args.rows)
     share = len(data.train.labels) // args.workers
@@ -125,7 +125,7 @@ def digits(args: argparse.Namespace) -> Problem:
 
 
 def text(args: argparse.Namespace) -> Problem:
-    """Every next character of Python's own source."""
+    """Return a problem of predicting the characters of Python's source."""
     data = datasets.python_source(args.megabytes)
     model = Transformer(args.layers, args.width, args.context)
     window = np.arange(args.context + 1)
@@ -152,7 +152,7 @@ PROBLEMS = {"digits": digits, "text": text}
 
 
 class Trained(NamedTuple):
-    """What became of one seed, on held-out data."""
+    """Results of one seed, on held-out data."""
 
     loss: float  # nats
     accuracy: float  # part of 1
@@ -161,7 +161,7 @@ class Trained(NamedTuple):
 def training(
     problem: Problem, method: Method, args: argparse.Namespace
 ) -> Callable[[int], Trained]:
-    """Trains with a seed; all seeds share the compiled programs."""
+    """Return a function that trains with a seed; programs are compiled once."""
     tx = agn_optax.phases(
         problem.inner, method.rule, axis_name="workers", placement=method.placement
     )
@@ -207,7 +207,7 @@ def training(
 
 
 def bits_of(codec: codecs.Codec, params: PyTree) -> float:
-    """Bits a parameter of what is sent."""
+    """Return the bits per parameter that are sent."""
     sent = jax.eval_shape(lambda x: codec.encode(x, codec.init(x))[0], params)
 
     def bytes_of(tree: PyTree) -> int:
@@ -219,7 +219,7 @@ def bits_of(codec: codecs.Codec, params: PyTree) -> float:
 def rows_of(
     problem: Problem, args: argparse.Namespace, report: Report
 ) -> Iterator[Row]:
-    """One for each codec, the first for contributions as they are."""
+    """Yield one row for each codec; the first has none."""
     params = jax.eval_shape(problem.init, jax.random.key(0))
     plain: list[Trained] = []
     for name in (AS_IT_IS, *args.codecs):

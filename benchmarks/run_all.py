@@ -1,4 +1,4 @@
-"""Runs every benchmark and collects what they found: `make bench`.
+"""Run every benchmark and collect the results: `make bench`.
 
 Each runs in a process of its own. Then bench-output/ has results.json, results.md with
 a table for each of its tables, and plots.
@@ -44,7 +44,7 @@ BENCHMARKS = (
 
 
 def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
-    """What one benchmark found."""
+    """Run one benchmark and return its results."""
     with tempfile.TemporaryDirectory() as folder:
         found = pathlib.Path(folder, "found.json")
         small = ["--quick"] if quick else []
@@ -60,7 +60,7 @@ def run(name: str, options: list[str], *, quick: bool) -> dict[str, Any]:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """All tables, each benchmark with its command and its machine."""
+    """Format all tables, each benchmark with its command and its machine."""
     parts = ["# Benchmarks\n"]
     for each in found:
         machine = ", ".join(f"{key} {value}" for key, value in each["machine"].items())

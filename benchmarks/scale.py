@@ -1,4 +1,4 @@
-"""What `agn-optax plan` predicts, beside what happens here: many, trees, shards, size.
+"""Predictions of `agn-optax plan`, and measurements: many, trees, shards, size.
 
 "predicted" is what `agn_optax.planning` makes of this machine's constants, which are
 measured first, and "ratio" what was measured relative to that: the median of the
@@ -57,7 +57,7 @@ TRANSPORT = "socket"
 
 
 def plan(size: float, machine: Machine, pause: float, **cluster: Any) -> Cost:
-    """Of float32 parameters of so many bytes, with a message after every pause."""
+    """Plan ``size`` bytes of float32 parameters, with a message after every pause."""
     cluster = {"step_time": pause, "bandwidth": LOOPBACK, **cluster}
     return planning.plan(
         centers.rule(),
@@ -69,7 +69,7 @@ def plan(size: float, machine: Machine, pause: float, **cluster: Any) -> Cost:
 
 
 def against(what: str, predicted: float, measured: Sequence[float]) -> Row:
-    """A row of a table."""
+    """Return a table row of a prediction and its measurements."""
     ratios = np.array(measured) / predicted
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return {
@@ -87,7 +87,7 @@ _pause = 0.0  # seconds, in place of local steps
 
 
 def set_pause(seconds: float) -> None:
-    """For all workers of this process."""
+    """Set the pause of all workers of this process."""
     global _pause
     _pause = seconds
 
@@ -95,7 +95,7 @@ def set_pause(seconds: float) -> None:
 def paced(
     address: str, size: float, leaves: int, name: str, value: float
 ) -> Callable[[], None]:
-    """A worker whose steps take time, from its second exchange on."""
+    """Return an exchange with a pause before it, from the second one on."""
     connection = centers.connect(address, TRANSPORT)
     contribution = centers.tree(size, leaves, value)
     exchange = centers.exchanging(connection, contribution, name)
@@ -117,7 +117,7 @@ _servers: dict[str, tuple[Any, contextlib.ExitStack]] = {}
 
 
 def serve(parent: str = "", **options: Any) -> str:
-    """A center without parameters, which may be a worker of another one."""
+    """Serve a center without parameters, optionally as a worker of another one."""
     stack = contextlib.ExitStack()
     if parent:
         upwards = stack.enter_context(centers.connect(parent, TRANSPORT))
@@ -129,14 +129,14 @@ def serve(parent: str = "", **options: Any) -> str:
 
 
 def stop(address: str) -> None:
-    """It says its last to its parent."""
+    """Stop a center, which sends its remaining progress to its parent."""
     server, stack = _servers.pop(address)
     with stack:
         server.stop(grace=10.0)
 
 
 def seconds_to_serve(**options: Any) -> tuple[str, float]:
-    """The same, and how long that took."""
+    """Serve a center, and measure the time."""
     begin = time.perf_counter()
     address = serve(**options)
     return address, time.perf_counter() - begin
@@ -146,7 +146,7 @@ def seconds_to_serve(**options: Any) -> tuple[str, float]:
 
 
 def look(connections: Sequence[Any]) -> np.ndarray:
-    """Of each center: when; exchanges, and bytes received and sent in them."""
+    """Return the time, exchanges and traffic of each center."""
     found = []
     for connection in connections:
         said = connection.status()
@@ -157,7 +157,7 @@ def look(connections: Sequence[Any]) -> np.ndarray:
 
 
 def watching(stack: contextlib.ExitStack, addresses: Sequence[str]) -> list[Any]:
-    """Connections to centers, by which they are only looked at."""
+    """Open connections to centers for observation only."""
     return [
         stack.enter_context(centers.connect(address, TRANSPORT))
         for address in addresses
@@ -165,7 +165,7 @@ def watching(stack: contextlib.ExitStack, addresses: Sequence[str]) -> list[Any]
 
 
 def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """Many workers at one center."""
+    """Measure many workers at one center."""
     size = 1e3 * args.kilobytes
     rows = []
     with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 def grown(
     root: str, tree: Tree, workers: int, period: int, processes: Sequence[Process]
 ) -> Iterator[list[list[str]]]:
-    """The addresses of all centers of a tree, by levels from below."""
+    """Yield the addresses of a tree's centers, by levels from below."""
     levels = [[root]]
     with contextlib.ExitStack() as stack:
         for count, _ in reversed(tree.centers(workers)[:-1]):
@@ -222,7 +222,7 @@ def grown(
 def tree(
     args: argparse.Namespace, machine: Machine, period: int, report: Report
 ) -> None:
-    """A tree of centers, with a worker for each of its leaves."""
+    """Measure a tree of centers, with a worker for each of its leaves."""
     size = 1e3 * args.kilobytes
     shape = Tree(levels=args.levels, period=period)
     cost = plan(size, machine, args.step, workers=args.leaf_workers, tree=shape)
@@ -282,7 +282,7 @@ def tree(
 
 
 def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """One worker, and a center in parts."""
+    """Measure one worker, and a center in parts."""
     size = 1e6 * args.megabytes
     contribution = centers.tree(size, args.leaves, 1e-6)
     rows = []
@@ -324,14 +324,14 @@ def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """A center with a journal, killed and started again."""
+    """Measure the restart of a killed center with a journal."""
     size, number = 1e6 * args.megabytes, args.records
     found: dict[str, list[float]] = {"exchange": [], "serve": [], "rejoin": []}
     for _ in range(args.repeats):
@@ -396,7 +396,7 @@ def exchange_large() -> float:
 
 
 def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
-    """A model that takes most of the memory, once."""
+    """Measure one exchange of a model that takes most of the memory."""
     size = 1e9 * args.gigabytes
     available = memory_available()
     if available < 5 * size:
@@ -437,7 +437,7 @@ def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
 
 
 def memory_available() -> float:
-    """Bytes, without pushing anything out."""
+    """Return the available memory in bytes, without swapping."""
     lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("MemAvail"))
     return 1024 * float(kilobytes)

@@ -1,4 +1,4 @@
-"""Time to `import agn_optax`, beside `import optax`, in fresh interpreters in turns.
+"""Time of `import agn_optax` and of `import optax`, in fresh interpreters in turns.
 
 The service, which needs gRPC, is a row of its own; jax is what optax itself imports.
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTEC
 
 
 def seconds(module: str) -> float:
-    """Of importing a module, without the start of the interpreter."""
+    """Return the seconds of an import, without the interpreter's start."""
     command = [sys.executable, "-c", PROGRAM.format(module=module)]
     said = subprocess.run(  # noqa: S603 our own program
         command, env=ENVIRONMENT, check=True, capture_output=True, text=True

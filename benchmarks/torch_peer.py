@@ -20,7 +20,7 @@ _center = torch.zeros(0)
 
 
 def exchange(message: torch.Tensor) -> torch.Tensor:
-    """Runs where the center is."""
+    """Add to the parameters; runs in the center's process."""
     global _center
     if _center.shape != message.shape:
         _center = torch.zeros_like(message)
@@ -28,7 +28,7 @@ def exchange(message: torch.Tensor) -> torch.Tensor:
 
 
 def join(name: str, rank: int, *, tcp: bool) -> None:
-    """Without ``tcp`` torch picks the transport, as it does for its users."""
+    """Join the processes; without ``tcp`` torch picks the transport, as by default."""
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4)
     if tcp:
         options = rpc.TensorPipeRpcBackendOptions(

@@ -1,4 +1,4 @@
-"""What a compiled program sends: its collectives, counted and weighed."""
+"""Traffic of a compiled program: its collectives, counted and weighed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 class Traffic(NamedTuple):
-    """What one execution of a program sends."""
+    """Traffic of one execution of a program."""
 
     collectives: int  # collective operations
     bytes_sent: int  # by each device, with the best algorithm for each
@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(compiled: Any) -> Traffic:
-    r"""Counts the collectives of a compiled program, and the bytes a device sends.
+    r"""Count the collectives of a compiled program, and the bytes a device sends.
 
     Of n devices with S bytes each, the best all-reduce sends
     :math:`2 S (n - 1) / n` from every device, reduce-scatter and all-gather half of it.
@@ -98,7 +98,7 @@ def traffic(compiled: Any) -> Traffic:
 
 
 def _executed(text: str) -> Iterator[tuple[str, int]]:
-    """Every operation of a program, and how often one execution makes it."""
+    """Yield every operation of a program, and how often one execution runs it."""
     computations: dict[str, list[str]] = {}
     entry, lines = None, list[str]()
     for line in text.splitlines():
@@ -141,7 +141,7 @@ def _nbytes(dtype: str, shape: str) -> int:
 
 
 def _members(line: str, kind: str, devices: int) -> int:
-    """How many devices take part in a collective together."""
+    """Return the number of devices that take part in a collective together."""
     if kind == "collective-permute":
         return 2
     if found := _GROUPS.search(line):

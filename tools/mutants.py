@@ -1,4 +1,4 @@
-"""Puts faults into the package, one at a time, and says which of them the tests miss.
+"""Put faults into the package, one at a time, and list those that no test notices.
 
 A fault is a changed operator or constant, a dropped statement or keyword, a turned
 condition, or two swapped arguments. Each goes into a copy of the project, where the
@@ -61,7 +61,7 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A piece of a file, and what stands there instead."""
+    """A piece of a file, and its replacement."""
 
     path: str  # in the package
     line: int
@@ -71,12 +71,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The same in every run, as long as the file is the same."""
+        """A name that stays the same as long as the file does."""
         return f"{self.path}:{self.line}:{self.start}: {' '.join(self.text.split())}"
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
-    """What may stand in the place of ``node``: each is wrong in one point."""
+    """Yield replacements for ``node``, each wrong in one point."""
     match node:
         case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPPED:
             yield changed(node, op=SWAPPED[type(op)]())
@@ -103,7 +103,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changed(node: ast.AST, **fields: object) -> ast.AST:
-    """A copy with other fields."""
+    """Return a copy with other fields."""
     other = copy.copy(node)
     for name, value in fields.items():
         setattr(other, name, value)
@@ -111,7 +111,7 @@ def changed(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """All below ``node`` that computes: no annotations, and no words of errors."""
+    """Yield all nodes below ``node`` that compute: no annotations, no error texts."""
     for name, value in ast.iter_fields(node):
         if name in {"annotation", "returns", "decorator_list", "type_params"}:
             continue
@@ -122,7 +122,7 @@ def code_of(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def faults_of(path: pathlib.Path) -> Iterator[Fault]:
-    """All that can be put into one file."""
+    """Yield all faults that can be put into one file."""
     source = path.read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -144,7 +144,7 @@ def faults_of(path: pathlib.Path) -> Iterator[Fault]:
 
 
 def is_noticed(fault: Fault, project: pathlib.Path, seconds: float) -> bool:
-    """Whether a test fails, or never ends, with ``fault`` in the copy ``project``."""
+    """Return whether a test fails or hangs with ``fault`` in the copy ``project``."""
     file = project / "agn_optax" / fault.path
     whole = file.read_bytes()
     file.write_bytes(whole[: fault.start] + fault.text.encode() + whole[fault.end :])
@@ -155,7 +155,7 @@ def is_noticed(fault: Fault, project: pathlib.Path, seconds: float) -> bool:
 
 
 def passes(tests: tuple[str, ...], project: pathlib.Path, seconds: float) -> bool:
-    """Whether all tests pass in time."""
+    """Return whether all tests pass in time."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:randomly"]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(project / "compiled")}
     with (project / "output.txt").open("w") as output:

@@ -1,4 +1,4 @@
-"""What large runs would take, on paper: the tables of docs/scale.md, from the planner.
+"""Plans of large runs: the tables of docs/scale.md, from the planner.
 
 For every number of parameters and of workers: what one center on one host would have to
 do, how many shards or which tree of centers it takes instead, and what a journal is
@@ -29,7 +29,7 @@ BEGIN, END = "<!-- python tools/scale.py -->\n", "<!-- end -->"
 
 
 class Runs:
-    """Those that are planned."""
+    """The planned runs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -41,7 +41,7 @@ class Runs:
         self._rule = rules.diloco(codec=rules.CODECS.get(args.codec))
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Parameters and workers."""
+        """Yield numbers of parameters and of workers."""
         for parameters in self.args.parameters:
             for workers in self.args.workers:
                 yield parameters, workers
@@ -49,7 +49,7 @@ class Runs:
     def cost(
         self, parameters: float, workers: int, period: int, **cluster: Any
     ) -> Cost:
-        """Of one of them."""
+        """Plan one run."""
         args = self.args
         return planning.plan(
             self._rule,
@@ -74,7 +74,7 @@ class Runs:
     def enough(
         self, parameters: float, workers: int, **cluster: Any
     ) -> tuple[int, int]:
-        """The period at which a worker by itself hides, and shards for all of them."""
+        """Return the period that hides a worker's exchange, and the shards needed."""
         alone = self.cost(parameters, 1, self.args.period)
         period = max(self.args.period, alone.hidden_period or 1)
         while True:
@@ -86,7 +86,7 @@ class Runs:
 
 
 def one_center(runs: Runs) -> list[str]:
-    """A center on one host: how busy it would be, and what would help."""
+    """Tabulate one center on one host: its load, and possible remedies."""
     rows = []
     for parameters, workers in runs:
         cost = runs.cost(parameters, workers, runs.args.period)
@@ -119,7 +119,7 @@ def one_center(runs: Runs) -> list[str]:
 
 
 def enough(runs: Runs) -> list[str]:
-    """As many shards as it takes, for one center, and for each of a tree's."""
+    """Tabulate the shards needed, for one center and for each center of a tree."""
     rows = []
     fan_out = Tree(fan_out=runs.args.fan_out)
     for parameters, workers in runs:
@@ -154,14 +154,14 @@ def enough(runs: Runs) -> list[str]:
 
 
 def spread(cost: Cost) -> float:
-    """Bytes of a center whose workers come evenly: each is there for an exchange."""
+    """Return a center's bytes if workers come evenly, each only for its exchange."""
     lowest, center = cost.levels[0], cost.center
     there = min(1.0, lowest.exchange / lowest.interval)
     return center.total - center.messages * (1 - there)
 
 
 def journals(runs: Runs) -> list[str]:
-    """What a journal writes, with as many shards as it takes with it."""
+    """Tabulate a journal's cost, with as many shards as needed with it."""
     args, rows = runs.args, []
     disk = Disk(bandwidth=rate(args.disk, "--disk"), sync=args.sync)
     for parameters, workers in runs:
@@ -193,7 +193,7 @@ def journals(runs: Runs) -> list[str]:
 
 
 def page(args: argparse.Namespace) -> str:
-    """All tables, with what they assume."""
+    """Make all tables, with their assumptions."""
     runs = Runs(args)
     codec = f", contributions as {args.codec}" if args.codec else ""
     assumed = (
@@ -217,13 +217,13 @@ def page(args: argparse.Namespace) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Of Markdown."""
+    """Format a table in Markdown."""
     lines = [head, ["---:"] * len(head), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def size(value: float) -> str:
-    """Bytes, in two digits or three."""
+    """Format bytes, with two or three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if value < 999.5:
             return f"{value:.3g} {unit}"
@@ -232,7 +232,7 @@ def size(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """As people say it."""
+    """Format a duration with a readable unit."""
     if value < 0.9995:
         return f"{1e3 * value:.3g} ms"
     for unit, many in (("s", 1), ("min", 60), ("h", 3600)):
@@ -242,7 +242,7 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Of a whole, or of many."""
+    """Format a fraction in percent, or a multiple."""
     if value < 1:
         return f"{value:.1%}"
     return f"{value:,.1f} times" if value < 100 else f"{value:,.0f} times"
@@ -253,7 +253,7 @@ def number(value: int | None) -> str:
 
 
 def written(text: str, args: argparse.Namespace) -> str:
-    """The page's text, with its tables made again."""
+    """Return the page's text with new tables."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:begin]}\n{page(args)}\n{text[end:]}"
 
