@@ -249,7 +249,7 @@ class _Adder:
         piece = _floats(BUFFER)
         while True:
             for i in range(0, len(center), len(piece)):
-                part = center[i : i + len(piece)]  # added while it is in the cache
+                part = center[i : i + len(piece)]  # added while still in the cache
                 _receive(peer, piece[: len(part)])
                 part += piece[: len(part)]
             _send(peer, center)

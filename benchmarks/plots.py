@@ -43,7 +43,7 @@ def exchange(tables: Tables) -> Any:
     for table in tables:
         network, comma, size = table["key"].partition(", ")
         if not comma:
-            continue  # of small exchanges
+            continue  # a table of small exchanges
         lines = panels.setdefault(network, {})
         for row in table["rows"]:
             if "bfloat16" not in row["form"]:
@@ -52,7 +52,7 @@ def exchange(tables: Tables) -> Any:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(6.5 * len(panels), 4.5), sharey=True, squeeze=False
     )
-    colors: dict[str, str] = {}  # of forms, the same in all panels
+    colors: dict[str, str] = {}  # by form, the same in all panels
     for axis, (network, lines) in zip(axes[0], panels.items(), strict=True):
         for form, points in lines.items():
             style = "o-" if form.startswith("agn_optax") else "o--"
@@ -122,7 +122,7 @@ def optimizer_overhead(tables: Tables) -> Any:
     """Plot step times relative to the peer's, as bars with quartiles.
 
     Bars begin at 1, on a logarithmic axis: a form that takes twice as long is as far
-    from it as one that takes half as long.
+    from 1 as one that takes half as long.
     """
     figure, axes = plt.subplots(
         1, len(tables), figsize=(6 * len(tables), 6), sharey=True, squeeze=False

@@ -12,21 +12,21 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-PATIENCE = 600.0  # seconds for one answer; a hang is an error, not a long night
+PATIENCE = 600.0  # s for one answer; a longer wait is an error
 
 
 class Process:
     """A separate process, which runs functions for this one, in order.
 
     Args:
-      cores: those that it may run on; None for all that this process has.
+      cores: cores on which it may run; None for all cores of this process.
     """
 
     def __init__(self, cores: Collection[int] | None = None) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
-        with on_cores(cores):  # which a child inherits, before it imports anything
+        with on_cores(cores):  # inherited by the child, before it imports anything
             self._process.start()
         theirs.close()
 

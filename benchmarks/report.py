@@ -25,7 +25,7 @@ def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     """Parse the options, including those that all benchmarks have.
 
     ``quick`` has the defaults of a run that only shows that everything works; options
-    that are given count all the same.
+    of the command line override them.
     """
     parser.add_argument("--json", type=pathlib.Path, help="also write the numbers here")
     parser.add_argument("--quick", action="store_true", help="tiny: does it work?")
@@ -40,7 +40,7 @@ class Report:
 
     json: pathlib.Path | None = None
     console: Console = dataclasses.field(
-        # A file has room for tables.
+        # Wide enough for tables, if the output is not a terminal.
         default_factory=lambda: Console(width=None if sys.stdout.isatty() else 120)
     )
     tables: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -1,19 +1,19 @@
 """Predictions of `agn-optax plan`, and measurements: many, trees, shards, size.
 
-"predicted" is what `agn_optax.planning` makes of this machine's constants, which are
-measured first, and "ratio" what was measured relative to that: the median of the
-repeats, with quartiles. All processes share this machine, where the plan takes every
-host for one by itself.
+"predicted" is the prediction of `agn_optax.planning` from this machine's constants,
+which are measured first, and "ratio" is the measurement relative to it: the median of
+the repeats, with quartiles. All processes share this machine, but the plan assumes
+separate hosts.
 
-- crowd: workers as threads of a few processes, a connection each, that exchange as fast
-  as they can, and with pauses in place of local steps: exchanges a second, and bytes.
-- tree: workers, and centers that are workers of centers, up to a root. At the end the
-  root must have every message of every worker, once.
-- shards: an exchange with a center in so many parts, whose connections are paced to a
-  rate each, as those to hosts with links of their own are; and not paced.
-- restart: a center with a journal is killed; seconds until another one goes on.
-- large: one exchange of a model that takes most of the memory, and the memory. Left out
-  where it is not free.
+- crowd: workers as threads of a few processes, with a connection each, that exchange as
+  fast as they can, and with pauses in place of local steps: exchanges/s, and bytes.
+- tree: workers, and centers that are workers of other centers, up to a root. At the end
+  the root must have applied every message of every worker once.
+- shards: an exchange with a center in several parts, with each connection paced to a
+  rate, like connections to hosts with separate links; and without pacing.
+- restart: a center with a journal is killed; seconds until another one continues.
+- large: one exchange of a model that takes most of the memory, and the memory used. It
+  is left out if the memory is not free.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --only large --gigabytes 4
@@ -52,7 +52,7 @@ from agn_optax.planning import Cluster, Cost, Disk, Machine, Tree
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from examples.pacing import pace
 
-LOOPBACK = 1e15  # bytes a second of a link that is none: the ends are what it takes
+LOOPBACK = 1e15  # bytes/s of an infinitely fast link: only the ends take time
 TRANSPORT = "socket"
 
 
@@ -83,7 +83,7 @@ def against(what: str, predicted: float, measured: Sequence[float]) -> Row:
 
 # In the processes of workers.
 
-_pause = 0.0  # seconds, in place of local steps
+_pause = 0.0  # s, in place of local steps
 
 
 def set_pause(seconds: float) -> None:
@@ -180,7 +180,7 @@ def crowd(args: argparse.Namespace, machine: Machine, report: Report) -> None:
         for pause in args.pauses:
             crew.everywhere(set_pause, pause)
             cost = plan(size, machine, pause or 1e-9, workers=args.workers)
-            crew.work("all", args.workers, 2 * pause)  # by then they are spread
+            crew.work("all", args.workers, 2 * pause)  # spreads the workers in time
             before = look(seen)
             measured = [
                 sum(crew.work("all", args.workers, args.window)) / args.window
@@ -231,7 +231,7 @@ def tree(
         root = stack.enter_context(centers.served(process, size, args.leaves))
         sites = [stack.enter_context(Process()) for _ in range(args.processes)]
         crew = stack.enter_context(centers.Crew(args.processes))
-        # Its servers are stopped first of all: from below, as they were made last.
+        # The tree's servers are stopped first, from below, because they were made last.
         made = grown(root, shape, args.leaf_workers, period, sites)
         with made as levels:
             makers = [
@@ -254,7 +254,7 @@ def tree(
                     crew.work, "leaves", args.leaf_workers, all_of_it
                 )
                 looks = []
-                for _ in range(1 + args.repeats):  # by the first one all are at work
+                for _ in range(1 + args.repeats):  # all work at the first look
                     time.sleep(2 * args.window)
                     looks.append([look(level) for level in seen])
                 working.result()
@@ -294,7 +294,7 @@ def shards(args: argparse.Namespace, machine: Machine, report: Report) -> None:
             stack.enter_context(connection)
             version = connection.initialize(contribution, worker="worker-0").version
             exchange = centers.exchanging(connection, contribution, "worker-0", version)
-            exchange()  # so that all connections are there
+            exchange()  # opens all connections
             for rate in (None, args.rate):
                 if rate is not None:
                     pace(rate)
@@ -351,7 +351,7 @@ def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
             took = [timed(exchange) for _ in range(number)]
             found["exchange"].append(statistics.median(took))
             os.kill(first.pid, signal.SIGKILL)
-            first.close()  # when it is gone, its center may be had
+            first.close()  # wait for its end, which frees the center
             _, seconds = second.call(seconds_to_serve, durability=kept, address=address)
             found["serve"].append(seconds)
             found["rejoin"].append(timed(exchange))
@@ -382,7 +382,7 @@ def restart(args: argparse.Namespace, machine: Machine, report: Report) -> None:
     report.add("restart", title, rows)
 
 
-_large: dict[str, Any] = {}  # of the process of the worker
+_large: dict[str, Any] = {}  # in the worker's process
 
 
 def join_large(address: str, size: float, leaves: int) -> None:
@@ -413,15 +413,15 @@ def large(args: argparse.Namespace, machine: Machine, report: Report) -> None:
         with centers.served(process, size, args.leaves) as address:
             initial = of_server.row(size)["peak"]
             client.call(join_large, address, size, args.leaves)
-            for _ in range(2):  # into memory that was never touched before
+            for _ in range(2):  # touches memory for the first time
                 client.call(exchange_large)
             of_server.settle()
             of_worker.settle()
             seconds = [client.call(exchange_large) for _ in range(args.repeats)]
             peaks = [memory.row(size)["peak"] for memory in (of_server, of_worker)]
             client.close()
-    # Nobody reads the center meanwhile, which moves in place. The worker has no loop:
-    # a message, and besides the answer the one before, which would be its anchor.
+    # The center is not read meanwhile, so it moves in place. The worker has no loop: it
+    # holds a message, the answer, and the answer before, which would be its anchor.
     center = cost.center.total - cost.center.version
     worker = cost.worker.staged + cost.worker.anchor
     rows = [

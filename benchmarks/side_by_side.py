@@ -1,6 +1,6 @@
 """Measurement of several forms in turns, within one run.
 
-On a shared machine only ratios of neighbors in time mean anything.
+On a shared machine only ratios of neighbors in time are meaningful.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Form:
 
     name: str
     peer: str  # the form whose time is 1
-    # Returns its seconds where it took the time itself.
+    # Returns the seconds if it measures the time itself.
     run: Callable[[], float | None]
 
 
@@ -57,8 +57,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of every run of every form, after a warm-up run.
 
-    With ``order``, each turn has one of its own, for forms that leave work behind which
-    the next one would pay for.
+    With ``order``, each turn has a new random order, for forms that leave work behind
+    that slows down the next one.
     """
     for form in forms:
         form.run()

@@ -1,8 +1,8 @@
 """Cost of an exchange by size and by number of leaves, and its fit by a line.
 
-A model in few leaves, from a kilobyte to a gigabyte, with a straight line through the
-milliseconds (fitted to relative errors, so that small sizes count as much as large
-ones); then models of one size in 1 to 10,000 leaves, in turns with the one in one leaf.
+First a model in few leaves, from a kilobyte to a gigabyte, with a straight line through
+the milliseconds (fitted to relative errors, so that small sizes count as much as large
+ones). Then models of one size in 1 to 10,000 leaves, in turns with the one in one leaf.
 
     python benchmarks/size.py
     python benchmarks/size.py --largest 4e9 --leaves 1 10 100
@@ -35,8 +35,8 @@ class Models:
         """Make the form of a model's exchanges; small models make several per run."""
         served = centers.served(self._process, size, leaves)
         address = self._stack.enter_context(served)
-        # The first exchange of very many leaves compiles for longer than a center may
-        # be silent by default.
+        # The first exchange of very many leaves compiles for longer than the default
+        # timeout.
         center = centers.connect(address, transport, timeout=600.0)
         self._stack.enter_context(center)
         contribution = centers.tree(size, leaves, 1e-6)

@@ -1,6 +1,6 @@
 """Time of `import agn_optax` and of `import optax`, in fresh interpreters in turns.
 
-The service, which needs gRPC, is a row of its own; jax is what optax itself imports.
+The service, which needs gRPC, is a separate row; jax is imported by optax itself.
 
     python benchmarks/startup.py
 """
@@ -23,7 +23,7 @@ start = time.perf_counter()
 import {module}
 print(time.perf_counter() - start)
 """
-# With what is compiled to bytes kept, as for everybody, also under ``python -B``.
+# Bytecode files are written, as usual, also if this runs under ``python -B``.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 
 

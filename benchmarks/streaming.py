@@ -1,9 +1,9 @@
 """Effect of streaming on training: fragments, delays, mixing and eager updates.
 
-Workers with an equal share each train a small network on scikit-learn's digits with
-DiLoCo, as rows of a vmap. The center's loss and accuracy on the test half are those
-after the last local step, when the last fragment has been exchanged; "most at once" is
-what a worker sends at a time, as a part of the model.
+Workers with equal shares of the data train a small network on scikit-learn's digits
+with DiLoCo, as rows of a vmap. The center's loss and accuracy on the test half are
+those after the last local step, when the last fragment has been exchanged. "most at
+once" is the largest fraction of the model that a worker sends at a time.
 
     python benchmarks/streaming.py --rounds 20 --period 20 --momentum 0.5
 """

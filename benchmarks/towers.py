@@ -75,7 +75,7 @@ class Model:
 def count(model: Model, towers: int, period: int) -> list[Row]:
     """Return collectives and bytes per step in every mode, averaged over a round."""
     rows = []
-    minimum = 2 * (towers - 1) / towers * model.bytes  # of an all-reduce, per device
+    minimum = 2 * (towers - 1) / towers * model.bytes  # all-reduce, per device
 
     def add(name: str, collectives: float, sent: float) -> None:
         rows.append(
@@ -124,8 +124,8 @@ class Exchange(side_by_side.Form):
     rule: str
     mode: str
     center: str
-    held: float  # bytes a tower: center, center optimizer's state, record
-    temporary: float  # bytes a tower, of the program
+    held: float  # bytes per tower: center, center optimizer's state, record
+    temporary: float  # bytes per tower, allocated by the program
 
 
 def exchanges(model: Model, towers: int, name: str, rule: rules.Rule) -> list[Exchange]:
@@ -210,7 +210,7 @@ def main() -> None:
                     "temporary": round(form.temporary / model.bytes, 3),
                 }
             )
-        del forms, form  # with their states
+        del forms, form  # frees their states
     title = f"an exchange of {args.towers} towers, {size}; memory of a tower in models"
     report.add("exchanges", title, exchange_rows)
     report.write()

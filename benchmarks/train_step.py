@@ -1,9 +1,9 @@
 """Time of a whole training step, gradient included, with AGN and without.
 
-A multilayer perceptron, adam inside, buffers donated. A run is a period of steps, so
-the exchange that ends it counts; "ratio" is the time relative to plain adam's. (The
-same step took TensorFlow 1.14's AGNOptimizer 1.15 times its plain optimizer's, of
-another run.)
+The model is a multilayer perceptron, adam is the inner optimizer, and buffers are
+donated. A run is a period of steps, so its exchange is included; "ratio" is the time
+relative to plain adam's. (In another run, the same step with TensorFlow 1.14's
+AGNOptimizer took 1.15 times as long as with its plain optimizer.)
 
     python benchmarks/train_step.py --millions 10 --batch 64
 """

@@ -1,8 +1,8 @@
 """Cost of a token and of TLS in an exchange, relative to an open center.
 
-Every form is a center of its own in a second process, and one worker that exchanges
-with it for a while. "speed" is relative to the same transport in plain text and without
-a token: the median of neighbors in time with its quartiles.
+Every form has its own center in a second process, and one worker that exchanges with it
+for a while. "speed" is relative to the same transport in plain text and without a
+token: the median of neighbors in time with its quartiles.
 
     python benchmarks/trust.py
     python benchmarks/trust.py --megabytes 40 --repeats 9

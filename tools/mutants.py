@@ -1,13 +1,13 @@
 """Put faults into the package, one at a time, and list those that no test notices.
 
-A fault is a changed operator or constant, a dropped statement or keyword, a turned
-condition, or two swapped arguments. Each goes into a copy of the project, where the
-tests near the file run until one fails. What was tried is in mutants-output/ and is not
-tried again: a run goes on where the last one ended.
+A fault is a changed operator or constant, a dropped statement or keyword, a negated
+condition, or two swapped arguments. Each is put into a copy of the project, where the
+tests for the file run until one fails. Tried faults are recorded in mutants-output/ and
+not tried again: a run continues where the last one ended.
 
     python tools/mutants.py                             # everything, in random order
-    python tools/mutants.py rules/_rule.py --count 20   # some of one file
-    python tools/mutants.py rules round --list          # what would be tried
+    python tools/mutants.py rules/_rule.py --count 20   # some faults of one file
+    python tools/mutants.py rules round --list          # only lists the faults
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 OUTPUT = ROOT / "mutants-output"
-# The tests near each folder, quick ones first.
+# The tests for each folder, fast ones first.
 NEAR = {
     "rules": ("tests/rules", "tests/laws", "tests/parity"),
     "round": ("tests/rules", "tests/laws", "tests/towers/test_placement.py"),
@@ -63,9 +63,9 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 class Fault:
     """A piece of a file, and its replacement."""
 
-    path: str  # in the package
+    path: str  # path within the package
     line: int
-    start: int  # of the piece, in bytes of the file
+    start: int  # offset of the piece, in bytes of the file
     end: int
     text: str
 
@@ -132,7 +132,7 @@ def faults_of(path: pathlib.Path) -> Iterator[Fault]:
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             text = ast.unparse(ast.fix_missing_locations(variant))
-            if isinstance(node, ast.If):  # its condition only, and not its body
+            if isinstance(node, ast.If):  # the condition only, not the body
                 start = starts[node.test.lineno - 1] + node.test.col_offset
                 end = starts[node.test.end_lineno - 1] + node.test.end_col_offset
                 text = f"not ({ast.unparse(node.test)})"
@@ -189,7 +189,7 @@ def main() -> None:
         f for path in paths for f in (path.rglob("*.py") if path.is_dir() else [path])
     ]
     faults = [fault for file in sorted(files) for fault in faults_of(file)]
-    random.Random(args.seed).shuffle(faults)  # noqa: S311 no secret
+    random.Random(args.seed).shuffle(faults)  # noqa: S311 not for secrets
     if args.list:
         print(*(fault.name for fault in faults), sep="\n")
         return

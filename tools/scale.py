@@ -1,8 +1,8 @@
 """Plans of large runs: the tables of docs/scale.md, from the planner.
 
-For every number of parameters and of workers: what one center on one host would have to
-do, how many shards or which tree of centers it takes instead, and what a journal is
-then. Beside `agn-optax plan`, which has all of it for one of them.
+For every number of parameters and of workers, the tables have the load of one center on
+one host, the shards or the tree of centers needed instead, and the cost of a journal.
+`agn-optax plan` gives the whole plan of a single run.
 
     python tools/scale.py                  # prints the tables
     python tools/scale.py --write          # puts them into docs/scale.md
@@ -33,7 +33,7 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        # In one leaf each: what a plan takes grows with their number, and bytes do not.
+        # One leaf each: a plan's time grows with the number of leaves, bytes do not.
         self._models = {
             count: [jax.ShapeDtypeStruct((round(count) // 1000, 1000), jnp.float32)]
             for count in args.parameters
@@ -82,7 +82,7 @@ class Runs:
             assert cost.remedies is not None
             if cost.remedies.shards is not None:
                 return period, cost.remedies.shards
-            period *= 2  # as a small exchange is, of too many workers
+            period *= 2  # no number of shards is enough, as for many small exchanges
 
 
 def one_center(runs: Runs) -> list[str]:
@@ -90,7 +90,7 @@ def one_center(runs: Runs) -> list[str]:
     rows = []
     for parameters, workers in runs:
         cost = runs.cost(parameters, workers, runs.args.period)
-        asked = workers / (cost.period * runs.args.step_time)  # exchanges a second
+        asked = workers / (cost.period * runs.args.step_time)  # exchanges/s
         help_ = cost.remedies
         assert help_ is not None
         rows.append(
