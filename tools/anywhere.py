@@ -34,10 +34,10 @@ class Place:
 
     Args:
       summary: what differs here.
-      folder: the folder of the copy, in one that everybody may enter.
+      folder: the folder of the copy, in one that every user may enter.
       mode: the permissions of that folder.
       is_user: run as a plain user instead of as the caller.
-      namespaces: kinds of namespace of its own, as `unshare` names them.
+      namespaces: kinds of new namespaces, as `unshare` names them.
       setup: shell commands run before, in these namespaces and as the caller.
       environment: variables to set; ``{base}`` is the folder of all places.
       arguments: of pytest.
@@ -59,7 +59,7 @@ class Place:
         return "only root can make this place"
 
 
-# A /dev without shm: device files of the machine, in a file system of their own.
+# A /dev without shm: the device files of the machine in a new file system.
 WITHOUT_SHM = """
 new=$(mktemp -d)
 mount -t tmpfs -o mode=755 tmpfs "$new"
@@ -215,7 +215,7 @@ def copied(folder: pathlib.Path) -> None:
 
 
 def opened(base: pathlib.Path) -> str:
-    """Return commands that let everybody reach Python and its packages.
+    """Return commands that let every user reach Python and its packages.
 
     Both may be in a folder that only root may enter. In a mount namespace, that folder
     is replaced by an empty one that contains only these two.
