@@ -348,7 +348,7 @@ class Uplink:
     # Sending and adopting.
 
     def _now(self) -> PyTree:
-        """Return a snapshot of the site's center; called under its lock."""
+        """Return the site's center, safe from overwriting; called under its lock."""
         return self._core.snapshot().params
 
     def _take(self) -> _Round:
