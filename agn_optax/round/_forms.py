@@ -66,7 +66,7 @@ class Phases(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         of the difference between worker and center. ``codec_error`` is the codec's
         error relative to the norm of the contribution. ``momentum_cosine`` is the
         cosine between the message and the center optimizer's momentum, if it has one;
-        below zero, they point in opposite directions.
+        below zero, they work against each other.
     """
 
     exchange: Callable[..., tuple[PyTree, PyTree]]

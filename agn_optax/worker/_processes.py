@@ -4,7 +4,7 @@ All processes run one program with a `Worker` each. These workers make the same 
 the same time, because the first process broadcasts each answer of the center to the
 others. The broadcasts are collectives, like those of the program, and must be issued on
 the same thread. Therefore a message in flight is in the first process only, and the
-others ask it for the progress.
+others ask it whether the answer has arrived.
 """
 
 from __future__ import annotations

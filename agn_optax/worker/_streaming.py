@@ -128,7 +128,7 @@ class StreamingWorker(Worker):
             donate_argnums=0,
         )
         self._next = 0  # fragment whose turn is first
-        # As in `Worker`: the results of a call that raised after it had donated.
+        # The results of a call that raised after it had donated: see `Worker`.
         self._kept = self._counted = None
         self._sum_up(self._workers[0])
 

@@ -36,7 +36,7 @@ from agn_optax.worker._worker import Worker
 
 PyTree = Any
 _log = logging.getLogger("agn_optax")
-_POLL = 0.5  # s between looks whether another site has initialized the parent
+_POLL = 0.5  # s between checks whether another site has initialized the parent
 _LONGEST = 15.0  # s, the longest pause between two attempts to reach the parent
 
 
@@ -348,7 +348,7 @@ class Uplink:
     # Sending and adopting.
 
     def _now(self) -> PyTree:
-        """Return a snapshot of the site's center; called under its lock."""
+        """Return the site's center, safe from overwriting; called under its lock."""
         return self._core.snapshot().params
 
     def _take(self) -> _Round:

@@ -234,7 +234,7 @@ def losses(
 ) -> list[float]:
     """Return the center's losses on the first 10,000 points.
 
-    They are those at the start, and after each ``every`` phases of all workers.
+    They are those at the start, and after each ``every`` phases per worker.
     """
     rule = rules.diloco(method.optimizer())
     mode = center.Synchronous() if method.grace is None else center.Asynchronous()
