@@ -70,7 +70,7 @@ def trained(tx, grads, params=None, **extra):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_dtypes_are_kept_under_strict_promotion(name, dtype):
-    """Leaves are nested, scalar, empty or absent; unknown extra arguments are ignored."""
+    """Leaves are nested, scalar, empty or absent; unknown extra args are ignored."""
     tx, params = ALL[name](), tree(dtype)
 
     @jax.jit

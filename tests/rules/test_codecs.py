@@ -58,7 +58,7 @@ def test_unpacked_restores_packed_numbers(bits, numbers):
     ],
 )
 def test_quantize_blocks_cover_a_leaf_of_any_size(bits, size, lengths):
-    """Blocks have 8 elements, or more than 4 that divide the leaf, or the last is less."""
+    """Blocks have 8 elements, or more than 4 that divide the leaf, or a short end."""
     x = jnp.asarray(np.random.default_rng(size).normal(size=size), jnp.float32)
     codec = codecs.quantize(bits, block=8)
     sent, _ = codec.encode(x, codec.init(x))
