@@ -200,7 +200,7 @@ def test_towers_without_communication_are_rejected():
 @pytest.mark.parametrize("workers", [4, 2])
 @pytest.mark.parametrize("axis_name", [None, "towers"])
 def test_rule_without_the_axis_of_the_workers_is_rejected(form, workers, axis_name):
-    """Each worker would train its own model, and the center would be the first one's."""
+    """Each worker would train its own model, and the first would be the center."""
     towers = agn_optax.Towers(4, workers=workers)
     inner, params = optax.sgd(0.1), problem.params()
     if form == "drop-in":
