@@ -338,7 +338,7 @@ def test_bottleneck_is_named(settings, bottleneck):
 @pytest.mark.parametrize("machine", [FREE, SLOW])
 @pytest.mark.parametrize("disk", [None, Disk(bandwidth=1e6)])
 def test_remedies_are_the_smallest_that_help(machine, disk):
-    """And the next smaller number does not."""
+    """The next smaller number does not help."""
     crowd = Cluster(
         step_time=0.5, bandwidth=9e6, workers=40, machine=machine, disk=disk
     )
