@@ -16,7 +16,7 @@ def _no_pause(monkeypatch):
 
 
 class Error(Exception):
-    """Raised in a thread."""
+    """An error raised in a thread."""
 
 
 def fails(*_):

@@ -54,7 +54,7 @@ EXTRAS = {
 
 
 def imports(path):
-    """Modules that a file imports, as dotted names."""
+    """Yield the modules that a file imports, as dotted names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

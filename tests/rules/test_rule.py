@@ -163,7 +163,7 @@ def test_optimizers_that_keep_params_get_copies(place):
 
 @pytest.mark.parametrize("name", ["easgd", "easgd_rho"])
 def test_late_elastic_response_pulls_from_the_sent_params(name):
-    rule = RULES[name]()  # at a rate of 0.3
+    rule = RULES[name]()  # the rate is 0.3
     now, sent, center = tree(seed=1), tree(seed=2), tree(seed=3)
     expected = jax.tree.map(
         lambda x, s, c: s - 0.3 * (s - c) + (x - s), now, sent, center

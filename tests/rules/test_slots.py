@@ -101,7 +101,7 @@ def test_slot_values_are_those_of_the_state():
     assert_identical(found["record/sum"], jax.tree.map(lambda g: 2 * g, grads))
     np.testing.assert_allclose(found["inner/mu"]["a"], 2.0 * (0.1 + 0.1 * 0.9))
     assert_identical(found["center"], agn_optax.center_params(state))
-    assert not np.any(found["center_optimizer/trace"]["a"])  # it has not moved
+    assert not np.any(found["center_optimizer/trace"]["a"])  # the center has not moved
     _, state = tx.update(grads, state, PARAMS)
     found = agn_optax.slots(state)
     np.testing.assert_allclose(found["center_optimizer/trace"]["a"], 2.0, rtol=1e-6)
@@ -145,7 +145,7 @@ def test_slots_of_a_sharded_center():
     found = agn_optax.slots(state)
     assert list(found) == OF_AGN
     assert found["inner/mu"]["a"].shape == (8, 4, 6)
-    assert found["center"]["a"].shape == (8, 1, 3)  # a piece of each
+    assert found["center"]["a"].shape == (8, 1, 3)  # one shard of each leaf
     assert found["center_optimizer/trace"]["a"].shape == (8, 1, 3)
 
 

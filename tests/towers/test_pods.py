@@ -20,7 +20,7 @@ from agn_optax import service
 
 LIMIT = 300  # s, generous for a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-HEARTBEAT_TIMEOUT = 10  # seconds
+HEARTBEAT_TIMEOUT = 10  # s
 
 
 class Process:
