@@ -1,6 +1,6 @@
-"""A process that keeps a center on disk and exchanges with it: run by test_disk.
+"""A process that keeps a center on disk and exchanges with it, run by test_disk.
 
-What has been answered stands in a file that it shares with the test: version and life.
+It shares a file with the test that holds the last confirmed version and center id.
 """
 
 import mmap
@@ -19,10 +19,10 @@ ANSWERED = struct.Struct("<q32s")
 
 
 class Commands:
-    """What the test asks for."""
+    """The commands that the test can send."""
 
     def start(self, kind, directory, answered, uid=None, elements=100, **settings):
-        """Exchanges one after the other, each of which takes one from all elements."""
+        """Exchange continuously; each exchange subtracts one from all elements."""
         with pathlib.Path(answered).open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), ANSWERED.size)
         if uid is not None:

@@ -1,4 +1,4 @@
-"""What a synchronous round makes of several messages, in numbers."""
+"""The numbers of a synchronous round of several messages."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def store(rule, center):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
+def test_round_equals_an_exchange_of_the_same_workers_on_a_mesh(rule, dtype):
     made, center = RULES[rule](), values(dtype, seed=9)
     split = agn_optax.phases(shared.sgd(0.1), made, axis_name="workers")
     params = [values(dtype, seed) for seed in range(WORKERS)]
@@ -60,14 +60,14 @@ def test_a_round_is_what_a_mesh_makes_of_the_same_workers(rule, dtype):
     sent = [sends(each) for each in params]
     kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
     first = jax.tree.map(lambda c: c[0], expected.center)
-    # Messages of a mesh are added up in the center's dtype.
+    # A mesh sums messages in the center's dtype.
     ulp = float(jnp.finfo(dtype).eps)
     assert_close(kept.current.params, first, tolerance=3 * WORKERS * ulp)
 
 
 @pytest.mark.parametrize("rule", ["average", "downpour"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_a_round_is_rounded_once(rule, dtype):
+def test_round_is_rounded_once(rule, dtype):
     with jax.enable_x64(True):
         center = {"w": np.zeros(1000, jnp.dtype(dtype))}
         sent = [values(dtype, seed, center) for seed in range(WORKERS)]
@@ -85,7 +85,7 @@ def test_a_round_is_rounded_once(rule, dtype):
 
 @pytest.mark.parametrize("combine", ["sum", "mean"])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1 / 3), (0.5, 0.25)])
-def test_messages_count_by_their_weights(combine, weights):
+def test_messages_are_weighted(combine, weights):
     rule = dataclasses.replace(shared.downpour(), combine=combine)
     kept = store(rule, np.zeros(2, np.float32))
     sent = [np.array([1.0, 3.0], np.float32), np.array([-6.0, 12.0], np.float32)]
@@ -98,8 +98,8 @@ def test_messages_count_by_their_weights(combine, weights):
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("late", ["next", "weighted"])
 @pytest.mark.parametrize("rule", ["downpour", "dynsgd", "told"])
-def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone):
-    """By its own staleness if the rule or the mode says so, and never twice."""
+def test_late_message_is_scaled_equally_alone_and_in_a_round(rule, late, alone):
+    """The rule or the mode scales it by its own staleness, but not both."""
     told = optax.chain(agn_optax.scale_by_staleness(), shared.sgd(1.0))
     made = {
         **{name: RULES[name]() for name in ("downpour", "dynsgd")},
@@ -109,7 +109,7 @@ def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone)
     kept = store(made, np.zeros(1, np.float32))
 
     def settles(*sent):
-        """An exchange of some workers, each with a message of 1, and its anchor."""
+        """Exchange for some workers, with messages of 1; return the displacement."""
         before = float(kept.current.params[0])
         for worker, sequence, anchor in sent:
             ledger.submit(worker, "", sequence, anchor, 0.0)
@@ -131,7 +131,7 @@ def test_a_late_message_counts_the_same_alone_and_with_others(rule, late, alone)
         assert settles(("slow", 1, 0), ("fast", 4, 3)) == 1.0 + counts
 
 
-def test_one_message_of_a_round_moves_as_a_message_alone():
+def test_round_of_one_message_equals_a_single_message():
     for name, rule in RULES.items():
         center = values("float32", seed=9)
         kept, other = (store(rule(), center) for _ in range(2))
@@ -141,8 +141,8 @@ def test_one_message_of_a_round_moves_as_a_message_alone():
         assert_identical(kept.current.params, other.current.params), name
 
 
-def test_a_combination_that_amplifies_is_looked_at():
-    """The norms of messages bound what is a sum of them, and nothing else."""
+def test_combine_function_that_amplifies_is_checked():
+    """The norms of messages bound only their sum."""
     amplify = agn_optax.robust.Combine(
         lambda messages, total: jax.tree.map(lambda m: 1e30 * m.sum(0), messages),
         name="amplify",

@@ -10,7 +10,7 @@ KINDS = ["local", "server", "shards", "site"]
 
 @contextlib.contextmanager
 def made(kind, rule, params=None, **settings):
-    """A center as a worker sees it: embedded, served, in two shards, in a tree."""
+    """Yield a center as a worker sees it: embedded, served, in two shards, a site."""
     with contextlib.ExitStack() as stack:
 
         def serve(rule, params=None, **settings):
@@ -31,7 +31,7 @@ def made(kind, rule, params=None, **settings):
             if params is not None:
                 center.initialize(params, worker="")
             yield center
-        else:  # a site whose parent it meets rarely
+        else:  # a site that rarely exchanges with its parent
             parent = agn_optax.LocalCenter(rule, params)
             server = serve(rule, params, parent=parent, parent_period=1000, **settings)
             if params is not None:

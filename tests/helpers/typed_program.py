@@ -1,6 +1,6 @@
-"""A user's program, for a type checker as strict as they come: test_packaging.py.
+"""A user's program for a strict type checker, used by test_packaging.py.
 
-It runs, too: what it says of types is true.
+It also runs, so its type assertions are true.
 """
 
 # mypy: disallow-untyped-calls, warn-return-any
@@ -97,7 +97,7 @@ def embedded() -> int:
 
 
 def wrong() -> None:
-    """Each of these is refused, and a type checker says so before."""
+    """Make calls that fail and that a type checker rejects."""
     rule = rules.downpour()
     where = agn_optax.LocalCenter(rule, jnp.zeros(3))
     for call in (
