@@ -146,7 +146,9 @@ def test_ended_center_keeps_the_token_of_its_successor(runtime):
         assert _token_for("127.0.0.1:1")() == "second"
 
 
-def test_observer_token_from_a_file_cannot_drain_or_save(runtime, address, tokens, tmp_path):
+def test_observer_token_from_a_file_cannot_drain_or_save(
+    runtime, address, tokens, tmp_path
+):
     def look(center):
         assert not runtime.exists()
         for name in ("status", "doctor"):

@@ -66,9 +66,7 @@ def test_center_and_clients_work_with_the_made_keys(made, way, by):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_only_certificates_are_readable_by_others_if_umask_allows(
-    tmp_path, umask
-):
+def test_only_certificates_are_readable_by_others_if_umask_allows(tmp_path, umask):
     folder = tmp_path / "here"
     before = os.umask(umask)
     try:

@@ -352,7 +352,9 @@ def test_serve_reads_options_from_a_file(tmp_path, address):
         (["--rule=downpour"], ""),
     ],
 )
-def test_rule_for_rounds_in_another_mode_is_warned_about(address, options, said, caplog):
+def test_rule_for_rounds_in_another_mode_is_warned_about(
+    address, options, said, caplog
+):
     name = options[0].removeprefix("--rule=")
     serve(address, getattr(rules, name)(), *options, "--open")
     lines = [each.getMessage() for each in caplog.records if "rounds" in each.msg]
