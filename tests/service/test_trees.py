@@ -1,4 +1,4 @@
-"""Schemas of trees: both ends of a connection see the same leaves in the same places."""
+"""Schemas of trees: both ends of a connection see the same leaves in the same order."""
 
 import io
 import json
