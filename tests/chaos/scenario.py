@@ -82,7 +82,7 @@ class Scenario:
     secure: bool = False
     weighs: bool = False
     refuses: bool = False
-    recovers: float = 2 * LEASE  # seconds in which survivors must go on
+    recovers: float = 2 * LEASE  # s until which survivors must exchange again
 
     @property
     def slots(self):
@@ -106,7 +106,7 @@ class Scenario:
 
     @property
     def is_sparse(self):
-        """Whether messages leave out elements, which a residual keeps."""
+        """True if messages leave out elements, which a residual keeps."""
         return self.codec in model.SPARSE
 
     @property
@@ -116,7 +116,7 @@ class Scenario:
 
     @property
     def is_lossy(self):
-        """Whether a center may forget acknowledged steps."""
+        """True if a center may forget acknowledged steps."""
         forgets = {
             "journal": set(),
             "snapshots": {"kill center"},
@@ -126,7 +126,7 @@ class Scenario:
 
     @property
     def conserves(self):
-        """Whether elastic averaging must conserve the sum of center and workers.
+        """True if elastic averaging must conserve the sum of center and workers.
 
         It need not if an answer was given up after its message was applied: the retry
         is answered with a later center, so the worker and the center move differently.

@@ -45,5 +45,5 @@ def serving():
 
 @pytest.fixture
 def nowhere():
-    """An address at which nobody listens."""
+    """An address at which nothing listens."""
     return ports.free_address()

@@ -102,7 +102,7 @@ def test_directory_that_can_be_made_is_not_left_behind(tmp_path):
 def test_orbax_is_not_called_where_no_directory_can_be_made(
     tmp_path, params, monkeypatch
 ):
-    """Its threads would wait for that directory, and the process for its threads."""
+    """Orbax's threads would wait for that directory, and the process for them."""
     monkeypatch.setattr(ocp, "save", lambda *_: pytest.fail("Orbax was called"))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(errors.DurabilityError, match="cannot write"):

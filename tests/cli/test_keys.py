@@ -133,7 +133,7 @@ def test_broken_off_command_can_be_repeated_after_a_cleanup(tmp_path):
 
 
 def test_certificate_is_the_last_of_the_files_of_a_name(tmp_path, monkeypatch):
-    """So a name with a certificate is known to the center."""
+    """Every name with a certificate is thus known to the center."""
 
     def full(self, *args, **kwargs):
         raise OSError("No space left on device")

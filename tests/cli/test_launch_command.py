@@ -238,7 +238,7 @@ def test_worker_that_waits_for_a_drained_center_is_not_killed(here):
     assert "Traceback" not in result.stderr
 
 
-ELSEWHERE = "--center=127.0.0.1:9"  # programs that do not use it do not mind
+ELSEWHERE = "--center=127.0.0.1:9"  # never contacted by the programs here
 
 
 def test_failed_worker_is_restarted(here):

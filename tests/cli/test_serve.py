@@ -168,7 +168,7 @@ def test_rule_is_imported_from_a_module(training):
     assert _rules.make(RuleOptions(rule_from="my_training:rule")).name == "downpour"
     made = _rules.make(RuleOptions(rule_from="my_training:settings.make"))
     _fingerprint.compare(_fingerprint.fingerprint(made), rules.easgd(0.25), "here")
-    with pytest.raises(ZeroDivisionError):  # theirs, so they see where
+    with pytest.raises(ZeroDivisionError):  # the user's error is not replaced
         _rules.make(RuleOptions(rule_from="my_training:settings.broken"))
 
 

@@ -39,7 +39,7 @@ def test_signs_do_not_converge_without_error_feedback(capsys):
 
 
 def test_signs_keep_the_sum_of_the_parameters():
-    """As in the paper: without error feedback the sum does not change."""
+    """Without error feedback the sum stays at its first value, 2."""
     for problem in error_feedback.PROBLEMS:
         x = error_feedback.trained(problem, error_feedback.CODECS["signs"], steps=50)
         assert float(x.sum()) == pytest.approx(2.0, abs=1e-4)

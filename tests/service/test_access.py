@@ -437,7 +437,7 @@ def test_removed_token_ends_while_another_file_is_broken(broken, tmp_path, monke
 def test_token_in_two_files_is_valid_while_its_lines_agree(
     tmp_path, monkeypatch, caplog
 ):
-    """So a line can be moved from one file to the other."""
+    """This allows moving a line from one file to the other."""
     read_at_once(monkeypatch)
     file, other = tmp_path / "tokens", tmp_path / "others"
     file.write_text(f"reader * {token('a')}\nreader * {token('b')}\n")

@@ -223,7 +223,7 @@ def served():
 
 @pytest.mark.parametrize("transport", PLACES[:3])
 def test_answer_has_the_differences_that_a_worker_missed(transport, served):
-    """Or all parameters, if that is smaller; the result is identical either way."""
+    """All parameters are sent if they are smaller; the result is identical."""
     with service.connect(served.address, differing(), transports=[transport]) as center:
         anna = Taught(center, "anna").start()
         bert = Taught(center, "bert").start()

@@ -731,7 +731,7 @@ def test_bad_direct_addresses_are_rejected(settings, message, tmp_path, monkeypa
 @pytest.mark.usefixtures("lively")
 @pytest.mark.parametrize("way_of", network.TRANSPORTS)
 def test_silent_connection_is_replaced(way_of):
-    """As when a host or firewall has dropped the connection without notice."""
+    """A host or a firewall may drop a connection without notice."""
     ones = center_params()
     with (
         service.serve(RULE, ones) as server,
@@ -777,7 +777,7 @@ def test_broken_connection_is_reestablished(way_of):
     "ways", [pytest.param(["memory"], marks=shares), ["socket"], []]
 )
 def test_restarted_center_is_found_again(ways):
-    """It has another key and another direct port."""
+    """The restarted center has another key and another direct port."""
     address = ports.free_address()
     with made(*ways, address=address) as (server, center):
         session = center.join("anna")
@@ -895,7 +895,7 @@ def test_stop_does_not_wait_for_a_peer_that_does_not_read(way_of):
 
 
 def test_observer_is_answered_while_many_calls_are_open():
-    """The open calls are those of peers that send half a message."""
+    """The open calls are those of peers that send only the head of a message."""
     with made() as (server, _), grpc.insecure_channel(server.address) as channel:
         begin = channel.stream_stream("/agn_optax.center.v1.Center/Exchange")
         ended = threading.Event()

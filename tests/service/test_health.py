@@ -68,7 +68,7 @@ def test_health_port_answers_no_other_calls(channel, call):
 
 
 @pytest.mark.parametrize("call", ["Watch", "List"])
-def test_main_port_answers_health_checks_only(call):
+def test_main_port_answers_health_check_but_no_other_health_calls(call):
     """gRPC's own `Watch` would remember every name in a request."""
     request = health_pb2.HealthCheckRequest(service="a name to keep")
     with (

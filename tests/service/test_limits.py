@@ -920,7 +920,7 @@ def test_connections_of_a_host_beyond_its_limit_use_no_thread(full, monkeypatch)
 @pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
 @pytest.mark.parametrize("access", [None, service.Access(TOKENS)])
 def test_worker_joins_from_a_host_with_too_many_connections(full, transport, access):
-    """Its key is read before a rejection; and established connections continue."""
+    """The worker's key is read before a rejection; open connections continue."""
     with full(access=access) as server:
         options = {"token": ANNA, "transports": [transport], "timeout": LIMIT}
         port = int(server.direct_address.rpartition(":")[2])
@@ -995,7 +995,7 @@ def asked(port, text):
 
 
 def test_connections_to_the_page_are_limited(full):
-    """Those with requests that it does not answer."""
+    """Connections count only if their requests are rejected."""
     with full(page="127.0.0.1:0") as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
         text = HEAD_OF_A_PAGE.replace(b"localhost", b"evil.example")

@@ -25,7 +25,7 @@ def slow_link(address, delay):
 
 
 def test_slow_connection_is_not_given_up():
-    """As over long distances, with several round trips of TCP, TLS and HTTP."""
+    """Long distances take several round trips of TCP, TLS and HTTP."""
     with (
         service.serve(shared.downpour()) as server,
         slow_link(server.address, 1.5) as address,

@@ -247,7 +247,7 @@ const say = async (path, more) => {
 
 
 def test_page_of_another_origin_cannot_read_an_open_center(browser):
-    """Its name resolves first to the other site, then to the center's machine."""
+    """The name resolves first to the other site, then to the center's machine."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as site:
         port = site.server_address[1]
         thread = threading.Thread(target=site.serve_forever)

@@ -368,7 +368,7 @@ def test_message_in_a_dtype_without_x64_is_rejected():
 
 @pytest.mark.parametrize("ends", ["breaks off", "initializes"])
 def test_chief_waits_while_another_one_initializes_the_center(ends, lively, caplog):
-    """As when a chief reconnects before the center has noticed the lost connection."""
+    """A chief may reconnect before the center has noticed its lost connection."""
     caplog.set_level("WARNING")
     params = np.zeros(2, np.float32)
     with (

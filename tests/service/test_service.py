@@ -775,7 +775,7 @@ def test_malformed_request_is_rejected_and_released(serve, name):
 
 
 def test_repr_has_rule_version_workers_address_and_transport():
-    """Of workers, centers in this process, remote and sharded centers, and servers."""
+    """Covers workers, local, remote and sharded centers, and servers."""
     rule, zeros = shared.downpour(), jnp.zeros(2)
     local = agn_optax.LocalCenter(rule)
     assert repr(local) == "LocalCenter(downpour, no parameters yet, 0 workers)"
