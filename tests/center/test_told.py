@@ -244,7 +244,6 @@ def test_equal_weights_change_nothing(weights):
 
 
 def test_round_has_the_mean_steps_and_weight():
-    center = a_round(rules.average(), (1.0, 2.5, 4.0))
     center = a_round(RULE, (1.0, 2.5, 4.0))
     assert received_extras(center) == (0, 5, 2.5, 0, 3)
     center = a_round(RULE, (None,) * 3, (0, 0, 0))

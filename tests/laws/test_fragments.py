@@ -326,7 +326,7 @@ def test_13_fragment_residual_is_what_its_codec_lost(codec, fragments):
         loop = step(tx, *loop, at(targets, i))
     contributed = jax.tree.map(lambda a, x: a - x, params, loop[0])
     for p in range(2):
-        _, loop = None, tx.exchange(*loop, fragment=p)
+        loop = tx.exchange(*loop, fragment=p)
         sent = jax.tree.map(
             lambda a, c: a - c, params, agn_optax.center_params(loop[1])
         )
