@@ -19,8 +19,8 @@ from agn_optax import errors
 from agn_optax._internal import check, tracing, trees
 from agn_optax.round import _parts, _period, _round
 from agn_optax.round._parts import Parts
-from agn_optax.round._placement import WHOLE, Layout, Placement
 from agn_optax.round._round import ExchangeState, LocalState
+from agn_optax.round.placements import WHOLE, Layout
 from agn_optax.rules import Rule
 
 PyTree = Any
@@ -207,17 +207,17 @@ class Fragments:
                 f"offsets={self.offsets} and a period of {period}"
             )
 
-    def check(self, rule: Rule, placement: Placement) -> None:
-        """Check that a rule and a placement can be used with these fragments.
+    def check(self, rule: Rule, layout: Layout = WHOLE) -> None:
+        """Check that a rule and a layout can be used with these fragments.
 
         Raises:
           InvalidArgumentError: they cannot.
         """
         of_rule = f"rule {rule.name!r}"
-        if self.delay and placement != Placement():
+        if self.delay and not layout.is_default:
             raise errors.InvalidArgumentError(
                 "fragments with a delay need one center, whole on every device, got "
-                f"placement={placement}"
+                f"placement={layout.placement}"
             )
         if self.mixing and rule.adopts == "before":
             raise errors.InvalidArgumentError(

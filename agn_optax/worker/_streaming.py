@@ -78,7 +78,7 @@ class StreamingWorker(Worker):
                 f"which keeps one: got {len(fragments)} fragments, and shards: "
                 f"{len(center.centers)}"
             )
-        fragments.check(center.rule, rounds.Placement())
+        fragments.check(center.rule)
         if fragments.eager:
             raise errors.InvalidArgumentError(
                 "eager updates move the center by the worker's own share, and a worker "

@@ -17,8 +17,9 @@ from traffic import traffic
 
 import agn_optax
 from agn_optax import errors
-from agn_optax.round import OnHost, _placement
+from agn_optax.round import OnHost
 from agn_optax.round._forms import find_state
+from agn_optax.round.placements import _host
 
 # Where shards may lie: over the workers, over the towers of each, over both.
 SHARDS = ["workers", "towers", ("workers", "towers")]
@@ -314,7 +315,7 @@ def test_an_optimizer_that_tells_leaves_by_their_shape_is_refused():
 
 
 def test_the_host_is_refused_where_nothing_stays_there(monkeypatch):
-    monkeypatch.setattr(_placement, "_stays_on_host", lambda: False)
+    monkeypatch.setattr(_host, "_stays_on_host", lambda: False)
     placement = agn_optax.Placement(memory="host")
     tx = agn_optax.phases(
         optax.sgd(0.1), agn_optax.rules.average(), placement=placement
