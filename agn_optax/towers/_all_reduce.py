@@ -351,7 +351,7 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
-            if way.codec is not None and not way.codec.is_cast:
+            if way.codec is not None and way.dtype is None:
                 raise errors.TreeMismatchError(
                     f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
                     "whole gradients: rows travel as they are, or by codecs.cast. Put "

@@ -81,14 +81,14 @@ class Way:
     @property
     def dtype(self) -> Any:
         """That of the wire; None is the array's own."""
-        return self.codec.answers if self.codec and self.codec.is_cast else None
+        return None if self.codec is None else codecs.cast_dtype(self.codec)
 
     @property
     def is_encoded(self) -> bool:
         """Whether what travels cannot be added up on its way."""
         if self.codec is None:
             return False
-        return not self.codec.is_cast or self.sum_dtype is not None
+        return self.dtype is None or self.sum_dtype is not None
 
     @property
     def has_state(self) -> bool:
@@ -114,7 +114,7 @@ class Way:
         """The sum of all towers, times ``scale``, and what the codec keeps."""
         if not x.size:
             return collectives.psum(x, self.axes), state
-        if self.codec is not None and not self.codec.is_cast:
+        if self.codec is not None and self.dtype is None:
             return self._reduce(x, scale, state)
         wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
         if jnp.finfo(wire).bits > 16:

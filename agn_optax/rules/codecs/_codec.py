@@ -82,6 +82,9 @@ class Codec:
     name: str
     answers: Any = None
     returned: Callable[[PyTree, PyTree], PyTree] | None = None
+    # Only the author of a codec knows these two: they are about the numbers that its
+    # functions compute. All other properties are derived: `is_identity` from the
+    # functions, and `answer_dtype` and `answer_codec` from the type of `answers`.
     of_differences: bool = False
     is_exact: bool = True
 
@@ -100,14 +103,6 @@ class Codec:
     def is_identity(self) -> bool:
         """Whether contributions travel as they are."""
         return self.encode is _IDENTITY.encode and self.decode is _IDENTITY.decode
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether contributions travel in another dtype, and else as they are.
-
-        Only what is sent by such a codec, or as it is, may be added up on its way.
-        """
-        return self.answer_dtype is not None and self == _cast(self.answer_dtype)
 
     @property
     def answer_dtype(self) -> Any:
@@ -221,6 +216,15 @@ def _cast(dtype: Any) -> Codec:
         lambda sent, like: sent.astype(like.dtype),
         answers=dtype,
     )
+
+
+def cast_dtype(codec: Codec) -> Any:
+    """Return the dtype of a `cast`; None for any other codec.
+
+    An all-reduce may only sum what is sent by a cast, or as it is.
+    """
+    dtype = codec.answer_dtype
+    return dtype if dtype is not None and codec == _cast(dtype) else None
 
 
 def two_way(codec: Codec, answers: Codec | Any) -> Codec:
