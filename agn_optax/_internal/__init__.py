@@ -1,6 +1,7 @@
 """What every layer may use, and none of it is about training.
 
-`check` has the checks of input, `trees` what `optax.tree` lacks, `description` which
+`check` has the checks of input, `combinations` the features that do not go together,
+`trees` what `optax.tree` lacks, `description` which
 leaves a tree has, `layout` where they lie in one buffer, `tracing` what a traced
 program makes of its arguments, `extras` whether what an extra installs is there,
 `in_background` and `keep_running` threads that a process does not wait for,
@@ -8,6 +9,7 @@ program makes of its arguments, `extras` whether what an extra installs is there
 """
 
 from agn_optax._internal import check as check
+from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout

@@ -26,7 +26,7 @@ import optax
 from jax.tree_util import keystr
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import (
     _collectives,
     _elementwise,
@@ -306,9 +306,10 @@ def phases(
     ) -> dict[str, jax.Array]:
         check.params_given(params, rule.name)
         if not layout.is_at_hand:
-            raise errors.InvalidArgumentError(
-                "measure needs the center whole on every device, got placement="
-                f"{layout.placement}"
+            combinations.refuse(
+                "measure",
+                "a center in shards or on the host",
+                f"placement={layout.placement}",
             )
         own = find_state(state)
         check_state(params, own)

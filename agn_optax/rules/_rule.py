@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.rules._combinators import (
     accumulate,
     elastic_pull,
@@ -137,10 +136,10 @@ class Rule:
         check.one_of(self.adopts, f"adopts {of_rule}", ("before", "after"))
         check_codec(self.codec, f"codec {of_rule}")
         if self.codec.of_differences and self.message is not None:
-            raise errors.InvalidArgumentError(
-                f"codec {of_rule} must send all elements, as its contributions are not "
-                f"differences: got {self.codec}, which leaves most out. Such as "
-                "quantize(8) or cast('bfloat16') will do"
+            combinations.refuse(
+                "a codec that leaves out elements",
+                "a rule that sends parameters",
+                f"codec {self.codec} {of_rule}",
             )
         # Wrapped here, once, so that the round may hand every part the extra arguments
         # it has.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import collectives, messages
 from agn_optax.rules import codecs
 
@@ -54,11 +54,7 @@ def check_way(
     if codec is not None and _bits(codec, (512, 512)) < 32 <= _bits(
         codec, (512 * 512,)
     ):
-        raise errors.InvalidArgumentError(
-            f"{codec} makes matrices smaller and vectors not; gradients are reduced by "
-            "pieces, which are vectors. Take a codec that works by blocks, such as "
-            "codecs.quantize(8)"
-        )
+        combinations.refuse("a codec for matrices", "all_reduce", f"{codec}")
     return Way(axes, algorithm, codec, sum_dtype)
 
 

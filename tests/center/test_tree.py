@@ -192,7 +192,9 @@ def test_a_parent_begins_with_the_parameters_of_a_site():
 def test_a_parent_of_gradients_needs_a_site_of_gradients():
     core = Core(shared.easgd(0.3), jnp.zeros(3))
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
-    with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="parent whose rule sums grad"
+    ):
         Uplink(core, parent, period=2, name="site")
     assert not parent.workers
 

@@ -79,7 +79,7 @@ def test_allowed_in_shards(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_shards(name):
-    assert "cannot move a center in shards" in refused(REFUSED[name])
+    assert "a center in shards and a rule" in refused(REFUSED[name])
 
 
 def test_a_center_in_shards_asks_for_each_of_its_parts():

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives, _messages
 from agn_optax.round.placements._host import MEMORIES, DeviceMemory
 from agn_optax.round.placements._placement import Placement
@@ -76,10 +76,10 @@ class Layout(abc.ABC):
           InvalidArgumentError: it cannot.
         """
         if rule.codec.answer_codec is not None and not self.is_default:
-            raise errors.InvalidArgumentError(
-                f"codec {rule.codec} answers in differences, which are taken where one "
-                f"center is whole, on the device; got placement={self.placement}. "
-                "Leave the placement out, or give the codec other answers"
+            combinations.refuse(
+                "a codec that answers in differences",
+                "a placement",
+                f"{rule.codec}, {self.placement}",
             )
 
     def check_bound(self) -> None:

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,10 @@ class Placement:
         if self.gossip is not None:
             check.rate(self.gossip, "gossip", low=0.0, high=math.inf, low_open=True)
             if self.shard_axis is not None:
-                raise errors.InvalidArgumentError(
-                    "gossip keeps a whole center with every worker: leave out "
-                    f"shard_axis={self.shard_axis!r}, or gossip={self.gossip}"
+                combinations.refuse(
+                    "gossip",
+                    "a center in shards",
+                    f"gossip={self.gossip}, shard_axis={self.shard_axis!r}",
                 )
         if self.memory not in ("device", "host"):
             raise errors.InvalidArgumentError(

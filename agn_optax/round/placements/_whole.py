@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import _collectives
 from agn_optax.round.placements._layout import How, Layout, shaped
 from agn_optax.round.placements._stored import OwnCenter
@@ -85,17 +85,11 @@ class Gossip(Whole):
                 "axis_name"
             )
         if not rule.codec.is_identity:
-            raise errors.InvalidArgumentError(
-                f"gossip={self.gossip} sends centers along with messages, which codec "
-                f"{rule.codec} of rule {rule.name!r} would lose bits of: leave the "
-                "codec out, or gossip"
-            )
+            got = f"gossip={self.gossip}, rule {rule.name!r} with codec {rule.codec}"
+            combinations.refuse("gossip", "a codec", got)
         if not rule.is_summed:
-            raise errors.InvalidArgumentError(
-                f"gossip={self.gossip} brings two workers together, and "
-                f"combine={rule.combine} of rule {rule.name!r} chooses among more: it "
-                "must be 'sum' or 'mean'"
-            )
+            got = f"gossip={self.gossip}, rule {rule.name!r} with {rule.combine}"
+            combinations.refuse("gossip", "a robust combine", got)
 
     def own(self, tree: PyTree) -> PyTree:
         bound = all(map(check.is_bound, self.workers))

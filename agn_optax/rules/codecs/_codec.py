@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 
 PyTree = Any
 
@@ -117,21 +117,13 @@ class Codec:
 
 def _check_answers(codec: Codec, argument: str) -> None:
     """Differences between public centers can travel by ``codec``."""
-    why = ""
+    got = f"{codec} for {argument}"
     if codec.returned is not None:
-        why = (
-            "a difference is taken from the exact center every time, and so has all "
-            "that was lost before: give the codec without error_feedback"
-        )
-    elif not codec.is_exact:
-        why = (
-            "programs decode it alike only to the last place, and the public center "
-            "must be the same bits at every worker: take another codec"
-        )
-    elif codec.answer_codec is not None:
-        why = "nothing comes back for an answer: give a codec that has no answers"
-    if why:
-        raise errors.InvalidArgumentError(f"{argument} cannot be {codec}: {why}")
+        combinations.refuse("error_feedback", "answers of a codec", got)
+    if not codec.is_exact:
+        combinations.refuse("a codec that is not exact", "answers of a codec", got)
+    if codec.answer_codec is not None:
+        combinations.refuse("a codec with answers", "answers of a codec", got)
 
 
 def check_codec(value: Any, argument: str) -> None:
