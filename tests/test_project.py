@@ -14,6 +14,7 @@ import pytest
 
 import agn_optax
 import agn_optax.service
+from agn_optax._internal import combinations
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(agn_optax.__file__).parent  # the checkout or the installed wheel
@@ -339,6 +340,37 @@ def test_table_of_rules_has_every_rule():
     for name in agn_optax.rules.__all__:
         if name != "Rule":
             assert f"| `{name}` |" in concepts
+
+
+def test_page_of_combinations_has_exactly_the_rows_of_the_table():
+    lines = (ROOT / "docs/combinations.md").read_text().splitlines()
+    found = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
+    assert found[2:] == [list(row[:4]) for row in combinations.COMBINATIONS]
+
+
+def test_every_row_of_the_combinations_has_a_check():
+    known = {
+        (combinations.plain(row.first), combinations.plain(row.second))
+        for row in combinations.COMBINATIONS
+    }
+    checked = {
+        tuple(ast.literal_eval(argument) for argument in node.args[:2])
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "combinations.refuse"
+    }
+    assert checked == known
+    assert len(known) == len(combinations.COMBINATIONS)
+
+
+@pytest.mark.parametrize("row", combinations.COMBINATIONS, ids=lambda row: row.first)
+def test_error_of_a_combination_says_what_came_and_why(row):
+    first, second = map(combinations.plain, row[:2])
+    with pytest.raises(row.error) as error:
+        combinations.refuse(first, second, "a=1, b=2")
+    said = combinations.plain(f"got a=1, b=2: {row.reason}. {row.instead}")
+    assert str(error.value) == f"{first} and {second} do not go together, {said}"
 
 
 def test_readme_is_short():

@@ -1,6 +1,7 @@
 """Helpers for every layer of the package; none of them is about training.
 
 - `check`: checks of callers' arguments
+- `combinations`: features that do not go together, with the reason
 - `trees`: functions on trees that `optax.tree` lacks
 - `description`: the leaves of a tree, as data that can be compared and stored
 - `layout`: offsets of leaves in one flat buffer
@@ -12,6 +13,7 @@
 """
 
 from agn_optax._internal import check as check
+from agn_optax._internal import combinations as combinations
 from agn_optax._internal import description as description
 from agn_optax._internal import extras as extras
 from agn_optax._internal import layout as layout

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from agn_optax import errors
-from agn_optax._internal import check, in_background
+from agn_optax._internal import check, combinations, in_background
 from agn_optax.center._ledger import Batch, Ledger, Member, State, Synchronous
 from agn_optax.center._protocol import Session, Snapshot
 from agn_optax.center._refusals import Claim, Refusal, Size
@@ -128,10 +128,10 @@ class Core:
         self.life = uuid.uuid4().hex
         self.ledger = Ledger(**decides)
         if not rule.is_summed and not isinstance(self.ledger.mode, Synchronous):
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} makes one message of those of a round by "
-                f"{rule.combine}, and a center in mode {self.ledger.mode} takes them "
-                "one by one: give it mode=Synchronous() (--mode synchronous)"
+            combinations.refuse(
+                "a robust combine",
+                "a center that is not synchronous",
+                f"rule {rule.name!r} with {rule.combine}, mode={self.ledger.mode}",
             )
         self._dtype = check.float_dtype(dtype, "dtype")
         self._device = device

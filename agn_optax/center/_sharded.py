@@ -18,7 +18,7 @@ import numpy as np
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background, trees
+from agn_optax._internal import check, combinations, in_background, trees
 from agn_optax.center._protocol import Center, Session, Snapshot
 from agn_optax.round import elementwise, parts
 
@@ -62,13 +62,11 @@ class ShardedCenter:
                 f"{len(fragments)}"
             )
         self.rule = centers[0].rule
-        how = self.rule.combine
         if not self.rule.combines_elements and len(centers) > 1:
-            raise errors.InvalidArgumentError(
-                f"rule {self.rule.name!r} cannot move a center in shards: "
-                f"{how} looks at whole messages, and a shard has a part "
-                "of each. Keep the center whole, or take robust.median() or "
-                "robust.trimmed_mean(), which take each element for itself"
+            combinations.refuse(
+                "a center in shards",
+                "a combine of whole messages",
+                f"rule {self.rule.name!r} with {self.rule.combine}",
             )
         self.centers = tuple(centers)
         self.fragments = fragments

@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.round import collectives
 from agn_optax.rules import codecs
 from agn_optax.towers import _rows
@@ -327,11 +327,11 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
     for path, leaf in leaves:
         if _rows.is_rows(leaf):
             _rows.check(leaf, f"updates{keystr(path)}")
-            if way.codec is not None and not way.codec.is_cast:
-                raise errors.TreeMismatchError(
-                    f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
-                    "whole gradients: rows travel as they are, or by codecs.cast. Put "
-                    "densify() first, or give such gradients an all_reduce of their own"
+            if way.codec is not None and way.dtype is None:
+                combinations.refuse(
+                    "row-sparse gradients",
+                    "all_reduce with a codec",
+                    f"updates{keystr(path)}, codec {way.codec}",
                 )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")

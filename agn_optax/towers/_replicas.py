@@ -27,6 +27,7 @@ from agn_optax.round import (
     ShardedCenter,
     collectives,
     piece_length,
+    rewrapped,
 )
 from agn_optax.towers._all_reduce import AllReduceState
 from agn_optax.towers._way import OnTheWay
@@ -137,13 +138,13 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
                 rows = PerTower(kept.states, kept.axes)
                 kept = dataclasses.replace(kept, states=rows)
             return AllReduceState(Mean(node.in_flight, of_workers=False), kept)
-        on_host = isinstance(node.center, OnHost)
-        center = node.center.tree if on_host else node.center
+        stored = node.center
+        center = stored.tree if isinstance(stored, OnHost) else stored
         if isinstance(center, OwnCenter) and of_workers:
             own = Mean(center.center, of_workers=True)
             center = dataclasses.replace(center, center=own)
             return node._replace(
-                center=OnHost(center) if on_host else center,
+                center=rewrapped(center, stored),
                 center_state=Mean(node.center_state, of_workers=True),
             )
         if not isinstance(center, ShardedCenter):
@@ -156,7 +157,7 @@ def marked(state: PyTree, *, of_workers: bool = True) -> PyTree:
             codec_state=PerTower(node.local.codec_state, within),
         )
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, stored),
             center_state=PerTower(node.center_state, axes),
             local=local,
         )
@@ -312,7 +313,7 @@ def recut(state: PyTree, sizes: Mapping[str, int]) -> PyTree:
         pieces = _recut(center.pieces, old.pieces, new.pieces, sizes, before=before)
         center = dataclasses.replace(center, pieces=pieces, cut=counts)
         return node._replace(
-            center=OnHost(center) if on_host else center,
+            center=rewrapped(center, node.center),
             center_state=_recut(
                 *(node.center_state, old.pieces, new.pieces, sizes),
                 mode="edge",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
-from agn_optax._internal import check, trees
+from agn_optax._internal import check, combinations, trees
 from agn_optax.round import collectives, messages
 from agn_optax.rules import codecs
 
@@ -54,11 +54,7 @@ def check_way(
     if codec is not None and _bits(codec, (512, 512)) < 32 <= _bits(
         codec, (512 * 512,)
     ):
-        raise errors.InvalidArgumentError(
-            f"{codec} makes matrices smaller and vectors not; gradients are reduced by "
-            "pieces, which are vectors. Take a codec that works by blocks, such as "
-            "codecs.quantize(8)"
-        )
+        combinations.refuse("a codec for matrices", "all_reduce", f"{codec}")
     return Way(axes, algorithm, codec, sum_dtype)
 
 
@@ -81,14 +77,14 @@ class Way:
     @property
     def dtype(self) -> Any:
         """The dtype on the wire; None is the dtype of the array."""
-        return self.codec.answers if self.codec and self.codec.is_cast else None
+        return None if self.codec is None else codecs.cast_dtype(self.codec)
 
     @property
     def is_encoded(self) -> bool:
         """True if collectives cannot sum what is sent."""
         if self.codec is None:
             return False
-        return not self.codec.is_cast or self.sum_dtype is not None
+        return self.dtype is None or self.sum_dtype is not None
 
     @property
     def has_state(self) -> bool:
@@ -114,7 +110,7 @@ class Way:
         """Return the sum over all towers times ``scale``, and the codec's state."""
         if not x.size:
             return collectives.psum(x, self.axes), state
-        if self.codec is not None and not self.codec.is_cast:
+        if self.codec is not None and self.dtype is None:
             return self._reduce(x, scale, state)
         wire, factor = self.dtype or x.dtype, jnp.asarray(scale, x.dtype)
         if jnp.finfo(wire).bits > 16:

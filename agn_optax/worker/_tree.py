@@ -29,7 +29,7 @@ import optax
 
 from agn_optax import errors
 from agn_optax import round as rounds
-from agn_optax._internal import check, in_background, trees
+from agn_optax._internal import check, combinations, in_background, trees
 from agn_optax.center import Center, Claim, Core
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
@@ -94,17 +94,17 @@ class Uplink:
         rule = parent.rule
         self._keeps_record = bool(jax.tree.leaves(rule.record.init(jnp.zeros(()))))
         if self._keeps_record and core.rule.message is not None:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums gradients, and rule "
-                f"{core.rule.name!r} of this center does not send any; give the "
-                "parent a rule that sends displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a center whose rule sends no gradients",
+                f"{rule.name!r} of the parent and {core.rule.name!r} of this center",
             )
         if self._keeps_record and not core.rule.is_summed:
-            raise errors.InvalidArgumentError(
-                f"rule {rule.name!r} of the parent sums all gradients that the workers "
-                f"of this site send, also those that {core.rule.combine} of its rule "
-                f"{core.rule.name!r} leaves out; give the parent a rule that sends "
-                "displacements, such as downpour or diloco"
+            combinations.refuse(
+                "a parent whose rule sums gradients",
+                "a robust combine",
+                f"{rule.name!r} of the parent and {core.rule.name!r} with "
+                f"{core.rule.combine} of this center",
             )
         self.error: Exception | None = None
         self.ready = threading.Event()

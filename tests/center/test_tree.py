@@ -197,7 +197,9 @@ def test_parent_starts_with_the_params_of_a_site():
 def test_parent_that_sums_gradients_needs_such_a_site():
     core = Core(shared.easgd(0.3), jnp.zeros(3))
     parent = Parent(shared.agn(shared.sgd(0.1)), jnp.zeros(3))
-    with pytest.raises(errors.InvalidArgumentError, match="of the parent sums grad"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match="parent whose rule sums grad"
+    ):
         Uplink(core, parent, period=2, name="site")
     assert not parent.workers
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import agn_optax
-from agn_optax.round._placement import _stays_on_host
+from agn_optax.round.placements._host import _stays_on_host
 from agn_optax.service.transports import _memory
 from helpers import ports, shared
 

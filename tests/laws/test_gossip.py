@@ -362,7 +362,7 @@ def test_gossip_over_several_mesh_axes_equals_one_axis():
         for each in (tx.init, tx.update)
     ]
     state = both[0](params)
-    with pytest.raises(errors.InvalidArgumentError, match="one of these is of a vmap"):
+    with pytest.raises(errors.InvalidArgumentError, match="over the other axes"):
         both[1](params, state, params)
     targets = feeds(jnp.zeros(SIZE), 4, workers=(8,))
     expected, _ = trained(make(shared.diloco(FAST)), 8, targets)

@@ -403,7 +403,7 @@ def rejection(rule, codec, place, dtype, fragments):
         return "one by one"
     if fragments in ("delayed", "eager"):
         if place in ("shards of towers", "in pairs"):
-            return "with a delay need one center"
+            return "a message in flight needs one center"
         if rule.startswith("easgd"):
             return "mixing would take|eager updates adopt"
         if place in outside and fragments == "eager":
@@ -416,13 +416,13 @@ def rejection(rule, codec, place, dtype, fragments):
     if rule in ACROSS and (
         place == "shards of towers" or (place, fragments) == ("in shards", "whole")
     ):
-        return "cannot move a center in shards"
+        return "a center in shards and"
     if place == "in pairs" and codec != "identity":
         return "sends centers along|where one center is whole"
     if place == "in pairs" and rule == "median":
         return "it must be 'sum' or 'mean'"
     if place == "shards of towers" and codec not in ("identity", "cast"):
-        return "cannot move a center in shards|where one center is whole"
+        return "a center in shards and|where one center is whole"
     return None
 
 

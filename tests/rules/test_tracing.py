@@ -79,7 +79,7 @@ def test_leafwise_optimizer_is_accepted_on_shards(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizer_that_mixes_leaves_or_rows_is_rejected_on_shards(name):
-    assert "cannot move a center in shards" in rejection(REFUSED[name])
+    assert "a center in shards and a rule" in rejection(REFUSED[name])
 
 
 def test_sharded_center_rejects_optimizer_that_counts_leaves():

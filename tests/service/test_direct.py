@@ -711,7 +711,7 @@ def test_direct_address_can_be_chosen():
     [
         ({"direct_address": "here"}, "an address must be"),
         ({"direct_address": "unix:/tmp/x"}, 'must be "host:port"'),
-        ({"direct_address": "127.0.0.1:0", "direct": False}, "exclude each other"),
+        ({"direct_address": "127.0.0.1:0", "direct": False}, "do not go together"),
         ({"direct_address": "8.8.8.8:0"}, "plain text"),
         ({"direct_address": "127.0.0.1:0", "address": "unix:x"}, "one is at unix:x"),
     ],

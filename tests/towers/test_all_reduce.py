@@ -297,7 +297,7 @@ def test_reduced_sparse_rows_are_unique(towers):
         (
             ("t",),
             {"codec": codecs.low_rank(2)},
-            r"low_rank\(2\) makes matrices smaller",
+            r"got low_rank\(2\): gradients",
         ),
         (
             ("t",),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from agn_optax import errors
+from agn_optax._internal import combinations
 from agn_optax.rules.codecs._codec import Codec, check_codec
 
 PyTree = Any
@@ -49,10 +50,7 @@ def chain_codecs(*codecs: Codec) -> Codec:
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
-            raise errors.InvalidArgumentError(
-                f"{codec} keeps what it loses, but not what the others of a chain do: "
-                "put error_feedback around chain_codecs"
-            )
+            combinations.refuse("error_feedback", "a chain around it", f"{codec}")
     first, *others = codecs
     made = first
     for other in others:

@@ -17,7 +17,7 @@ import grpc
 import jax
 
 from agn_optax import errors
-from agn_optax._internal import check
+from agn_optax._internal import check, combinations
 from agn_optax.center import Center, Durability, LocalCenter, Mode, Refuse
 from agn_optax.rules import Rule, check_rule
 from agn_optax.service import _address
@@ -258,9 +258,8 @@ def serve(
     addresses = [address]
     if direct_address is not None:
         if not direct:
-            raise errors.InvalidArgumentError(
-                f"direct_address={direct_address!r} and direct=False exclude each other"
-            )
+            got = f"direct_address={direct_address!r}"
+            combinations.refuse("direct_address", "direct=False", got)
         _tls.check(tls, credentials, insecure, _address.check(direct_address))
         addresses.append(direct_address)
         if direct_address.startswith("unix:"):
@@ -282,10 +281,7 @@ def serve(
     is_local = all(map(_address.is_local, addresses))
     door = Door(_access(access, tls, insecure=insecure, is_local=is_local))
     if parent is not None and durability is not None:
-        raise errors.InvalidArgumentError(
-            "a center with a parent cannot outlive its process: what it owes to its "
-            "parent would be lost. Give the parent a durability"
-        )
+        combinations.refuse("durability", "a center with a parent", f"{durability}")
     center = LocalCenter(
         rule,
         params,
