@@ -111,10 +111,17 @@ def display(
         TimeElapsedColumn(),
         console=console,
     )
-    groups, nothing = by_method(runs), {"seed": "", "accuracy": "", "workers": ""}
+    groups = by_method(runs)
     with progress:
         bars = {
-            name: progress.add_task(name, total=len(group), start=False, **nothing)
+            name: progress.add_task(
+                name,
+                total=len(group),
+                start=False,
+                seed="",
+                accuracy="",
+                workers="",
+            )
             for name, group in groups.items()
         }
 
