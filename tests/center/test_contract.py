@@ -24,6 +24,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax.center import Submission
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -159,13 +160,13 @@ def test_a_life_goes_on_from_another_process(kind):
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as center:
         first = center.join("w")
         version = center.pull().version
-        first.exchange(1, jnp.ones(4), anchor_version=version)
+        first.exchange(Submission(1, jnp.ones(4), anchor_version=version))
         life = json.loads(json.dumps(first.life))  # as it is kept in a file
         first.disconnect()
         again = center.join("w", life=life)
         assert again.life == life
-        again.exchange(1, jnp.ones(4), anchor_version=version)
-        after = again.exchange(2, jnp.ones(4), anchor_version=version)
+        again.exchange(Submission(1, jnp.ones(4), anchor_version=version))
+        after = again.exchange(Submission(2, jnp.ones(4), anchor_version=version))
         np.testing.assert_array_equal(after.params, np.full(4, -2.0))
         center.join("w").leave()  # another life of it
         with pytest.raises(errors.WorkerStateError, match="was replaced"):

@@ -21,6 +21,7 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Refuse,
+    Submission,
     Synchronous,
     _ledger,
 )
@@ -280,7 +281,7 @@ class Commands(RuleBasedStateMachine):
         anchor = self.version - old
         if self.is_there(name, life):
             self.heard(known)
-        error = None
+        error, message = None, Submission(sequence, None, anchor)
         if not self.is_there(name, life):
             error = errors.WorkerStateError
         elif not 0 <= anchor <= self.version:
@@ -289,9 +290,9 @@ class Commands(RuleBasedStateMachine):
             error = errors.WorkerStateError
         if error:
             with pytest.raises(error):
-                self.ledger.submit(name, life, sequence, anchor, self.now)
+                self.ledger.submit(name, life, message, self.now)
             return
-        waits = self.ledger.submit(name, life, sequence, anchor, self.now)
+        waits = self.ledger.submit(name, life, message, self.now)
         assert waits == (ahead == 1)
         if waits:
             known.owed = False
@@ -341,11 +342,8 @@ class Commands(RuleBasedStateMachine):
         for i, name in enumerate(names):
             entry = batch.entries[i]
             sequence, anchor, arrived, _ = self.last[name].message
-            assert (entry.sequence, entry.anchor_version, entry.arrived) == (
-                sequence,
-                anchor,
-                arrived,
-            )
+            assert entry.submission == Submission(sequence, None, anchor)
+            assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
@@ -458,7 +456,7 @@ class Commands(RuleBasedStateMachine):
 
     @invariant()
     def only_those_wait_who_are_there(self):
-        assert {n: e.sequence for n, e in self.ledger.pending.items()} == {
+        assert {n: e.submission.sequence for n, e in self.ledger.pending.items()} == {
             n: k.message[0] for n, k in self.waiting.items()
         }
 
@@ -520,9 +518,9 @@ def test_the_table_says_what_becomes_of_a_life(state, event):
     last = member.sequence
     commands = {
         "join": lambda: made.join("a", "1", 0.0),
-        "submit": lambda: made.submit("a", "1", last + 1, 0, 0.0),
+        "submit": lambda: made.submit("a", "1", Submission(last + 1, None, 0), 0.0),
         "repeat": lambda: made.submit(
-            "a", "1", last + (state is State.WAITING), 0, 0.0
+            "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
         "refuse": lambda: made.refuse(made.due(0.0)),
@@ -565,7 +563,7 @@ def ledger(mode=None, workers="", **settings):
 def send(made, worker, anchor=None, now=0.0):
     sequence = made.find(worker).sequence + 1
     anchor = made.version if anchor is None else anchor
-    assert made.submit(worker, "1", sequence, anchor, now)
+    assert made.submit(worker, "1", Submission(sequence, None, anchor), now)
 
 
 def take(made, now=0.0):
@@ -601,7 +599,8 @@ def test_bounded_versions_drop_what_is_older():
     member = made.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
-    assert not made.submit("c", "1", 1, 1, 0.0)  # dropped is settled, too
+    # Dropped is settled, too.
+    assert not made.submit("c", "1", Submission(1, None, 1), 0.0)
 
 
 def test_what_is_adopted_before_the_own_message_is_not_behind():
@@ -879,7 +878,7 @@ def test_what_was_settled_is_not_taken_again(how):
     made.expire(later)
     assert ("a" in made.present()) == (how == "back in time")
     made.join("a", "1", later)
-    assert not made.submit("a", "1", 1, 0, later)
+    assert not made.submit("a", "1", Submission(1, None, 0), later)
     assert take(made, later) == ""
     assert exchange(made, "a", now=later) == "a"
 
@@ -899,7 +898,7 @@ def test_a_sequence_number_out_of_order(sequence):
     with pytest.raises(
         errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
     ):
-        made.submit("a", "1", sequence, 0, 0.0)
+        made.submit("a", "1", Submission(sequence, None, 0), 0.0)
     assert not made.pending
 
 
@@ -910,7 +909,7 @@ def test_an_anchor_that_never_was(anchor):
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
     ):
-        made.submit("a", "1", 2, anchor, 0.0)
+        made.submit("a", "1", Submission(2, None, anchor), 0.0)
 
 
 def test_only_the_last_exchange_is_acknowledged():
@@ -926,7 +925,8 @@ def test_only_the_last_exchange_is_acknowledged():
         assert made.find("a").state is State.ANSWERED
     made.acknowledge("a", "1", 1)
     assert made.find("a").state is State.IDLE
-    assert not made.submit("a", "1", 1, 0, 0.0)  # it was settled all the same
+    # It was settled all the same.
+    assert not made.submit("a", "1", Submission(1, None, 0), 0.0)
     assert made.find("a").state is State.IDLE
 
 
@@ -936,7 +936,7 @@ def test_a_name_that_is_taken():
         errors.NameTakenError, match="'a' already, which joined 7 s ago"
     ):
         made.join("a", "2", 7.0)
-    made.submit("a", "1", 1, 0, 0.0)  # the first one goes on
+    made.submit("a", "1", Submission(1, None, 0), 0.0)  # the first one goes on
     made.disconnect("a", "1", 1, 8.0)
     made.join("a", "2", 9.0)  # a connection that broke holds no name
     assert not made.pending
@@ -949,7 +949,7 @@ def test_a_replaced_worker_is_told_so():
     made.join("a", "2", 0.0, replace=True)
     assert take(made) == ""
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
-        made.submit("a", "1", 2, 1, 0.0)
+        made.submit("a", "1", Submission(2, None, 1), 0.0)
     made.leave("a", "1")
     made.disconnect("a", "1", 1, 0.0)
     assert made.member("a", "2").connected  # which the first one cannot change
@@ -987,7 +987,7 @@ def test_a_life_that_was_forgotten_starts_again(monkeypatch):
         made.join("a", "1", 0.0, back=True)
     made.join("b", "1", 0.0, back=True)
     made.join("a", "2", 0.0)
-    assert made.submit("a", "2", 1, 1, 0.0)
+    assert made.submit("a", "2", Submission(1, None, 1), 0.0)
     assert take(made) == "a"
 
 
@@ -1026,7 +1026,7 @@ def test_an_exchange_costs_no_more_when_many_names_have_gone(mode):
         Counted.seen = 0
         for worker in "ab":
             sequence = made.find(worker).sequence + 1
-            made.submit(worker, "1", sequence, made.version, 0.0)
+            made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
             while (batch := made.due(0.0)) is not None:
                 made.settle(batch, 0.0)
             made.deadline()
@@ -1116,7 +1116,7 @@ def test_a_worker_that_is_not_there(how):
     elif how == "given up":
         made.disconnect("a", "1", 1, 0.0)
     with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
-        made.submit("a", "1", 1, 0, 1.0)
+        made.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
 def test_a_full_center():
@@ -1189,9 +1189,10 @@ def test_a_life_knows_the_last_exchange_of_the_life_before():
     ledger.join("anna", "first", 0.0)
     assert ledger.member("anna", "first").before is None
     for sequence in (1, 2):
-        ledger.submit("anna", "first", sequence, 0, 0.0)
+        ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
         ledger.settle(ledger.due(0.0), 0.0)
-    ledger.submit("anna", "first", 3, 0, 0.0)  # which waits, and goes with it
+    # It waits, and goes with its session.
+    ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
     assert ledger.member("anna", "second").before == ("first", 2)
@@ -1206,7 +1207,7 @@ def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
     assert ledger.member("anna", "third").before == ("first", 0)
-    ledger.submit("anna", "third", 1, 0, 0.0)
+    ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     for life in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").incarnation)
@@ -1217,7 +1218,7 @@ def test_a_life_knows_the_last_exchange_of_the_last_life_that_made_any():
 def test_a_center_that_lost_something_recalls_exchanges_and_nobody_who_is_there():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
-    ledger.submit("anna", "first", 1, 0, 0.0)
+    ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
     again.recall(ledger.memory(), 0.0, gone=True)

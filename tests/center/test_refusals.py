@@ -19,6 +19,7 @@ from agn_optax.center import (
     LocalCenter,
     Refuse,
     ShardedCenter,
+    Submission,
     Synchronous,
 )
 
@@ -285,15 +286,15 @@ def test_a_round_goes_on_without_what_it_refuses():
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
     for name, session in members.items():
         message = jnp.full(2, values[name])
-        session.submit(1, message, anchor_version=0)
+        session.submit(Submission(1, message, anchor_version=0))
     answers = {name: session.collect(1, 10) for name, session in members.items()}
     assert [bool(answer.refused) for answer in answers.values()] == [0, 1, 0]
     for answer in answers.values():
         assert answer.version == 1
         np.testing.assert_array_equal(answer.params, -3.0)
-    members["anna"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["bert"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["carl"].submit(2, jnp.full(2, 100.0), anchor_version=1)
+    members["anna"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["bert"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["carl"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
     for session in members.values():
         answer = session.collect(2, 10)
         assert answer.refused
@@ -305,8 +306,8 @@ def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before
         shared.easgd(0.5), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
     )
     anna, bert = center.join("anna"), center.join("bert")
-    anna.submit(1, jnp.full(2, 2.0), anchor_version=0)
-    bert.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
+    bert.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
     assert anna.collect(1, 10).version == 0
     answer = bert.collect(1, 10)
     assert answer.version == 1
@@ -321,9 +322,9 @@ def test_nobody_waits_longer_for_a_worker_that_was_refused():
     assert send(center, 2.0, "anna").refused
     assert send(center, 1.0, "bert").applied
     session, _ = sessions._sessions[center]["bert"]
-    session.submit(2, of(1.0), anchor_version=1)
+    session.submit(Submission(2, of(1.0), anchor_version=1))
     assert session.collect(2, 0.0).applied
-    session.submit(3, of(1.0), anchor_version=2)
+    session.submit(Submission(3, of(1.0), anchor_version=2))
     assert session.collect(3, 0.0) is None  # until anna has made another round
     assert send(center, 2.0, "anna").refused
     assert session.collect(3, 10).applied
@@ -334,7 +335,7 @@ def test_a_repeated_message_is_refused_once(acknowledges):
     center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(norm=1.0))
     session = center.join("anna")
     for _ in range(3):
-        session.submit(1, of(2.0), anchor_version=0)
+        session.submit(Submission(1, of(2.0), anchor_version=0))
         answer = session.collect(1)
         assert answer.refused.startswith("its norm is 2,")
         if acknowledges:
@@ -350,7 +351,7 @@ def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
 
     def talk(center, sequences, values):
         for name, value in values:
-            lives[name].submit(sequences[name], of(value), anchor_version=0)
+            lives[name].submit(Submission(sequences[name], of(value), anchor_version=0))
             lives[name].collect(sequences[name])
             sequences[name] += 1
 
@@ -375,10 +376,12 @@ def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
     again = LocalCenter(shared.downpour(), **settings)
     assert decisions(again) == before
     life = again.core.join("anna", lives["anna"].incarnation, back=True)
-    repeated = life.exchange(sequences["anna"] - 1, of(1.0), anchor_version=0)
+    repeated = life.exchange(
+        Submission(sequences["anna"] - 1, of(1.0), anchor_version=0)
+    )
     assert "not finite" in repeated.refused
     with pytest.raises(errors.MessageRefusedError, match="50"):
-        life.exchange(sequences["anna"], of(50.0), anchor_version=0)
+        life.exchange(Submission(sequences["anna"], of(50.0), anchor_version=0))
     again.close()
 
 
@@ -412,7 +415,7 @@ def test_a_site_goes_on_from_a_parent_that_refuses():
         def exchange(sequence, value):
             settled = site.center.core.ledger.version + 2  # it, and the parent's answer
             message = {"w": jnp.full(2, -value)}
-            session.exchange(sequence, message, anchor_version=0)
+            session.exchange(Submission(sequence, message, anchor_version=0))
             assert site.center.core.wait_for(
                 lambda: site.center.core.ledger.version >= settled, 60
             )

@@ -15,7 +15,7 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import accumulate, elastic_pull, errors, rules
-from agn_optax.center import Core, ShardedCenter, Snapshots
+from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
 from agn_optax.rules import codecs
 from agn_optax.worker import Uplink, _tree
 
@@ -35,18 +35,12 @@ class Parent(agn_optax.LocalCenter):
         session = super().join(*args, **kwargs)
         submit = session.submit
 
-        def seen(sequence, contribution, *, anchor_version, steps=0, **said):
+        def seen(submission):
             while self.before:
                 self.before.pop()()
-            sent = jax.tree.map(np.array, contribution)
-            self.sent.append((sent, anchor_version, steps))
-            submit(
-                sequence,
-                contribution,
-                anchor_version=anchor_version,
-                steps=steps,
-                **said,
-            )
+            sent = jax.tree.map(np.array, submission.contribution)
+            self.sent.append((sent, submission.anchor_version, submission.steps))
+            submit(submission)
             while self.meanwhile:
                 self.meanwhile.pop()()
 
@@ -72,7 +66,7 @@ class Site:
                     lambda x: jnp.full_like(x, value), version.params
                 )
                 anchor = version.number
-            self.worker.exchange(self.made, message, anchor_version=anchor)
+            self.worker.exchange(Submission(self.made, message, anchor_version=anchor))
 
     def meets(self, times):
         """Waits until it has met its parent so often, and adopted what it is."""
@@ -128,7 +122,7 @@ def test_a_site_adopts_what_others_have_sent_meanwhile():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
         other = parent.join("other")
-        other.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+        other.exchange(Submission(1, jnp.full(3, 100.0), anchor_version=0))
         made.exchange(1.0, times=2)
         made.meets(1)
         np.testing.assert_array_equal(made.core.snapshot().params, -102.0)
@@ -389,7 +383,8 @@ def test_an_answer_that_could_not_be_adopted_is_adopted_later(at):
 
         made.core.shift = fails_once
         other = parent.join("other")
-        other.exchange(1, jnp.ones(3), anchor_version=0)  # so there is some to adopt
+        # So there is some to adopt.
+        other.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         if at == "join":
             parent.meanwhile.append(fails)  # it arrives, and the answer is lost
         made.exchange(1.0, times=2)
@@ -446,8 +441,8 @@ def test_nothing_waits_for_an_uplink_that_reads_a_contribution():
     uplink = Uplink(core, parent, period=100, name="site")
     ready = []
 
-    def observed(contribution, claim):
-        read = uplink._observe(contribution, claim)
+    def observed(submission):
+        read = uplink._observe(submission)
         ready.append(read.is_ready())
         return read
 
@@ -455,7 +450,7 @@ def test_nothing_waits_for_an_uplink_that_reads_a_contribution():
     try:
         assert uplink.ready.wait(LIMIT)
         session = core.join("anna")
-        session.exchange(1, np.ones(1000, np.float32), anchor_version=0)
+        session.exchange(Submission(1, np.ones(1000, np.float32), anchor_version=0))
         assert ready == [False]
         assert uplink._record.sum.is_ready()
     finally:

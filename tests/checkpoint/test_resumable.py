@@ -13,7 +13,7 @@ from helpers import shared
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import Session
+from agn_optax.center import Session, Submission
 
 SAMPLES, PERIOD = 7, 2
 
@@ -253,7 +253,7 @@ def test_it_refuses_what_is_not_its_own(journaled, tmp_path):
     ) as center:
         for _ in range(2):  # or the worker would have seen the future
             session = center.join("x")
-            session.exchange(1, jnp.zeros(SAMPLES), anchor_version=0)
+            session.exchange(Submission(1, jnp.zeros(SAMPLES), anchor_version=0))
         loop, _ = resumable(center, tmp_path / "own")
         with pytest.raises(errors.WorkerStateError, match=r"'w' cannot go on.*anew"):
             loop.start()

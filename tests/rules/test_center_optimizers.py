@@ -9,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.support import assert_identical, tree
+from helpers.support import assert_identical, submissions, tree
 
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
 from agn_optax._internal import tracing
+from agn_optax.center import Submission
 from agn_optax.center._store import Store
 from agn_optax.round import elementwise
 
@@ -106,7 +107,9 @@ def test_a_center_goes_on_as_if_it_had_never_stopped(name):
         session = center.join("worker-0")
         for sequence, i in enumerate(numbers, start=1):
             session.exchange(
-                sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                Submission(
+                    sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                )
             )
         session.leave()
         return center.save()
@@ -130,7 +133,7 @@ def test_packed_it_is_the_same_bit_for_bit_or_the_tree_stays(name):
             lambda x: np.asarray(rng.normal(size=x.shape), np.float32), params
         )
         for store in both:
-            store.apply([store.place(message)], [late])
+            store.apply(submissions(store.place(message)), [late])
     assert_identical(*(jax.tree.map(np.asarray, store.save()) for store in both))
 
 
@@ -407,9 +410,9 @@ def test_buffered_it_is_a_round(size):
     one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
     for _ in range(3):
         messages = [np.asarray(rng.normal(size=500), np.float32) for _ in range(size)]
-        rounds.apply(messages, [0] * size, [1.0] * size)
+        rounds.apply(submissions(*messages), [0] * size, [1.0] * size)
         for late, message in enumerate(messages):
-            one_by_one.apply([message], [late])
+            one_by_one.apply(submissions(message), [late])
     found = rounds.save().params, one_by_one.save().params
     if size == 4:  # division by which is exact
         assert_identical(*found)
@@ -746,7 +749,7 @@ def test_a_fast_worker_does_not_pull_the_center_to_its_data():
             sent[i] += 1
             message = anchors[i].params - (1.0 if i else -1.0)
             anchors[i] = sessions[i].exchange(
-                sent[i], message, anchor_version=anchors[i].version
+                Submission(sent[i], message, anchor_version=anchors[i].version)
             )
             seen.append(float(anchors[i].params[0]))
         return np.mean(seen[-100:])

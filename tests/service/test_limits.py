@@ -19,7 +19,7 @@ from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
-from agn_optax.center import Journal
+from agn_optax.center import Journal, Submission
 from agn_optax.ops.watch import _http
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
@@ -186,7 +186,7 @@ def test_who_does_not_read_its_answer_is_cut_off(
         service.connect(large_server.address, RULE, transports=[transport]) as other,
     ):
         anna = other.join("anna")
-        anna.submit(1, large, anchor_version=0)
+        anna.submit(Submission(1, large, anchor_version=0))
         wait_until(lambda: large_server.center.version == 1)
         wait_until(lambda: not large_server._servicer._talking)
         # Nothing is lost: it asks again.
@@ -280,9 +280,11 @@ def test_newcomers_are_refused_where_there_is_no_memory_for_them():
         with pytest.raises(errors.CenterFullError, match="is for 2 workers, and 2 are"):
             center.join("carl")
         for session in joined:
-            assert session.exchange(1, ones, anchor_version=0).applied
+            assert session.exchange(Submission(1, ones, anchor_version=0)).applied
         joined[0].leave()
-        assert center.join("carl").exchange(1, ones, anchor_version=2).applied
+        assert (
+            center.join("carl").exchange(Submission(1, ones, anchor_version=2)).applied
+        )
 
 
 def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
@@ -448,7 +450,10 @@ def test_who_calls_too_often_waits_alone(little):
         with too_many():
             again_and_again(eve.status)
         for number in range(1, 100):  # what it exchanges is nobody else's loss
-            assert anna.exchange(number, SMALL, anchor_version=0).version == number
+            assert (
+                anna.exchange(Submission(number, SMALL, anchor_version=0)).version
+                == number
+            )
         assert center.pull().version == 99
 
 
@@ -469,7 +474,7 @@ def test_a_host_that_calls_too_often_loses_no_worker(little):
         for _ in range(3):
             before = seen()
             wait_until(lambda before=before: seen() > before)
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
 def test_who_guesses_tokens_waits(little):
@@ -595,7 +600,7 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
             wait_until(lambda: len(server._servicer.transfers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
         wait_until(lambda: not server._servicer.transfers._all)
         # gRPC counts a call until some milliseconds after its end.
         assert observer._connection.retry(observer.status)["version"] == 1
@@ -697,7 +702,11 @@ def test_who_only_looks_takes_nothing_of_a_worker_at_the_same_host(little):
         with too_many():
             again_and_again(eve.status)
         with service.connect(server.address, RULE, timeout=LIMIT) as center:
-            assert center.join("anna").exchange(1, SMALL, anchor_version=0).applied
+            assert (
+                center.join("anna")
+                .exchange(Submission(1, SMALL, anchor_version=0))
+                .applied
+            )
 
 
 def test_center_that_is_busy_is_not_said_to_be_gone(little, caplog):
@@ -815,7 +824,7 @@ def test_a_worker_comes_back_whatever_its_host_does(little):
         with too_many():
             again_and_again(eve._connection.describe)
         anna._link.cancel()
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
 def test_who_hears_why_it_is_refused_has_seconds_for_that(server, center, monkeypatch):
@@ -845,7 +854,7 @@ def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
     ones = np.ones(SIZE, np.float32)
     for number in range(20):
         session = center.join(f"worker {number}")
-        session.exchange(1, ones, anchor_version=number)
+        session.exchange(Submission(1, ones, anchor_version=number))
         session.leave()
     assert len(server._servicer._traffic) <= 2 * server._servicer.workers + 1
     assert center.status()["bytes_received"] == 20 * ones.nbytes
@@ -917,9 +926,9 @@ def test_worker_joins_whatever_its_host_does_at_the_door(full, transport, access
         with service.connect(server.address, RULE, **options) as center:
             anna = center.join("anna")
             churn(port)
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
             anna._link.cancel()
-            assert anna.exchange(2, SMALL, anchor_version=1).version == 2
+            assert anna.exchange(Submission(2, SMALL, anchor_version=1)).version == 2
         assert not server._servicer.lets_in("this machine")
 
 

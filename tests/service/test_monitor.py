@@ -14,6 +14,7 @@ from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.ops.watch import _metrics, _monitor
 from agn_optax.ops.watch._monitor import Series
 from agn_optax.service import center_pb2 as pb
@@ -50,7 +51,7 @@ def worker(monitor, name):
 
 
 def exchanged(session, sequence, anchor=0, value=ONES, **said):
-    session.submit(sequence, value, anchor_version=anchor, **said)
+    session.submit(Submission(sequence, value, anchor_version=anchor, **said))
     session.collect(sequence)
 
 
@@ -102,7 +103,7 @@ def test_who_waits_for_others_has_not_stalled():
     mode = centers.Synchronous()
     with watched(mode=mode) as (server, monitor, center):
         anna, _ = center.join("anna"), center.join("bert")
-        anna.submit(1, ONES, anchor_version=0)
+        anna.submit(Submission(1, ONES, anchor_version=0))
         ledger = server.center.core.ledger
         wait_until(lambda: "anna" in ledger.pending)
         now = time.monotonic()
@@ -231,7 +232,7 @@ def test_what_is_on_disk_is_told(tmp_path):
         assert told(monitor, "initialized") == [
             "the first parameters are there, 3 numbers"
         ]
-        center.join("anna").exchange(1, {"w": ONES}, anchor_version=0)
+        center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
         monitor.look()
         assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
@@ -257,7 +258,7 @@ def test_that_the_disk_has_failed_is_told(tmp_path, monkeypatch):
 def test_workers_of_the_life_before_are_shown_until_they_are_back(tmp_path):
     kept = centers.Journal(tmp_path)
     with watched(durability=kept) as (server, _, center):
-        center.join("anna").exchange(1, ONES, anchor_version=0)
+        center.join("anna").exchange(Submission(1, ONES, anchor_version=0))
         server.stop()  # before it leaves
     with watched(None, durability=kept) as (_, monitor, center):
         monitor.look()

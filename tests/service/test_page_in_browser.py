@@ -12,6 +12,7 @@ import pytest
 from helpers import shared, talking
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.service import Access
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,9 @@ def training(address, name):
             while not ended.wait(0.05):
                 number += 1
                 said = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
-                answer = session.exchange(number, ONES, anchor_version=version, **said)
+                answer = session.exchange(
+                    Submission(number, ONES, anchor_version=version, **said)
+                )
                 version = answer.version
 
     ended = threading.Event()

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Center, Store
+from agn_optax.center import Center, Store, Submission
 from agn_optax.ops.planning import Cluster, Cost, Machine, abstract, plan
 from agn_optax.rules import codecs
 
@@ -163,11 +163,12 @@ def _arithmetic(size: int) -> Callable[[], float]:
     # so each is in new memory. A served one writes over the last, as this store does.
     store = Store(rules.downpour(), jnp.zeros(size), None, None)
     message = jnp.zeros(size)
+    submission = Submission(1, message, anchor_version=0)
 
     def run() -> object:
         norm = store.norm(message, store.current.params)
         np.asarray(norm)  # which must be finite before the message is applied
-        store.apply([message], [0])
+        store.apply([submission], [0])
         return store.current.params
 
     return _timed(run)
@@ -182,7 +183,7 @@ def _exchange(center: Center, size: int) -> Callable[[], float]:
 
     def run() -> object:
         nonlocal version
-        answer = session.exchange(next(sequences), params, anchor_version=version)
+        answer = session.exchange(Submission(next(sequences), params, version))
         version = answer.version
         return answer.params
 
