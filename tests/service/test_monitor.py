@@ -380,7 +380,8 @@ def test_nobody_is_told_more_than_fits_and_nobody_waits(monkeypatch):
     with watched() as (server, monitor, _), monitor._lock:
         began = time.monotonic()
         for n in range(2 * _monitor._MOST_TOLD):
-            server._servicer.tell("exchange", "anna", "life", n, 1, 0, True, "")
+            answer = centers.Answer(None, n, n)
+            server._servicer.tell("exchange", "anna", "life", 1, answer)
         assert len(monitor._told) == _monitor._MOST_TOLD
         assert time.monotonic() - began < 10
 

@@ -818,16 +818,8 @@ class Servicer:
             if answer.norm is not None:
                 traffic.norm = float(answer.norm)
                 answer = answer._replace(norm=traffic.norm)
-            self.tell(
-                "exchange",
-                session.worker,
-                session.incarnation,
-                answer.sequence,
-                message.steps,
-                answer.staleness,
-                answer.applied,
-                answer.refused,
-            )
+            life = session.worker, session.incarnation
+            self.tell("exchange", *life, message.steps, answer)
             with self.core.reading(kept.version) as version:
                 parcel = self._followed(version, answer, message) or self._parcel(
                     version, answer, self._travels.answer, public=True
