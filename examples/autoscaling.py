@@ -124,7 +124,7 @@ def errors_of(
                 own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
                 there.append(Trainer(shared, f"worker-{len(there)}", own))
             for _ in range(rounds):
-                if isinstance(case.mode, center.Synchronous):  # they wait in there
+                if case.mode.combines:  # they wait in there
                     list(threads.map(Trainer.round, there))
                 else:
                     for each in there:

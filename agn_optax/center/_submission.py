@@ -17,7 +17,7 @@ from agn_optax._internal import check
 
 PyTree = Any
 
-MOST_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
+_MOST_STEPS = 2**31 - 1  # maximum local steps of a message: programs count in int32
 # Fields of the records that are trees, or that the receiver of an answer adds.
 _NOT_PLAIN = {"contribution", "reported", "anchor", "params", "in_part", "received"}
 
@@ -59,15 +59,17 @@ class Submission(NamedTuple):
     anchor: PyTree = None
 
     def checked(self) -> Submission:
-        """Return the submission to one center with its numbers as Python numbers.
+        """Check the numbers of a submission, and return it with Python numbers.
+
+        The submission must be for one center: one in shards passes a part to each.
 
         Raises:
-          InvalidArgumentError: ``anchor_version`` is not a whole number, or ``steps``
-            or ``weight`` is out of range.
+          InvalidArgumentError: ``anchor_version``, ``steps`` or ``weight`` is out of
+            range.
           InvalidTypeError: ``weight`` is not a number.
         """
         steps, version = _as_int(self.steps), _as_int(self.anchor_version)
-        check.whole_number(steps, "steps", least=0, most=MOST_STEPS, optional=False)
+        check.whole_number(steps, "steps", least=0, most=_MOST_STEPS, optional=False)
         weight = check.weight(self.weight)
         if not (isinstance(version, int) and version >= 0):
             raise errors.InvalidArgumentError(
