@@ -36,6 +36,7 @@ from report import Report, parse
 from side_by_side import Form
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.service import Tls
 from agn_optax.service._address import SERVICE
 from agn_optax.service.security._access import KEY_SIZE
@@ -123,7 +124,7 @@ class BadPeer:
     def does_not_read(self) -> None:
         """Send a message, and do not read the answer."""
         session = self._center.join("eve")
-        session.submit(1, self._contribution, anchor_version=0)
+        session.submit(Submission(1, self._contribution, anchor_version=0))
         session.disconnect()
 
     def reconnects(self) -> None:

@@ -16,6 +16,7 @@ from processes import Process
 
 import agn_optax
 from agn_optax import rules
+from agn_optax.center import Submission
 
 PyTree = Any
 
@@ -111,11 +112,10 @@ def exchanging(
 
     def run() -> None:
         nonlocal version
-        snapshot = session.exchange(
-            next(sequences), encode(contribution), anchor_version=version
-        )
-        jax.block_until_ready(snapshot.params)
-        version = snapshot.version
+        sent = Submission(next(sequences), encode(contribution), version)
+        answer = session.exchange(sent)
+        jax.block_until_ready(answer.params)
+        version = answer.version
 
     return run
 

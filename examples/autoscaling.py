@@ -125,7 +125,7 @@ def errors_of(
                 own = two_hosts.batches(data.train, 32, 1000 * seed + len(there))
                 there.append(Trainer(shared, f"worker-{len(there)}", own))
             for _ in range(rounds):
-                if isinstance(case.mode, center.Synchronous):  # rounds wait for all
+                if case.mode.combines:  # rounds wait for all
                     list(threads.map(Trainer.round, there))
                 else:
                     for each in there:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from agn_optax import errors
 from agn_optax._internal import check
+from agn_optax.center._submission import Submission
 
 _RECENT = 100  # number of norms in the median; also the time scale of `FADES`, versions
 _ENOUGH = 10  # applied messages before a limit compares messages with each other
@@ -60,7 +61,8 @@ class Refuse:
       >>> rule = agn_optax.rules.downpour()
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(3), refuse=refuse)
       >>> session = center.join("worker-0")
-      >>> answer = session.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+      >>> message = agn_optax.center.Submission(1, jnp.full(3, 100.0), anchor_version=0)
+      >>> answer = session.exchange(message)
       >>> print(answer.refused)
       its norm is 173.2, and this center takes 10 at most
       >>> print(answer.params, answer.version)
@@ -103,16 +105,6 @@ class Refuse:
         return self.nonfinite or any(bound is not None for bound in bounds)
 
 
-class Claim(NamedTuple):
-    """Numbers that a worker claims for its message; only their range can be checked."""
-
-    steps: int = 0  # local steps in the message; 0 if unknown
-    weight: float | None = None  # weight of the message; None if not given
-
-
-UNSAID = Claim()
-
-
 class Size(NamedTuple):
     """The size of a message."""
 
@@ -126,12 +118,6 @@ class Refusal(NamedTuple):
     kind: str  # name of the exceeded limit in `Refuse`
     why: str
     is_last: bool = False  # whether the worker's exchange raises an error
-
-
-def _claims_more(kind: str, claimed: float | None, most: float) -> Refusal:
-    return Refusal(
-        kind, f"it claims {kind} of {claimed:g}, and this center takes {most:g} at most"
-    )
 
 
 class Refusals:
@@ -153,28 +139,32 @@ class Refusals:
 
     def judge(
         self,
+        submission: Submission,
         size: Size | None,
         missed: int,
         own: float,
         others: float,
         exchanges: int,
-        claim: Claim,
     ) -> Refusal | None:
         """Return the rejection of a message; None if the message is accepted.
 
         Args:
+          submission: the message, of which only the plain fields are read.
           size: size of the message; None if it was not measured.
           missed: number of versions since the round of its worker began.
           own: recent movement of its worker.
           others: recent movement of all other registered workers.
           exchanges: number of exchanges of all registered workers.
-          claim: numbers that the worker claims for the message.
         """
         refuse = self.refuse
-        if refuse.steps is not None and claim.steps > refuse.steps:
-            return _claims_more("steps", claim.steps, refuse.steps)
-        if refuse.weight is not None and (claim.weight or 0.0) > refuse.weight:
-            return _claims_more("weight", claim.weight, refuse.weight)
+        for kind in ("steps", "weight"):
+            claimed, most = getattr(submission, kind), getattr(refuse, kind)
+            if most is not None and (claimed or 0) > most:
+                return Refusal(
+                    kind,
+                    f"it claims {kind} of {claimed:g}, and this center takes {most:g} "
+                    "at most",
+                )
         if refuse.staleness is not None and missed > refuse.staleness:
             return Refusal(
                 "staleness",

@@ -30,7 +30,7 @@ import optax
 from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, combinations, in_background, trees
-from agn_optax.center import Center, Claim, Core
+from agn_optax.center import Center, Core, Submission
 from agn_optax.round import LocalState
 from agn_optax.worker._worker import Worker
 
@@ -393,7 +393,7 @@ class Uplink:
         self._core.shift(adopted, base)
         self._base, self._rounds = adopted, left
 
-    def _observe(self, contribution: PyTree, claim: Claim) -> jax.Array | None:
+    def _observe(self, submission: Submission) -> jax.Array | None:
         """Add an exchange at the site to the sums; called under the center's lock.
 
         Returns:
@@ -401,12 +401,13 @@ class Uplink:
           read.
         """
         self._steps += 1
-        if claim.weight is not None:
-            self._weight = (self._weight or 0.0) + claim.weight
+        if submission.weight is not None:
+            self._weight = (self._weight or 0.0) + submission.weight
         if not self._keeps_record:
             return None
         if self._record is None:
             self._record = self._begin_record()
+        contribution = submission.contribution
         self._record, read = self._accumulate(contribution, self._record)
         return read
 

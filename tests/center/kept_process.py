@@ -12,7 +12,7 @@ import threading
 import jax.numpy as jnp
 from helpers import shared, talking
 
-from agn_optax.center import Journal, LocalCenter, Snapshots
+from agn_optax.center import Journal, LocalCenter, Snapshots, Submission
 
 KINDS = {"journal": Journal, "snapshots": Snapshots}
 ANSWERED = struct.Struct("<q32s")
@@ -58,7 +58,7 @@ class Commands:
         try:
             while not self._ended:
                 version = session.exchange(
-                    version + 1, self._message, anchor_version=version
+                    Submission(version + 1, self._message, anchor_version=version)
                 ).version
                 ANSWERED.pack_into(self._shared, 0, version, life)
         except Exception as error:

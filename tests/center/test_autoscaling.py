@@ -17,6 +17,7 @@ from agn_optax.center import (
     BoundedStaleness,
     LocalCenter,
     Refuse,
+    Submission,
     Synchronous,
 )
 
@@ -166,7 +167,9 @@ def in_turns(center, workers, rounds):
     anchors, applied = [0] * workers, [0] * workers
     for sequence in range(1, rounds + 1):
         for i, session in enumerate(sessions):
-            answer = session.exchange(sequence, -jnp.ones(2), anchor_version=anchors[i])
+            answer = session.exchange(
+                Submission(sequence, -jnp.ones(2), anchor_version=anchors[i])
+            )
             anchors[i] = answer.version
             applied[i] += answer.applied and not answer.refused
     for session in sessions:
@@ -184,9 +187,13 @@ def test_share_limit_is_not_enforced_for_too_few_workers():
     anchor = center.version
     for sequence in range(1, 11):
         for session in sessions:
-            made = session.exchange(sequence, -jnp.ones(2), anchor_version=anchor)
+            made = session.exchange(
+                Submission(sequence, -jnp.ones(2), anchor_version=anchor)
+            )
             assert not made.refused
-    large = sessions[0].exchange(11, -50 * jnp.ones(2), anchor_version=anchor)
+    large = sessions[0].exchange(
+        Submission(11, -50 * jnp.ones(2), anchor_version=anchor)
+    )
     assert "of all movement would be its worker's" in large.refused
 
 

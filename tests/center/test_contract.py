@@ -24,6 +24,7 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import errors, service
+from agn_optax.center import Submission
 
 
 @pytest.fixture(params=center_kinds.KINDS)
@@ -161,13 +162,13 @@ def test_session_is_resumed_from_another_process(kind):
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(4)) as center:
         first = center.join("w")
         version = center.pull().version
-        first.exchange(1, jnp.ones(4), anchor_version=version)
+        first.exchange(Submission(1, jnp.ones(4), anchor_version=version))
         life = json.loads(json.dumps(first.life))  # as if stored in a file
         first.disconnect()
         again = center.join("w", life=life)
         assert again.life == life
-        again.exchange(1, jnp.ones(4), anchor_version=version)
-        after = again.exchange(2, jnp.ones(4), anchor_version=version)
+        again.exchange(Submission(1, jnp.ones(4), anchor_version=version))
+        after = again.exchange(Submission(2, jnp.ones(4), anchor_version=version))
         np.testing.assert_array_equal(after.params, np.full(4, -2.0))
         center.join("w").leave()  # a new session of the worker
         with pytest.raises(errors.WorkerStateError, match="was replaced"):

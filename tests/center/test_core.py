@@ -39,6 +39,7 @@ from agn_optax.center import (
     BoundedStaleness,
     Core,
     Journal,
+    Submission,
     Synchronous,
     _core,
 )
@@ -130,8 +131,8 @@ class Exchanges(RuleBasedStateMachine):
         )
         self.core.observer = self.observe
 
-    def observe(self, contribution, claim):
-        number = int(contribution[0])
+    def observe(self, submission):
+        number = int(submission.contribution[0])
         assert number not in self.applied
         assert number not in self.dropped
         self.applied[number] = self.core.store.current.number
@@ -208,7 +209,7 @@ class Exchanges(RuleBasedStateMachine):
 
     def is_refused(self, life):
         with pytest.raises(errors.WorkerStateError, match=life.name):
-            life.session.submit(1, jnp.ones(2), anchor_version=0)
+            life.session.submit(Submission(1, jnp.ones(2), anchor_version=0))
         for sequence in (1, len(life.sent)):
             with pytest.raises(errors.WorkerStateError, match=life.name):
                 life.session.collect(sequence, 0.0)
@@ -222,7 +223,9 @@ class Exchanges(RuleBasedStateMachine):
             life.got, life.is_kept, life.answer = False, True, None
             life.anchor_sent = life.anchor
         contribution = jnp.array([float(life.sent[-1]), 1.0])
-        life.session.submit(len(life.sent), contribution, anchor_version=life.anchor)
+        life.session.submit(
+            Submission(len(life.sent), contribution, anchor_version=life.anchor)
+        )
 
     @rule(name=NAMES, how=HOW)
     def collect(self, name, how):
@@ -273,19 +276,21 @@ class Exchanges(RuleBasedStateMachine):
             if snapshot is None:
                 return None
             self.handed_out.append(snapshot)
-            number, answer, params = snapshot.version, snapshot, snapshot.params
+            answer, params = snapshot, snapshot.params
         else:
-            answer = session.answer(sequence, 0.0)
-            if answer is None:
+            kept = session.answer(sequence, 0.0)
+            if kept is None:
                 return None
-            session.wait_until_kept(answer)
-            with self.core.reading(answer.version) as version:
+            session.wait_until_kept(kept)
+            with self.core.reading(kept.version) as version:
                 params = jnp.copy(version.params)
             if how == "replace":
-                answer = session.replace(answer, jnp.copy(params))
-            number = answer.version.number
+                kept = session.replace(kept, jnp.copy(params))
+            answer = kept.answer
+            assert answer.version == kept.version.number
         norm = None if answer.norm is None else float(answer.norm)
-        return number, answer.staleness, answer.applied, norm, np.asarray(params)
+        said = answer.version, answer.staleness, answer.applied, norm
+        return *said, np.asarray(params)
 
     @rule(name=NAMES)
     def acknowledge(self, name):
@@ -401,11 +406,13 @@ def core_of(mode=None, **settings):
 
 
 def submit(session, sequence=1, anchor_version=0):
-    session.submit(sequence, jnp.ones(2), anchor_version=anchor_version)
+    session.submit(Submission(sequence, jnp.ones(2), anchor_version=anchor_version))
 
 
 def exchange(session, sequence=1, anchor_version=0):
-    return session.exchange(sequence, jnp.ones(2), anchor_version=anchor_version)
+    return session.exchange(
+        Submission(sequence, jnp.ones(2), anchor_version=anchor_version)
+    )
 
 
 @contextlib.contextmanager
@@ -548,7 +555,7 @@ def test_kept_error_holds_no_arrays_of_its_round(mode):
     message = jnp.ones(2)
     held = weakref.ref(message)
     for _ in range(2):
-        anna.submit(1, message, anchor_version=0)
+        anna.submit(Submission(1, message, anchor_version=0))
         with pytest.raises(FloatingPointError, match="no such update") as raised:
             anna.collect(1)
         note = "".join(raised.value.__notes__)  # the traceback is kept as a note
@@ -564,11 +571,11 @@ def test_response_is_not_read_once_its_worker_has_joined_anew():
     """Its arrays may have been reused for the next version."""
     core = Core(DOWNPOUR, jnp.zeros(2))
     anna, bert = core.join("anna"), core.join("bert")
-    anna.submit(1, jnp.ones(2), anchor_version=0)
+    anna.submit(Submission(1, jnp.ones(2), anchor_version=0))
     answer = anna.answer(1)
     anna.disconnect()
     core.join("anna")  # a new session, without pending responses
-    bert.submit(1, jnp.ones(2), anchor_version=1)
+    bert.submit(Submission(1, jnp.ones(2), anchor_version=1))
     assert bert.answer(1).version.number == 2
     with (
         pytest.raises(errors.WorkerStateError, match="version 1 is kept no longer"),
@@ -750,7 +757,7 @@ def test_exception_in_the_thread_of_a_check_is_logged(caplog):
     core = core_of(Synchronous(quorum=1, grace=0.5))  # longer than a submit takes
     anna, _ = core.join("anna"), core.join("bert")
 
-    def broken(contribution, claim):
+    def broken(submission):
         raise ZeroDivisionError("an observer's")
 
     core.observer = broken
@@ -782,14 +789,14 @@ def test_new_session_does_not_get_the_error_of_the_previous_one(again, monkeypat
 def test_new_session_neither_sends_nor_gets_messages_of_the_old_one():
     core = core_of(Synchronous())
     first, bert = core.join("anna"), core.join("bert")
-    first.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    first.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
     second = core.join("anna", replace=True)
     submit(bert)
     submit(second)
     assert second.collect(1, 0.0).version == bert.collect(1, 0.0).version == 1
     np.testing.assert_array_equal(core.snapshot().params, -2)
     third = core.join("anna", replace=True)
-    third.submit(1, jnp.full(2, 100.0), anchor_version=1)
+    third.submit(Submission(1, jnp.full(2, 100.0), anchor_version=1))
     assert third.collect(1, 0.0) is None  # it waits for bert
     exchange(bert, 2, 1)
     assert third.collect(1, 0.0).version == 2
@@ -824,7 +831,7 @@ def test_late_response_is_not_overwritten():
     submit(anna)
     anna.acknowledge(1)
     late = anna.answer(1)
-    assert (late.norm, late.version.number) == (None, 1)
+    assert (late.answer.norm, late.version.number) == (None, 1)
     assert exchange(bert).version == 2
     np.testing.assert_array_equal(late.version.params, -1)
 

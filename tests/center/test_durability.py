@@ -33,6 +33,7 @@ from agn_optax.center import (
     Journal,
     LocalCenter,
     Snapshots,
+    Submission,
     Synchronous,
 )
 from agn_optax.center._ledger import Ledger
@@ -135,7 +136,9 @@ def test_rounds_are_replayed(late, tmp_path, killed):
     a, b, c = (center.core.join(worker) for worker in "abc")
     for sequence in (1, 2, 3):
         for i, session in enumerate((a, b, c)):
-            session.submit(sequence, jnp.full(3, 0.3 * i + sequence), anchor_version=0)
+            session.submit(
+                Submission(sequence, jnp.full(3, 0.3 * i + sequence), anchor_version=0)
+            )
     assert a.answer(3, timeout=LIMIT) is not None
     b.leave()
     with center.core.reading(kept=True):
@@ -150,11 +153,11 @@ def test_rounds_are_replayed(late, tmp_path, killed):
 def test_repeated_message_after_restart_is_not_applied_again(tmp_path, killed):
     center = kept(Journal(tmp_path / "a"), params=jnp.zeros(2))
     session = center.core.join("w", "life")
-    session.submit(1, jnp.ones(2), anchor_version=0)
+    session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     session.wait_until_kept(session.answer(1, timeout=LIMIT))
     again = kept(Journal(killed(tmp_path / "a")))
     session = again.core.join("w", "life", back=True)
-    session.submit(1, jnp.ones(2), anchor_version=0)
+    session.submit(Submission(1, jnp.ones(2), anchor_version=0))
     answer = session.answer(1, timeout=LIMIT)
     assert answer.applied
     np.testing.assert_array_equal(answer.version.params, -1)

@@ -29,7 +29,7 @@ class Watched(agn_optax.LocalCenter):
         self.refuses = False
         self.sent = []  # sequence, contribution and steps of every attempt
 
-    def submitted(self, sequence, said):
+    def submitted(self, submission):
         """Hook for centers with planned failures."""
 
     def join(self, *args, **kwargs):
@@ -42,21 +42,15 @@ class Link(Session):
         self.life = session.life
         self.center, self.session = center, session
 
-    def submit(self, sequence, contribution, *, anchor_version, steps=0, **said):
-        seen = jax.tree.map(np.array, contribution)
-        self.center.sent.append((sequence, seen, int(steps)))
-        self.center.submitted(sequence, said)
+    def submit(self, submission):
+        seen = jax.tree.map(np.array, submission.contribution)
+        self.center.sent.append((submission.sequence, seen, submission.steps))
+        self.center.submitted(submission)
         if self.center.refuses:
             raise errors.MessageRefusedError("not this one")
         if not self.center.there.is_set():
             raise errors.CenterUnreachableError("nobody answers")
-        self.session.submit(
-            sequence,
-            contribution,
-            anchor_version=anchor_version,
-            steps=steps,
-            **said,
-        )
+        self.session.submit(submission)
 
     def collect(self, sequence, timeout=None):
         return self.session.collect(sequence, timeout)
@@ -291,7 +285,7 @@ def test_steps_and_weight_of_a_repeated_call_count_once_after_land(lands, then):
     center = Watched(shared.downpour(), jnp.zeros(2))
     loop = Loop(center, period=2)
     weights = []
-    center.submitted = lambda _, more: weights.append(more["weight"])
+    center.submitted = lambda sent: weights.append(sent.weight)
     center.there.clear()
     for weight in (1.0, 2.0, 3.0):
         loop.local_step()
@@ -322,9 +316,10 @@ class Flaky(Watched):
 
     failures = ()
 
-    def submitted(self, sequence, said):
+    def submitted(self, submission):
+        sequence = submission.sequence
         attempts = [sequence for sequence, *_ in self.sent].count(sequence)
-        self.told = {**getattr(self, "told", {}), sequence: said["weight"]}
+        self.told = {**getattr(self, "told", {}), sequence: submission.weight}
         if attempts <= len(self.failures):
             raise self.failures[attempts - 1]("not now")
 

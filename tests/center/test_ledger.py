@@ -21,6 +21,7 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Refuse,
+    Submission,
     Synchronous,
     _ledger,
 )
@@ -282,7 +283,7 @@ class Commands(RuleBasedStateMachine):
         anchor = self.version - old
         if self.is_there(name, life):
             self.heard(known)
-        error = None
+        error, message = None, Submission(sequence, None, anchor)
         if not self.is_there(name, life):
             error = errors.WorkerStateError
         elif not 0 <= anchor <= self.version:
@@ -291,9 +292,9 @@ class Commands(RuleBasedStateMachine):
             error = errors.WorkerStateError
         if error:
             with pytest.raises(error):
-                self.ledger.submit(name, life, sequence, anchor, self.now)
+                self.ledger.submit(name, life, message, self.now)
             return
-        waits = self.ledger.submit(name, life, sequence, anchor, self.now)
+        waits = self.ledger.submit(name, life, message, self.now)
         assert waits == (ahead == 1)
         if waits:
             known.owed = False
@@ -343,11 +344,8 @@ class Commands(RuleBasedStateMachine):
         for i, name in enumerate(names):
             entry = batch.entries[i]
             sequence, anchor, arrived, _ = self.last[name].message
-            assert (entry.sequence, entry.anchor_version, entry.arrived) == (
-                sequence,
-                anchor,
-                arrived,
-            )
+            assert entry.submission == Submission(sequence, None, anchor)
+            assert entry.arrived == arrived
             assert batch.staleness[i] == self.version - anchor >= 0
             if not isinstance(self.mode, Synchronous):
                 assert batch.weights is None
@@ -460,7 +458,7 @@ class Commands(RuleBasedStateMachine):
 
     @invariant()
     def only_present_workers_are_pending(self):
-        assert {n: e.sequence for n, e in self.ledger.pending.items()} == {
+        assert {n: e.submission.sequence for n, e in self.ledger.pending.items()} == {
             n: k.message[0] for n, k in self.waiting.items()
         }
 
@@ -522,9 +520,9 @@ def test_transition_table_matches_the_commands(state, event):
     last = member.sequence
     commands = {
         "join": lambda: made.join("a", "1", 0.0),
-        "submit": lambda: made.submit("a", "1", last + 1, 0, 0.0),
+        "submit": lambda: made.submit("a", "1", Submission(last + 1, None, 0), 0.0),
         "repeat": lambda: made.submit(
-            "a", "1", last + (state is State.WAITING), 0, 0.0
+            "a", "1", Submission(last + (state is State.WAITING), None, 0), 0.0
         ),
         "settle": lambda: made.settle(made.due(0.0), 0.0),
         "refuse": lambda: made.refuse(made.due(0.0)),
@@ -567,7 +565,7 @@ def ledger(mode=None, workers="", **settings):
 def send(made, worker, anchor=None, now=0.0):
     sequence = made.find(worker).sequence + 1
     anchor = made.version if anchor is None else anchor
-    assert made.submit(worker, "1", sequence, anchor, now)
+    assert made.submit(worker, "1", Submission(sequence, None, anchor), now)
 
 
 def take(made, now=0.0):
@@ -603,7 +601,8 @@ def test_version_bound_drops_older_messages():
     member = made.find("c")
     assert (member.exchanges, member.dropped, member.sequence) == (0, 1, 1)
     assert member.staleness == 2
-    assert not made.submit("c", "1", 1, 1, 0.0)  # a dropped message is settled, too
+    # A dropped message is settled, too.
+    assert not made.submit("c", "1", Submission(1, None, 1), 0.0)
 
 
 def test_adopting_the_version_before_the_own_message_is_not_stale():
@@ -883,7 +882,7 @@ def test_settled_message_is_not_applied_again(how):
     made.expire(later)
     assert ("a" in made.present()) == (how == "back in time")
     made.join("a", "1", later)
-    assert not made.submit("a", "1", 1, 0, later)
+    assert not made.submit("a", "1", Submission(1, None, 0), later)
     assert take(made, later) == ""
     assert exchange(made, "a", now=later) == "a"
 
@@ -903,7 +902,7 @@ def test_sequence_number_out_of_order_is_rejected(sequence):
     with pytest.raises(
         errors.WorkerStateError, match=f"'a' sent exchange {sequence}, but its last.* 0"
     ):
-        made.submit("a", "1", sequence, 0, 0.0)
+        made.submit("a", "1", Submission(sequence, None, 0), 0.0)
     assert not made.pending
 
 
@@ -914,7 +913,7 @@ def test_unknown_anchor_version_is_rejected(anchor):
     with pytest.raises(
         errors.InvalidArgumentError, match=rf"in \[0, 1\].*got {anchor}"
     ):
-        made.submit("a", "1", 2, anchor, 0.0)
+        made.submit("a", "1", Submission(2, None, anchor), 0.0)
 
 
 def test_only_the_last_exchange_can_be_acknowledged():
@@ -930,7 +929,8 @@ def test_only_the_last_exchange_can_be_acknowledged():
         assert made.find("a").state is State.ANSWERED
     made.acknowledge("a", "1", 1)
     assert made.find("a").state is State.IDLE
-    assert not made.submit("a", "1", 1, 0, 0.0)  # the exchange stays settled
+    # The exchange stays settled.
+    assert not made.submit("a", "1", Submission(1, None, 0), 0.0)
     assert made.find("a").state is State.IDLE
 
 
@@ -940,7 +940,7 @@ def test_taken_name_is_rejected():
         errors.NameTakenError, match="'a' already, which joined 7 s ago"
     ):
         made.join("a", "2", 7.0)
-    made.submit("a", "1", 1, 0, 0.0)  # the first session continues
+    made.submit("a", "1", Submission(1, None, 0), 0.0)  # the first session continues
     made.disconnect("a", "1", 1, 8.0)
     made.join("a", "2", 9.0)  # a broken connection does not hold the name
     assert not made.pending
@@ -953,7 +953,7 @@ def test_replaced_worker_gets_an_error():
     made.join("a", "2", 0.0, replace=True)
     assert take(made) == ""
     with pytest.raises(errors.WorkerStateError, match="'a' was replaced by another"):
-        made.submit("a", "1", 2, 1, 0.0)
+        made.submit("a", "1", Submission(2, None, 1), 0.0)
     made.leave("a", "1")
     made.disconnect("a", "1", 1, 0.0)
     assert made.member("a", "2").connected  # the first session cannot change it
@@ -991,7 +991,7 @@ def test_forgotten_session_must_start_again(monkeypatch):
         made.join("a", "1", 0.0, back=True)
     made.join("b", "1", 0.0, back=True)
     made.join("a", "2", 0.0)
-    assert made.submit("a", "2", 1, 1, 0.0)
+    assert made.submit("a", "2", Submission(1, None, 1), 0.0)
     assert take(made) == "a"
 
 
@@ -1030,7 +1030,7 @@ def test_cost_of_an_exchange_does_not_grow_with_departed_workers(mode):
         Counted.seen = 0
         for worker in "ab":
             sequence = made.find(worker).sequence + 1
-            made.submit(worker, "1", sequence, made.version, 0.0)
+            made.submit(worker, "1", Submission(sequence, None, made.version), 0.0)
             while (batch := made.due(0.0)) is not None:
                 made.settle(batch, 0.0)
             made.deadline()
@@ -1120,7 +1120,7 @@ def test_absent_worker_cannot_submit(how):
     elif how == "given up":
         made.disconnect("a", "1", 1, 0.0)
     with pytest.raises(errors.WorkerStateError, match=r"'a' is not one of.*join again"):
-        made.submit("a", "1", 1, 0, 1.0)
+        made.submit("a", "1", Submission(1, None, 0), 1.0)
 
 
 def test_full_center_rejects_new_workers():
@@ -1193,11 +1193,10 @@ def test_session_knows_the_last_exchange_of_the_previous_session():
     ledger.join("anna", "first", 0.0)
     assert ledger.member("anna", "first").before is None
     for sequence in (1, 2):
-        ledger.submit("anna", "first", sequence, 0, 0.0)
+        ledger.submit("anna", "first", Submission(sequence, None, 0), 0.0)
         ledger.settle(ledger.due(0.0), 0.0)
-    ledger.submit(
-        "anna", "first", 3, 0, 0.0
-    )  # it waits, and is removed with the session
+    # It waits, and is removed with the session.
+    ledger.submit("anna", "first", Submission(3, None, 0), 0.0)
     ledger.leave("anna", "first")
     ledger.join("anna", "second", 1.0)
     assert ledger.member("anna", "second").before == ("first", 2)
@@ -1212,7 +1211,7 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
     ledger.join("anna", "second", 0.0, replace=True)
     ledger.join("anna", "third", 0.0, replace=True)
     assert ledger.member("anna", "third").before == ("first", 0)
-    ledger.submit("anna", "third", 1, 0, 0.0)
+    ledger.submit("anna", "third", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     for life in ("fourth", "fifth"):
         ledger.leave("anna", ledger.find("anna").incarnation)
@@ -1223,7 +1222,7 @@ def test_session_knows_the_last_exchange_before_failed_sessions():
 def test_recall_after_data_loss_keeps_exchanges_but_no_workers():
     ledger = Ledger(barrier=1)
     ledger.join("anna", "first", 0.0)
-    ledger.submit("anna", "first", 1, 0, 0.0)
+    ledger.submit("anna", "first", Submission(1, None, 0), 0.0)
     ledger.settle(ledger.due(0.0), 0.0)
     again = Ledger(barrier=1)
     again.recall(ledger.memory(), 0.0, gone=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import agn_optax
 from agn_optax import errors, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import BoundedStaleness, Submission, Synchronous
 
 
 def threads(*targets):
@@ -229,7 +229,7 @@ def test_message_of_a_worker_that_leaves_while_examined_is_dropped(again, monkey
     def exchange():
         said = "was replaced" if again else "is not one of this center's"
         with pytest.raises(errors.WorkerStateError, match=said):
-            session.exchange(1, jnp.ones(4), anchor_version=0)
+            session.exchange(Submission(1, jnp.ones(4), anchor_version=0))
 
     def leave():
         assert asked.wait(60)
@@ -309,9 +309,9 @@ def test_rule_for_rounds_used_one_by_one_gives_a_warning(
 def test_center_is_closed_at_the_end_of_its_block():
     with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2)) as center:
         session = center.join("anna")
-        session.exchange(1, jnp.ones(2), anchor_version=0)
+        session.exchange(Submission(1, jnp.ones(2), anchor_version=0))
     with pytest.raises(errors.CenterClosedError):
-        session.exchange(2, jnp.ones(2), anchor_version=1)
+        session.exchange(Submission(2, jnp.ones(2), anchor_version=1))
     np.testing.assert_array_equal(center.pull().params, -1.0)
 
 
@@ -329,7 +329,7 @@ def test_contribution_of_numpy_may_be_overwritten_once_collected(rule):
     session, message = center.join("anna"), aligned(count)
     for sequence in range(1, 11):
         message[:] = 1.0
-        session.exchange(sequence, message, anchor_version=center.version)
+        session.exchange(Submission(sequence, message, anchor_version=center.version))
         message[:] = np.nan
         params = np.asarray(center.pull().params)
         assert np.all(params == params[0])
@@ -341,14 +341,20 @@ def test_numbers_of_numpy_are_accepted(durable, tmp_path):
     kept = agn_optax.center.Journal(tmp_path) if durable else None
     with agn_optax.LocalCenter(shared.downpour(), jnp.zeros(2), durability=kept) as one:
         answer = one.join("anna").exchange(
-            np.int64(1),
-            jnp.ones(2),
-            anchor_version=np.int32(0),
-            steps=np.int64(3),
-            weight=np.float32(0.5),
+            Submission(
+                np.int64(1),
+                jnp.ones(2),
+                anchor_version=np.int32(0),
+                steps=np.int64(3),
+                weight=np.float32(0.5),
+            )
         )
         assert answer.applied
-        assert one.join("bert").exchange(1, jnp.ones(2), anchor_version=1).applied
+        assert (
+            one.join("bert")
+            .exchange(Submission(1, jnp.ones(2), anchor_version=1))
+            .applied
+        )
 
 
 def test_interrupt_at_a_barrier_removes_the_worker(monkeypatch):

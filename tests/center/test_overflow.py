@@ -16,6 +16,7 @@ from helpers.support import assert_identical
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax._internal import in_background
+from agn_optax.center import Submission
 from agn_optax.center._reach import Reach, extremes, reach_of
 from agn_optax.center._store import Store
 
@@ -83,7 +84,7 @@ def test_round_whose_norms_exceed_float32_is_rejected(packs):
     )
     sessions = [center.join(name) for name in "abc"]
     for session in sessions:
-        session.submit(1, times(3e38), anchor_version=0)
+        session.submit(Submission(1, times(3e38), anchor_version=0))
     for session in sessions:
         assert "finite" in session.collect(1).refused
     assert center.version == 0
@@ -370,7 +371,9 @@ def test_bound_is_that_of_the_discounted_message(discount, mode):
     while moved < 100:
         moved += 1
         for each in joined:
-            each.submit(moved, times(1.0, "float16"), anchor_version=center.version)
+            each.submit(
+                Submission(moved, times(1.0, "float16"), anchor_version=center.version)
+            )
         answers = [each.collect(moved) for each in joined]
         assert np.isfinite(np.asarray(answers[0].params["a"], np.float64)).all()
         if answers[0].refused:
@@ -390,9 +393,9 @@ def test_bounds_are_discarded_by_a_rebase():
     one = np.ones(2, np.float16)
     center = agn_optax.LocalCenter(shared.downpour(), 0 * one)
     session = center.join("a")
-    assert session.exchange(1, 10 * one, anchor_version=0).applied
+    assert session.exchange(Submission(1, 10 * one, anchor_version=0)).applied
     center.core.shift(65500 * one, 0 * one)
-    assert session.exchange(2, -50 * one, anchor_version=2).refused
+    assert session.exchange(Submission(2, -50 * one, anchor_version=2)).refused
 
 
 def test_bounds_computed_during_a_rebase_are_discarded():
@@ -416,7 +419,9 @@ def test_bounds_computed_during_a_rebase_are_discarded():
 
     store.look = held
     store._programs = types.SimpleNamespace(**{**vars(programs), "publish": publish})
-    sent = in_background(lambda: session.submit(1, -50 * one, anchor_version=0), "a")
+    sent = in_background(
+        lambda: session.submit(Submission(1, -50 * one, anchor_version=0)), "a"
+    )
     assert begun.wait(30.0)
     core.shift(65500 * one, 0 * one)
     sent.result(30.0)

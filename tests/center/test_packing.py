@@ -9,7 +9,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import sessions, shared
-from helpers.support import RULES, assert_identical, feeds, run_worker
+from helpers.support import (
+    RULES,
+    assert_identical,
+    feeds,
+    run_worker,
+    submissions,
+)
 
 import agn_optax
 from agn_optax import service
@@ -66,7 +72,7 @@ def test_packed_center_is_equal_with_any_optimizer(optimizer, dtype):
     both = stores(rule, arrays(0, dtype=dtype))
     for i in range(1, 6):
         for store in both:
-            store.apply([store.place(arrays(i, dtype=dtype))], [i])
+            store.apply(submissions(store.place(arrays(i, dtype=dtype))), [i])
     assert_identical(*map(everything, both))
 
 
@@ -79,7 +85,8 @@ def test_packed_center_is_equal_with_any_rule(name):
         for store in both:
             placed = [store.place(message) for message in messages]
             norms.append(store.norm(placed[0], store.current.params))
-            store.apply(placed, [i] * len(placed), [0.5] * len(placed))
+            counts = [0.5] * len(placed)
+            store.apply(submissions(*placed), [i] * len(placed), counts)
         np.testing.assert_allclose(*norms, rtol=1e-6)
     assert_identical(*map(everything, both))
 
@@ -94,7 +101,7 @@ def test_packed_center_is_equal_with_any_shapes(seed):
     both = stores(shared.agn(shared.adam(0.1)), arrays(seed, shapes))
     for i in range(3):
         for store in both:
-            store.apply([store.place(arrays(i, shapes))], [i])
+            store.apply(submissions(store.place(arrays(i, shapes))), [i])
     assert_identical(*map(everything, both))
 
 
@@ -190,12 +197,12 @@ def test_packing_uses_memory_for_one_part_at_a_time():
 def test_checkpoint_does_not_depend_on_packing(then):
     rule = shared.agn(shared.adam(1e-2))
     for first in stores(rule, arrays(0)):
-        first.apply([first.place(arrays(1))], [0])
+        first.apply(submissions(first.place(arrays(1))), [0])
         saved = everything(first)
         second = Store.restore(rule, jax.tree.map(jnp.asarray, saved), packs=then)
         assert (second.packing is not None) == then
         for store in (first, second):
-            store.apply([store.place(arrays(2))], [0])
+            store.apply(submissions(store.place(arrays(2))), [0])
         assert_identical(everything(first), everything(second))
 
 

@@ -19,6 +19,7 @@ from agn_optax.center import (
     LocalCenter,
     Refuse,
     ShardedCenter,
+    Submission,
     Synchronous,
 )
 
@@ -288,15 +289,15 @@ def test_round_continues_without_rejected_messages():
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
     for name, session in members.items():
         message = jnp.full(2, values[name])
-        session.submit(1, message, anchor_version=0)
+        session.submit(Submission(1, message, anchor_version=0))
     answers = {name: session.collect(1, 10) for name, session in members.items()}
     assert [bool(answer.refused) for answer in answers.values()] == [0, 1, 0]
     for answer in answers.values():
         assert answer.version == 1
         np.testing.assert_array_equal(answer.params, -3.0)
-    members["anna"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["bert"].submit(2, jnp.full(2, 100.0), anchor_version=1)
-    members["carl"].submit(2, jnp.full(2, 100.0), anchor_version=1)
+    members["anna"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["bert"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
+    members["carl"].submit(Submission(2, jnp.full(2, 100.0), anchor_version=1))
     for session in members.values():
         answer = session.collect(2, 10)
         assert answer.refused
@@ -308,8 +309,8 @@ def test_rejected_worker_adopts_the_round_also_under_easgd():
         shared.easgd(0.5), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
     )
     anna, bert = center.join("anna"), center.join("bert")
-    anna.submit(1, jnp.full(2, 2.0), anchor_version=0)
-    bert.submit(1, jnp.full(2, 100.0), anchor_version=0)
+    anna.submit(Submission(1, jnp.full(2, 2.0), anchor_version=0))
+    bert.submit(Submission(1, jnp.full(2, 100.0), anchor_version=0))
     assert anna.collect(1, 10).version == 0
     answer = bert.collect(1, 10)
     assert answer.version == 1
@@ -324,9 +325,9 @@ def test_rejected_round_counts_for_waiting_workers():
     assert send(center, 2.0, "anna").refused
     assert send(center, 1.0, "bert").applied
     session, _ = sessions._sessions[center]["bert"]
-    session.submit(2, message_of_norm(1.0), anchor_version=1)
+    session.submit(Submission(2, message_of_norm(1.0), anchor_version=1))
     assert session.collect(2, 0.0).applied
-    session.submit(3, message_of_norm(1.0), anchor_version=2)
+    session.submit(Submission(3, message_of_norm(1.0), anchor_version=2))
     assert session.collect(3, 0.0) is None  # it waits until anna has made another round
     assert send(center, 2.0, "anna").refused
     assert session.collect(3, 10).applied
@@ -337,7 +338,7 @@ def test_repeated_message_is_rejected_once(acknowledges):
     center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(norm=1.0))
     session = center.join("anna")
     for _ in range(3):
-        session.submit(1, message_of_norm(2.0), anchor_version=0)
+        session.submit(Submission(1, message_of_norm(2.0), anchor_version=0))
         answer = session.collect(1)
         assert answer.refused.startswith("its norm is 2,")
         if acknowledges:
@@ -354,7 +355,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     def talk(center, sequences, values):
         for name, value in values:
             lives[name].submit(
-                sequences[name], message_of_norm(value), anchor_version=0
+                Submission(sequences[name], message_of_norm(value), anchor_version=0)
             )
             lives[name].collect(sequences[name])
             sequences[name] += 1
@@ -381,11 +382,13 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     assert decisions(again) == before
     life = again.core.join("anna", lives["anna"].incarnation, back=True)
     repeated = life.exchange(
-        sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0
+        Submission(sequences["anna"] - 1, message_of_norm(1.0), anchor_version=0)
     )
     assert "not finite" in repeated.refused
     with pytest.raises(errors.MessageRefusedError, match="50"):
-        life.exchange(sequences["anna"], message_of_norm(50.0), anchor_version=0)
+        life.exchange(
+            Submission(sequences["anna"], message_of_norm(50.0), anchor_version=0)
+        )
     again.close()
 
 
@@ -421,7 +424,7 @@ def test_site_continues_from_a_parent_that_rejects_its_message():
                 site.center.core.ledger.version + 2
             )  # its own version, and the parent's response
             message = {"w": jnp.full(2, -value)}
-            session.exchange(sequence, message, anchor_version=0)
+            session.exchange(Submission(sequence, message, anchor_version=0))
             assert site.center.core.wait_for(
                 lambda: site.center.core.ledger.version >= settled, 60
             )

@@ -9,9 +9,16 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.support import RULES, assert_close, assert_identical, tree
+from helpers.support import (
+    RULES,
+    assert_close,
+    assert_identical,
+    submissions,
+    tree,
+)
 
 import agn_optax
+from agn_optax.center import Submission
 from agn_optax.center._ledger import Ledger
 from agn_optax.center._store import Store
 
@@ -58,7 +65,7 @@ def test_round_equals_an_exchange_of_the_same_workers_on_a_mesh(rule, dtype):
 
     kept = store(made, center)
     sent = [sends(each) for each in params]
-    kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+    kept.apply(submissions(*sent), [0] * WORKERS, [1.0] * WORKERS)
     first = jax.tree.map(lambda c: c[0], expected.center)
     # A mesh sums messages in the center's dtype.
     ulp = float(jnp.finfo(dtype).eps)
@@ -72,7 +79,7 @@ def test_round_is_rounded_once(rule, dtype):
         center = {"w": np.zeros(1000, jnp.dtype(dtype))}
         sent = [values(dtype, seed, center) for seed in range(WORKERS)]
         kept = store(RULES[rule](), center)
-        kept.apply(sent, [0] * WORKERS, [1.0] * WORKERS)
+        kept.apply(submissions(*sent), [0] * WORKERS, [1.0] * WORKERS)
         total = sum(np.asarray(each["w"], np.float64) for each in sent)
         exact = -total / (WORKERS if rule == "average" else 1)
         found = np.asarray(kept.current.params["w"])
@@ -89,7 +96,7 @@ def test_messages_are_weighted(combine, weights):
     rule = dataclasses.replace(shared.downpour(), combine=combine)
     kept = store(rule, np.zeros(2, np.float32))
     sent = [np.array([1.0, 3.0], np.float32), np.array([-6.0, 12.0], np.float32)]
-    kept.apply(sent, [0, 0], weights)
+    kept.apply(submissions(*sent), [0, 0], weights)
     total = weights[0] * sent[0] + weights[1] * sent[1]
     expected = -total / (2 if combine == "mean" else 1)
     np.testing.assert_allclose(kept.current.params, expected, rtol=1e-6)
@@ -112,11 +119,11 @@ def test_late_message_is_scaled_equally_alone_and_in_a_round(rule, late, alone):
         """Exchange for some workers, with messages of 1; return the displacement."""
         before = float(kept.current.params[0])
         for worker, sequence, anchor in sent:
-            ledger.submit(worker, "", sequence, anchor, 0.0)
+            ledger.submit(worker, "", Submission(sequence, None, anchor), 0.0)
         batch = ledger.due(0.0)
         assert len(batch.entries) == len(sent)
         messages = [np.ones(1, np.float32)] * len(sent)
-        kept.apply(messages, batch.staleness, batch.weights)
+        kept.apply(submissions(*messages), batch.staleness, batch.weights)
         ledger.settle(batch, 0.0)
         return before - float(kept.current.params[0])
 
@@ -136,8 +143,8 @@ def test_round_of_one_message_equals_a_single_message():
         center = values("float32", seed=9)
         kept, other = (store(rule(), center) for _ in range(2))
         sent = values("float32", seed=1)
-        kept.apply([sent], [0], [1.0])
-        other.apply([sent], [0])
+        kept.apply(submissions(sent), [0], [1.0])
+        other.apply(submissions(sent), [0])
         assert_identical(kept.current.params, other.current.params)
 
 
@@ -154,7 +161,7 @@ def test_combine_function_that_amplifies_is_checked():
     session = center.join("anna")
     for sequence, (size, is_applied) in enumerate([(1.0, True), (1e9, False)], start=1):
         answer = session.exchange(
-            sequence, jnp.full(4, size), anchor_version=center.version
+            Submission(sequence, jnp.full(4, size), anchor_version=center.version)
         )
         assert answer.applied == is_applied
         np.testing.assert_allclose(answer.params, -1e30, rtol=1e-6)

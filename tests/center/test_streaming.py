@@ -245,11 +245,11 @@ def test_fragments_sent_before_an_error_are_not_sent_again(fails, monkeypatch):
     loop = worker.exchange(*loop)
     sent = []
 
-    def counted(p, submit, sequence, *args, **how):
-        sent.append((p, sequence))
+    def counted(p, submit, submission):
+        sent.append((p, submission.sequence))
         if sent.count((fails, 1)) == 1 and p == fails:
             raise errors.MessageRefusedError("not this one")
-        return submit(sequence, *args, **how)
+        return submit(submission)
 
     for p, each in enumerate(worker._workers):
         submit = each._session.submit

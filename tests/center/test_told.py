@@ -27,10 +27,9 @@ from helpers.support import (
 
 import agn_optax
 from agn_optax import checkpoint, errors, rules
-from agn_optax.center import Journal, Refuse, Synchronous
+from agn_optax.center import Journal, Refuse, Submission, Synchronous
 from agn_optax.center._store import _about, _programs
-from agn_optax.center.durability import _writer
-from agn_optax.service.client import _session
+from agn_optax.service.wire import _submission
 from agn_optax.worker import Uplink
 
 LIMIT = 60  # s, generous: no test should come near it
@@ -172,11 +171,13 @@ def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
     for sequence in (1, 2):
         for i, life in enumerate(lives):
             life.submit(
-                sequence,
-                jnp.full(3, 0.1 * i + sequence),
-                anchor_version=0,
-                steps=i + sequence,
-                weight=None if i == 1 else 0.3 + i,
+                Submission(
+                    sequence,
+                    jnp.full(3, 0.1 * i + sequence),
+                    anchor_version=0,
+                    steps=i + sequence,
+                    weight=None if i == 1 else 0.3 + i,
+                )
             )
     for life in lives:
         life.collect(2, LIMIT)
@@ -185,25 +186,6 @@ def test_journal_replays_extras_bit_for_bit(mode, tmp_path):
     )  # as the end of the process leaves it
     again = agn_optax.LocalCenter(RULE, durability=Journal(tmp_path / "b"), mode=mode)
     assert again.version == (2 if mode else 6)
-    assert_identical(again.save(), center.save())
-    again.close()
-    center.close()
-
-
-def test_journal_of_a_release_without_extras_is_replayed(tmp_path, monkeypatch):
-    append = _writer.Writer.append
-
-    def without(self, about, contributions):
-        about = {k: v for k, v in about.items() if k not in ("claims", "workers")}
-        append(self, about, contributions)
-
-    monkeypatch.setattr(_writer.Writer, "append", without)
-    rule, kept = shared.diloco(), Journal(tmp_path / "a")
-    center = agn_optax.LocalCenter(rule, jnp.ones(3), durability=kept)
-    for i in range(3):
-        sessions.exchange(center, jnp.full(3, 0.3), anchor_version=i, worker="w")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    again = agn_optax.LocalCenter(rule, durability=Journal(tmp_path / "b"))
     assert_identical(again.save(), center.save())
     again.close()
     center.close()
@@ -219,7 +201,7 @@ def a_round(rule, weights, steps=STEPS):
     center = agn_optax.LocalCenter(rule, jnp.zeros(2), mode=Synchronous())
     lives = [center.join(f"w{i}") for i in range(3)]
     for life, sent, weight, made in zip(lives, SENT, weights, steps, strict=True):
-        life.submit(1, sent, anchor_version=0, steps=made, weight=weight)
+        life.submit(Submission(1, sent, anchor_version=0, steps=made, weight=weight))
     for life in lives:
         assert life.collect(1, LIMIT).applied
     return center
@@ -255,13 +237,13 @@ def test_late_message_is_scaled_by_staleness_and_weight():
     mode = Synchronous(quorum=1, late="weighted")
     center = agn_optax.LocalCenter(shared.average(), jnp.zeros(2), mode=mode)
     late, early = center.join("b"), center.join("a")
-    early.exchange(1, SENT[0], anchor_version=0)
+    early.exchange(Submission(1, SENT[0], anchor_version=0))
     with center.core.atomically():  # both messages must be there when the round ends
         center.core.ledger.mode = Synchronous()
-    late.submit(1, SENT[1], anchor_version=0, weight=3.0)
+    late.submit(Submission(1, SENT[1], anchor_version=0, weight=3.0))
     with center.core.atomically():
         center.core.ledger.mode = dataclasses.replace(mode, quorum=2)
-    early.submit(2, SENT[2], anchor_version=1, weight=1.0)
+    early.submit(Submission(2, SENT[2], anchor_version=1, weight=1.0))
     answer = early.collect(2, LIMIT)
     # The mean weight is 2; the late message is one round late.
     expected = -SENT[0] - (SENT[1] * 1.5 / 2 + SENT[2] * 0.5) / 2
@@ -379,7 +361,7 @@ def test_unused_extras_are_no_program_arguments():
         center = agn_optax.LocalCenter(rule, jnp.ones(3))
         sessions.exchange(center, jnp.ones(3), anchor_version=0, worker="w")
         state = center.save().center_state
-        about = _about(1, 0, 2, 3.0, 1)
+        about = _about(1, 0, Submission(1, None, 1, steps=2, weight=3.0), 1)
         lowered = _programs(rule).move.in_place.lower(
             jnp.ones(3), about, jnp.ones(3), state, None
         )
@@ -410,7 +392,7 @@ def test_weight_out_of_range_is_rejected(weight):
     )  # the rejected weights were not counted
     session = center.join("w")
     with pytest.raises(errors.InvalidArgumentError, match="weight"):
-        session.exchange(1, jnp.ones(3), anchor_version=1, weight=weight)
+        session.exchange(Submission(1, jnp.ones(3), anchor_version=1, weight=weight))
     assert center.version == 1
 
 
@@ -437,18 +419,19 @@ def test_weight_that_is_not_a_number_is_rejected(weight):
 def test_service_rejects_invalid_extras(said, message, monkeypatch):
     """The worker's own checks are disabled."""
     with center_kinds.made("server", RULE, jnp.ones(3)) as center:
-        session = center.join("w")
-        monkeypatch.setattr(_session, "check", Unchecked)
-        with pytest.raises(errors.InvalidArgumentError, match=message):
-            session.exchange(1, jnp.ones(3), anchor_version=0, **said)
-        answer = session.exchange(1, jnp.ones(3), anchor_version=0, weight=2.0)
+        session, message_of = center.join("w"), _submission.message_of
+
+        def lies(submission, **more):
+            return message_of(submission._replace(**said), **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_submission, "message_of", lies)
+            with pytest.raises(errors.InvalidArgumentError, match=message):
+                session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
+        answer = session.exchange(
+            Submission(1, jnp.ones(3), anchor_version=0, weight=2.0)
+        )
         assert (answer.version, answer.staleness) == (1, 0)
-
-
-class Unchecked:
-    """Stand-in for the checks of a worker."""
-
-    weight = whole_number = staticmethod(lambda *args, **kwargs: None)
 
 
 @pytest.mark.parametrize("kind", ["local", "server"])
@@ -457,10 +440,14 @@ def test_center_limits_steps_and_weight(kind):
     with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), refuse=refuse) as c:
         session = c.join("w")
         one = jnp.ones(3)
-        answer = session.exchange(1, one, anchor_version=0, steps=10, weight=100.0)
+        answer = session.exchange(
+            Submission(1, one, anchor_version=0, steps=10, weight=100.0)
+        )
         assert answer.applied
         for sequence, said in ((2, {"steps": 11}), (3, {"weight": 100.5})):
-            answer = session.exchange(sequence, one, anchor_version=1, **said)
+            answer = session.exchange(
+                Submission(sequence, one, anchor_version=1, **said)
+            )
             (name,) = said
             assert f"claims {name} of 1" in answer.refused
         assert answer.version == 1
@@ -469,23 +456,13 @@ def test_center_limits_steps_and_weight(kind):
             Refuse(**{name: value})
 
 
-def test_center_of_a_release_without_weights_gives_an_error(monkeypatch):
-    with center_kinds.made("server", shared.downpour(), jnp.ones(3)) as center:
-        worker = agn_optax.Worker(center, shared.sgd(0.1), period=1)
-        loop = worker.start()
-        center._remote.description.takes_weights = False
-        loop = worker.exchange(*loop)
-        with pytest.raises(errors.ProtocolError, match="takes no weights"):
-            worker.exchange(*loop, weight=2.0)
-
-
 def test_by_local_steps_is_rejected_outside_the_program():
     """It is also rejected within another optimizer."""
     inner = rules.by_local_steps(optax.sgd(optax.constant_schedule(0.1)))
     rule = rules.diloco(optax.chain(optax.clip(1.0), inner))
     center = agn_optax.LocalCenter(rule, jnp.ones(3))
     with pytest.raises(errors.InvalidArgumentError, match="cannot count local steps"):
-        center.join("w").exchange(1, jnp.ones(3), anchor_version=0)
+        center.join("w").exchange(Submission(1, jnp.ones(3), anchor_version=0))
     tx = agn_optax.exchange_every(optax.sgd(0.1), rule, 1)
     params = jnp.ones(3)
     tx.update(params, tx.init(params), params)
@@ -504,7 +481,9 @@ def test_by_local_steps_is_rejected_outside_the_program():
 def test_optax_wrappers_pass_extras_on(around):
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     center = agn_optax.LocalCenter(rules.diloco(around(ASKS)), params)
-    center.join("w").exchange(1, params, anchor_version=0, steps=4, weight=2.0)
+    center.join("w").exchange(
+        Submission(1, params, anchor_version=0, steps=4, weight=2.0)
+    )
     expected = 1 - 0.1 * 2 / 4 * 1.1
     np.testing.assert_allclose(center.pull().params["a"], expected, rtol=1e-6)
 
@@ -520,7 +499,9 @@ def test_site_sends_the_weights_and_steps_of_its_workers(weights):
     assert uplink.ready.wait(LIMIT)
     session = site.join("anna")
     for i, weight in enumerate(weights):
-        session.exchange(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
+        session.exchange(
+            Submission(i + 1, jnp.ones(3), anchor_version=i, weight=weight)
+        )
     assert parent.core.wait_for(lambda: parent.version == 1, LIMIT)
     said = [weight for weight in weights if weight is not None]
     assert received_extras(parent) == (0, 2, sum(said) or 1.0, 0, 1)

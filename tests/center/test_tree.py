@@ -15,7 +15,7 @@ from helpers.waiting import wait_until
 
 import agn_optax
 from agn_optax import accumulate, elastic_pull, errors, rules
-from agn_optax.center import Core, ShardedCenter, Snapshots
+from agn_optax.center import Core, ShardedCenter, Snapshots, Submission
 from agn_optax.rules import codecs
 from agn_optax.worker import Uplink, _tree
 
@@ -35,18 +35,12 @@ class Parent(agn_optax.LocalCenter):
         session = super().join(*args, **kwargs)
         submit = session.submit
 
-        def seen(sequence, contribution, *, anchor_version, steps=0, **said):
+        def seen(submission):
             while self.before:
                 self.before.pop()()
-            sent = jax.tree.map(np.array, contribution)
-            self.sent.append((sent, anchor_version, steps))
-            submit(
-                sequence,
-                contribution,
-                anchor_version=anchor_version,
-                steps=steps,
-                **said,
-            )
+            sent = jax.tree.map(np.array, submission.contribution)
+            self.sent.append((sent, submission.anchor_version, submission.steps))
+            submit(submission)
             while self.meanwhile:
                 self.meanwhile.pop()()
 
@@ -72,7 +66,7 @@ class Site:
                     lambda x: jnp.full_like(x, value), version.params
                 )
                 anchor = version.number
-            self.worker.exchange(self.made, message, anchor_version=anchor)
+            self.worker.exchange(Submission(self.made, message, anchor_version=anchor))
 
     def meets(self, times):
         """Wait until it has exchanged this often with its parent, and adopted."""
@@ -133,7 +127,7 @@ def test_site_adopts_the_progress_of_others():
     parent = Parent(shared.downpour(), jnp.zeros(3))
     with site(shared.downpour(), parent, period=2) as made:
         other = parent.join("other")
-        other.exchange(1, jnp.full(3, 100.0), anchor_version=0)
+        other.exchange(Submission(1, jnp.full(3, 100.0), anchor_version=0))
         made.exchange(1.0, times=2)
         made.meets(1)
         np.testing.assert_array_equal(made.core.snapshot().params, -102.0)
@@ -396,9 +390,8 @@ def test_response_that_failed_to_be_adopted_is_adopted_later(at):
 
         made.core.shift = fails_once
         other = parent.join("other")
-        other.exchange(
-            1, jnp.ones(3), anchor_version=0
-        )  # so there is progress to adopt
+        # Now there is progress to adopt.
+        other.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         if at == "join":
             parent.meanwhile.append(
                 fails
@@ -457,8 +450,8 @@ def test_uplink_reads_contributions_without_blocking_the_lock():
     uplink = Uplink(core, parent, period=100, name="site")
     ready = []
 
-    def observed(contribution, claim):
-        read = uplink._observe(contribution, claim)
+    def observed(submission):
+        read = uplink._observe(submission)
         ready.append(read.is_ready())
         return read
 
@@ -466,7 +459,7 @@ def test_uplink_reads_contributions_without_blocking_the_lock():
     try:
         assert uplink.ready.wait(LIMIT)
         session = core.join("anna")
-        session.exchange(1, np.ones(1000, np.float32), anchor_version=0)
+        session.exchange(Submission(1, np.ones(1000, np.float32), anchor_version=0))
         assert ready == [False]
         assert uplink._record.sum.is_ready()
     finally:

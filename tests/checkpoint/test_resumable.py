@@ -13,7 +13,7 @@ from helpers import shared
 
 import agn_optax
 from agn_optax import checkpoint, errors
-from agn_optax.center import Session
+from agn_optax.center import Session, Submission
 
 SAMPLES, PERIOD = 7, 2
 
@@ -257,7 +257,7 @@ def test_checkpoint_of_another_center_or_older_state_is_rejected(journaled, tmp_
     ) as center:
         for _ in range(2):  # otherwise the worker would know a later version
             session = center.join("x")
-            session.exchange(1, jnp.zeros(SAMPLES), anchor_version=0)
+            session.exchange(Submission(1, jnp.zeros(SAMPLES), anchor_version=0))
         loop, _ = resumable(center, tmp_path / "own")
         with pytest.raises(errors.WorkerStateError, match=r"'w' cannot go on.*anew"):
             loop.start()

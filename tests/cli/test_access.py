@@ -11,6 +11,7 @@ import pytest
 from helpers.commands import PATIENCE, ROOT, command, fails, python, serve, succeeds
 
 from agn_optax import errors, rules, service
+from agn_optax.center import Submission
 from agn_optax.ops.cli import _center_options
 from agn_optax.ops.cli._center_options import CenterOptions
 
@@ -173,7 +174,7 @@ def test_operator_can_have_a_snapshot_written(runtime, address, tokens, tmp_path
         assert "no parameters yet" in said
         center.initialize(jnp.zeros(3), worker="a")
         session = center.join("a")
-        session.exchange(1, jnp.ones(3), anchor_version=0)
+        session.exchange(Submission(1, jnp.ones(3), anchor_version=0))
         said = json.loads(succeeds("save", address, operator, "--json"))
         assert said == {"event": "saved", "address": address, "version": 1}
         assert (disk / "snapshot-000000000002").exists()

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import agn_optax
 from agn_optax import errors, rules, service
-from agn_optax.center import Journal, Snapshots, read
+from agn_optax.center import Journal, Snapshots, Submission, read
 from agn_optax.ops.cli import _export
 
 RULE = rules.agn(optax.adam(0.1))
@@ -45,7 +45,7 @@ def moved(center, params, exchanges=2):
     ones = jax.tree.map(jnp.ones_like, params)
     for number in range(1, exchanges + 1):
         anchor = center.pull().version
-        session.exchange(number, ones, anchor_version=anchor)
+        session.exchange(Submission(number, ones, anchor_version=anchor))
     return center.pull()
 
 

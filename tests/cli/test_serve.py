@@ -18,7 +18,14 @@ from helpers.commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Journal,
+    Refuse,
+    Snapshots,
+    Submission,
+    Synchronous,
+)
 from agn_optax.center.durability import _writer
 from agn_optax.ops.cli import _center_options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
@@ -265,7 +272,7 @@ def test_serve_combines_a_round_with_krum(address):
         center.initialize(jnp.zeros(2), worker="worker-0")
         for i, worker in enumerate(workers):
             sent = jnp.full(2, -1e9 if i == 2 else 1.0 + i)
-            worker.submit(1, sent, anchor_version=0)
+            worker.submit(Submission(1, sent, anchor_version=0))
         answer = workers[0].collect(1)
         assert jnp.array_equal(answer.params, [-2.0, -2.0])
 

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from helpers import shared
 
 from agn_optax import LocalCenter, errors, service
+from agn_optax.center import Submission
 from agn_optax.center.durability import _directory, _found, _records
 from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _options, _rules
@@ -235,7 +236,7 @@ def _read_contribution(data):
         at += leaf.nbytes
     version = center.version
     answer = session.exchange(
-        next(numbers), _trees.build(schema, leaves), anchor_version=version
+        Submission(next(numbers), _trees.build(schema, leaves), anchor_version=version)
     )
     assert answer.refused or answer.version == version + 1
     for public in (False, True):

@@ -2,6 +2,7 @@
 
 import weakref
 
+from agn_optax.center import Submission
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client._session import RemoteSession
@@ -25,7 +26,7 @@ def exchange(center, contribution, *, anchor_version, worker, steps=0):
         join(center, worker)
     session, done = known[worker]
     answer = session.exchange(
-        done + 1, contribution, anchor_version=anchor_version, steps=steps
+        Submission(done + 1, contribution, anchor_version=anchor_version, steps=steps)
     )
     known[worker][1] = done + 1
     return answer

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import agn_optax
+from agn_optax.center import Submission
 from agn_optax.round.placements._host import _stays_on_host
 from agn_optax.service.transports import _memory
 from helpers import ports, shared
@@ -156,6 +157,11 @@ def run_split(split, params, all_feeds, period, state=None):
 def at(all_feeds, i):
     """Return the feeds of one step."""
     return jax.tree.map(lambda f: f[i], all_feeds)
+
+
+def submissions(*contributions):
+    """Return contributions as the first messages of as many workers."""
+    return [Submission(1, each, anchor_version=0) for each in contributions]
 
 
 def run_worker(worker, params, state, all_feeds):

@@ -69,9 +69,17 @@ def with_a_center(where: center.Center) -> int:
         assert_type(own.staleness, int | None)
     snapshot: center.Snapshot = where.pull()
     assert saved.params is params
-    assert_type(snapshot.applied, bool)
     version: int = snapshot.version
     return version
+
+
+def of_an_exchange(session: center.Session, message: center.Submission) -> bool:
+    answer = session.exchange(message)
+    assert_type(answer, center.Answer)
+    assert_type(answer.snapshot, center.Snapshot)
+    assert_type(session.collect(message.sequence), center.Answer | None)
+    assert_type(answer.applied, bool)
+    return answer.applied
 
 
 def served() -> int:

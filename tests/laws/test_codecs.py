@@ -576,11 +576,11 @@ class HalfReachableSession:
         self.worker, self.leave = session.worker, session.leave
         self._session, self._heard = session, heard
 
-    def exchange(self, sequence, contribution, **about):
-        self._heard.append(jax.tree.map(np.array, contribution))
+    def exchange(self, submission):
+        self._heard.append(jax.tree.map(np.array, submission.contribution))
         if len(self._heard) % 2:
             raise errors.CenterUnreachableError("nobody answers")
-        return self._session.exchange(sequence, contribution, **about)
+        return self._session.exchange(submission)
 
 
 @pytest.mark.parametrize("codec", ["error_feedback", "stochastic", "random_k"])

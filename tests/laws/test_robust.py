@@ -19,6 +19,7 @@ from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
     Journal,
+    Submission,
     Synchronous,
 )
 from agn_optax.center._core import Core
@@ -286,7 +287,7 @@ def test_round_of_too_few_messages_leaves_the_center_unchanged():
     center = agn_optax.LocalCenter(made, jnp.ones(3), mode=Synchronous())
     sessions = [center.join(f"worker-{i}") for i in range(4)]
     for session in sessions:
-        session.submit(1, np.ones(3, "f4"), anchor_version=0)
+        session.submit(Submission(1, np.ones(3, "f4"), anchor_version=0))
     for session in sessions:
         with pytest.raises(errors.InvalidArgumentError, match="5 messages at least"):
             session.collect(1)
@@ -294,7 +295,7 @@ def test_round_of_too_few_messages_leaves_the_center_unchanged():
     np.testing.assert_array_equal(center.pull().params, 1.0)
     sessions.append(center.join("worker-4"))
     for session in sessions:  # repeat the exchange in a round that is large enough
-        session.submit(1, np.ones(3, "f4"), anchor_version=0)
+        session.submit(Submission(1, np.ones(3, "f4"), anchor_version=0))
     assert sessions[0].collect(1).version == 1
     np.testing.assert_array_equal(center.pull().params, 0.0)
 
@@ -308,7 +309,7 @@ def test_journal_replays_a_round(name, tmp_path):
     for version in range(2):
         for session in sessions:
             message = rng.normal(size=3).astype("f4")
-            session.submit(version + 1, message, anchor_version=version)
+            session.submit(Submission(version + 1, message, anchor_version=version))
         for session in sessions:
             assert session.collect(version + 1).version == version + 1
             session.acknowledge(version + 1)

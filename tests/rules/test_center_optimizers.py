@@ -9,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import shared
-from helpers.support import assert_identical, tree
+from helpers.support import assert_identical, submissions, tree
 
 import agn_optax
 from agn_optax import center_optimizers as outer
 from agn_optax import codecs, errors, rules
 from agn_optax._internal import tracing
+from agn_optax.center import Submission
 from agn_optax.center._store import Store
 from agn_optax.round import elementwise
 
@@ -111,7 +112,9 @@ def test_restored_center_continues_bit_for_bit(name):
         session = center.join("worker-0")
         for sequence, i in enumerate(numbers, start=1):
             session.exchange(
-                sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                Submission(
+                    sequence, messages[i], anchor_version=max(center.version - 1, 0)
+                )
             )
         session.leave()
         return center.save()
@@ -135,7 +138,7 @@ def test_packed_center_is_equal_bit_for_bit_or_not_packed(name):
             lambda x: np.asarray(rng.normal(size=x.shape), np.float32), params
         )
         for store in both:
-            store.apply([store.place(message)], [late])
+            store.apply(submissions(store.place(message)), [late])
     assert_identical(*(jax.tree.map(np.asarray, store.save()) for store in both))
 
 
@@ -412,9 +415,9 @@ def test_buffered_messages_equal_a_synchronous_round(size):
     one_by_one = Store(rules.diloco(outer.buffered(sgd, size)), params)
     for _ in range(3):
         messages = [np.asarray(rng.normal(size=500), np.float32) for _ in range(size)]
-        rounds.apply(messages, [0] * size, [1.0] * size)
+        rounds.apply(submissions(*messages), [0] * size, [1.0] * size)
         for late, message in enumerate(messages):
-            one_by_one.apply([message], [late])
+            one_by_one.apply(submissions(message), [late])
     found = rounds.save().params, one_by_one.save().params
     if size == 4:  # division by 4 is exact
         assert_identical(*found)
@@ -751,7 +754,7 @@ def test_scale_by_turnaround_balances_fast_and_slow_workers():
             sent[i] += 1
             message = anchors[i].params - (1.0 if i else -1.0)
             anchors[i] = sessions[i].exchange(
-                sent[i], message, anchor_version=anchors[i].version
+                Submission(sent[i], message, anchor_version=anchors[i].version)
             )
             seen.append(float(anchors[i].params[0]))
         return np.mean(seen[-100:])

@@ -14,7 +14,7 @@ from helpers.support import assert_identical, shares
 
 import agn_optax
 from agn_optax import codecs, errors, service
-from agn_optax.center import Journal
+from agn_optax.center import Journal, Submission
 from agn_optax.service.client import _remote
 from agn_optax.service.wire import _trees
 
@@ -262,21 +262,23 @@ def test_repeated_exchange_gets_an_identical_answer(served):
         anchor = center.pull(public=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
         session = center.join("anna")
-        session.submit(1, grads(1), **how)
+        session.submit(Submission(1, grads(1), **how))
         first = session.collect(1)
-        center.join("bert").exchange(1, grads(2), anchor_version=0)
+        center.join("bert").exchange(Submission(1, grads(2), anchor_version=0))
         session.disconnect()
-        session.submit(1, grads(1), **how)
+        session.submit(Submission(1, grads(1), **how))
         again = session.collect(1)
-        whole = center.join("bert").exchange(1, grads(2), anchor_version=0)
+        whole = center.join("bert").exchange(Submission(1, grads(2), anchor_version=0))
         session.acknowledge(1)
         assert_identical((again.params, again.version), (first.params, first.version))
         assert (first.received, again.received, whole.received) == (ONE, ONE, 4 * SIZE)
         # A worker that has the version already gets no bytes.
-        session.submit(2, grads(3), anchor_version=1, anchor=first.params)
+        session.submit(Submission(2, grads(3), anchor_version=1, anchor=first.params))
         two = session.collect(2)
         session.disconnect()
-        session.submit(2, grads(3), anchor_version=two.version, anchor=two.params)
+        session.submit(
+            Submission(2, grads(3), anchor_version=two.version, anchor=two.params)
+        )
         same = session.collect(2)
         assert_identical((same.params, same.version), (two.params, two.version))
         assert same.received == 0
@@ -311,8 +313,9 @@ def test_unrequested_differences_are_rejected(served, monkeypatch):
         session = center.join("anna")
         anchor = center.pull(public=True)
         how = {"anchor_version": anchor.version, "anchor": anchor.params}
-        session.submit(1, anchor.params, **how)
-        session._anchor = None
+        session.submit(Submission(1, anchor.params, **how))
+        submission, parcel = session._in_flight
+        session._in_flight = submission._replace(anchor=None), parcel
         with pytest.raises(errors.ProtocolError, match="none were asked for"):
             session.collect(1)
 

@@ -28,7 +28,7 @@ from helpers.waiting import BUSY, wait_until
 import agn_optax
 from agn_optax import codecs, errors, service
 from agn_optax._internal.background import in_background
-from agn_optax.center import Synchronous
+from agn_optax.center import Submission, Synchronous
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.transports import _connection, _memory, _socket
@@ -328,7 +328,7 @@ def test_connection_made_during_close_is_closed():
 @shares
 def test_memory_of_a_closed_center_is_released_at_once():
     with made("memory") as (_, center):
-        center.join("anna").exchange(1, center_params(), anchor_version=0)
+        center.join("anna").exchange(Submission(1, center_params(), anchor_version=0))
         gone = [weakref.ref(link) for link in links(center)]
         gc.collect()
         gc.disable()
@@ -841,7 +841,7 @@ def test_stop_ends_idle_connections(transport):
         server.stop()
         assert time.monotonic() - began < 10
         with pytest.raises(errors.CenterUnreachableError):
-            session.exchange(1, center_params(), anchor_version=0)
+            session.exchange(Submission(1, center_params(), anchor_version=0))
 
 
 def a_message(schema):
@@ -1149,6 +1149,7 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
     program = (
         "import os, sys, jax.numpy as jnp\n"
         "from agn_optax import errors, rules, service\n"
+        "from agn_optax.center import Submission\n"
         f"ones = {{'w': jnp.ones({SIZE}), 'b': jnp.ones(3)}}\n"
         "def exchange(name, *transports, timeout=20.0):\n"
         "    settings = {'timeout': timeout, 'transports': transports}\n"
@@ -1156,7 +1157,8 @@ def test_shared_memory_is_for_processes_of_one_user(caplog):
         "        sys.argv[1], rules.downpour(), **settings\n"
         "    ) as center:\n"
         "        session = center.join(name)\n"
-        "        return session.exchange(1, ones, anchor_version=0).version\n"
+        "        sent = Submission(1, ones, anchor_version=0)\n"
+        "        return session.exchange(sent).version\n"
         "exchange('adam', 'memory')\n"
         "exchange('adam', 'socket')\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
@@ -1214,7 +1216,7 @@ def test_exchange_repeated_before_its_answer_counts_once(transport):
         ones = {"w": np.ones(SIZE, np.float32), "b": np.ones(3, np.float32)}
         for sequence in (1, 2, 3):
             for _ in range(2):
-                session.submit(sequence, ones, anchor_version=sequence - 1)
+                session.submit(Submission(sequence, ones, anchor_version=sequence - 1))
             answer = session.collect(sequence)
             session.acknowledge(sequence)
             assert answer.version == sequence

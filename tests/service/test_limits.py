@@ -19,7 +19,7 @@ from helpers.waiting import returned, wait_until
 
 from agn_optax import errors, service
 from agn_optax._internal.background import in_background
-from agn_optax.center import Journal
+from agn_optax.center import Journal, Submission
 from agn_optax.ops.watch import _http
 from agn_optax.service import _address, _watchdog
 from agn_optax.service import center_pb2 as pb
@@ -190,7 +190,7 @@ def test_peer_that_does_not_read_its_answer_is_disconnected(
         service.connect(large_server.address, RULE, transports=[transport]) as other,
     ):
         anna = other.join("anna")
-        anna.submit(1, large, anchor_version=0)
+        anna.submit(Submission(1, large, anchor_version=0))
         wait_until(lambda: large_server.center.version == 1)
         wait_until(lambda: not large_server._servicer._talking)
         # Nothing is lost: the worker asks again.
@@ -284,9 +284,11 @@ def test_worker_beyond_the_memory_limit_is_rejected():
         with pytest.raises(errors.CenterFullError, match="is for 2 workers, and 2 are"):
             center.join("carl")
         for session in joined:
-            assert session.exchange(1, ones, anchor_version=0).applied
+            assert session.exchange(Submission(1, ones, anchor_version=0)).applied
         joined[0].leave()
-        assert center.join("carl").exchange(1, ones, anchor_version=2).applied
+        assert (
+            center.join("carl").exchange(Submission(1, ones, anchor_version=2)).applied
+        )
 
 
 def test_parameters_beyond_the_memory_limit_are_not_sent():
@@ -452,7 +454,10 @@ def test_rate_limit_of_one_caller_does_not_affect_others(little):
         with too_many():
             again_and_again(eve.status)
         for number in range(1, 100):  # exchanges are not limited
-            assert anna.exchange(number, SMALL, anchor_version=0).version == number
+            assert (
+                anna.exchange(Submission(number, SMALL, anchor_version=0)).version
+                == number
+            )
         assert center.pull().version == 99
 
 
@@ -473,7 +478,7 @@ def test_rate_limited_host_loses_no_worker(little):
         for _ in range(3):
             before = seen()
             wait_until(lambda before=before: seen() > before)
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
 def test_guessing_tokens_is_rate_limited(little):
@@ -599,7 +604,7 @@ def test_call_beyond_the_maximum_is_answered_later(monkeypatch):
             wait_until(lambda: len(server._servicer.transfers._all) == 2)
             with pytest.raises(errors.CenterUnreachableError, match="Concurrent RPC"):
                 observer.status()
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
         wait_until(lambda: not server._servicer.transfers._all)
         # gRPC counts a call until some milliseconds after its end.
         assert observer._connection.retry(observer.status)["version"] == 1
@@ -699,7 +704,11 @@ def test_calls_of_an_observer_do_not_limit_a_worker_of_its_host(little):
         with too_many():
             again_and_again(eve.status)
         with service.connect(server.address, RULE, timeout=LIMIT) as center:
-            assert center.join("anna").exchange(1, SMALL, anchor_version=0).applied
+            assert (
+                center.join("anna")
+                .exchange(Submission(1, SMALL, anchor_version=0))
+                .applied
+            )
 
 
 def test_busy_center_is_not_reported_as_unreachable(little, caplog):
@@ -817,7 +826,7 @@ def test_worker_of_a_rate_limited_host_can_reconnect(little):
         with too_many():
             again_and_again(eve._connection.describe)
         anna._link.cancel()
-        assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+        assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
 
 
 def test_rejected_peer_is_disconnected_after_timeout(server, center, monkeypatch):
@@ -847,7 +856,7 @@ def test_traffic_of_workers_that_left_is_forgotten(server, center):
     ones = np.ones(SIZE, np.float32)
     for number in range(20):
         session = center.join(f"worker {number}")
-        session.exchange(1, ones, anchor_version=number)
+        session.exchange(Submission(1, ones, anchor_version=number))
         session.leave()
     assert len(server._servicer._traffic) <= 2 * server._servicer.workers + 1
     assert center.status()["bytes_received"] == 20 * ones.nbytes
@@ -919,9 +928,9 @@ def test_worker_joins_from_a_host_with_too_many_connections(full, transport, acc
         with service.connect(server.address, RULE, **options) as center:
             anna = center.join("anna")
             churn(port)
-            assert anna.exchange(1, SMALL, anchor_version=0).version == 1
+            assert anna.exchange(Submission(1, SMALL, anchor_version=0)).version == 1
             anna._link.cancel()
-            assert anna.exchange(2, SMALL, anchor_version=1).version == 2
+            assert anna.exchange(Submission(2, SMALL, anchor_version=1)).version == 2
         assert not server._servicer.lets_in("this machine")
 
 

@@ -21,7 +21,7 @@ from helpers import sessions, shared, talking
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
-from agn_optax.center import Asynchronous, BoundedStaleness, Synchronous
+from agn_optax.center import Asynchronous, BoundedStaleness, Submission, Synchronous
 from agn_optax.service import _address
 from agn_optax.service.client import _client
 from agn_optax.service.transports import _connection
@@ -543,7 +543,7 @@ def test_sessions_that_left_are_released():
     with served() as (_, connected):
         center = connected()
         session = center.join("anna")
-        session.exchange(1, np.ones(8, np.float32), anchor_version=0)
+        session.exchange(Submission(1, np.ones(8, np.float32), anchor_version=0))
         held = weakref.ref(session)
         session.leave()
         assert not center._sessions
@@ -581,7 +581,9 @@ def test_bytes_of_concurrent_exchanges_are_all_counted(monkeypatch):
         def work(session):
             for sequence in range(1, 1 + exchanges):
                 sent = np.ones(8, np.float32)
-                session.exchange(sequence, sent, anchor_version=sequence - 1)
+                session.exchange(
+                    Submission(sequence, sent, anchor_version=sequence - 1)
+                )
 
         threads = [threading.Thread(target=work, args=(each,)) for each in workers]
         for thread in threads:

@@ -14,6 +14,7 @@ from helpers.waiting import LIMIT, wait_until
 
 from agn_optax import center as centers
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.ops.watch import _metrics, _monitor
 from agn_optax.ops.watch._monitor import Series
 from agn_optax.service import center_pb2 as pb
@@ -50,7 +51,7 @@ def worker(monitor, name):
 
 
 def exchanged(session, sequence, anchor=0, value=ONES, **said):
-    session.submit(sequence, value, anchor_version=anchor, **said)
+    session.submit(Submission(sequence, value, anchor_version=anchor, **said))
     session.collect(sequence)
 
 
@@ -102,7 +103,7 @@ def test_worker_that_waits_for_a_round_has_not_stalled():
     mode = centers.Synchronous()
     with watched(mode=mode) as (server, monitor, center):
         anna, _ = center.join("anna"), center.join("bert")
-        anna.submit(1, ONES, anchor_version=0)
+        anna.submit(Submission(1, ONES, anchor_version=0))
         ledger = server.center.core.ledger
         wait_until(lambda: "anna" in ledger.pending)
         now = time.monotonic()
@@ -231,7 +232,7 @@ def test_snapshots_and_restarts_are_events(tmp_path):
         assert told(monitor, "initialized") == [
             "the first parameters are there, 3 numbers"
         ]
-        center.join("anna").exchange(1, {"w": ONES}, anchor_version=0)
+        center.join("anna").exchange(Submission(1, {"w": ONES}, anchor_version=0))
         server.center.write_snapshot()
         monitor.look()
         assert told(monitor, "snapshot")[1:] == ["a snapshot of version 1 was written"]
@@ -257,7 +258,7 @@ def test_failure_of_the_disk_is_an_event(tmp_path, monkeypatch):
 def test_workers_from_before_a_restart_are_shown_as_disconnected(tmp_path):
     kept = centers.Journal(tmp_path)
     with watched(durability=kept) as (server, _, center):
-        center.join("anna").exchange(1, ONES, anchor_version=0)
+        center.join("anna").exchange(Submission(1, ONES, anchor_version=0))
         server.stop()  # before it leaves
     with watched(None, durability=kept) as (_, monitor, center):
         monitor.look()
@@ -379,7 +380,8 @@ def test_event_queue_is_bounded_and_does_not_block(monkeypatch):
     with watched() as (server, monitor, _), monitor._lock:
         began = time.monotonic()
         for n in range(2 * _monitor._MOST_TOLD):
-            server._servicer.tell("exchange", "anna", "life", n, 1, 0, True, "")
+            answer = centers.Answer(None, n, n)
+            server._servicer.tell("exchange", "anna", "life", 1, answer)
         assert len(monitor._told) == _monitor._MOST_TOLD
         assert time.monotonic() - began < 10
 

@@ -21,6 +21,7 @@ from helpers.waiting import returned, wait_until
 from prometheus_client import parser
 
 from agn_optax import errors, service
+from agn_optax.center import Submission
 from agn_optax.ops.watch import _page
 from agn_optax.service import Access, Tls
 from agn_optax.service.server import _servicer
@@ -41,8 +42,10 @@ def open_server():
         service.connect(server.address, RULE) as center,
     ):
         session = center.join('a"n\\n\na')
-        session.exchange(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
-        center.join("bert").exchange(1, ONES, anchor_version=0)
+        session.exchange(
+            Submission(1, ONES, anchor_version=0, reported={"loss": 0.5, "x": np.nan})
+        )
+        center.join("bert").exchange(Submission(1, ONES, anchor_version=0))
         server._listeners["page"].monitor.look()
         yield server
 
@@ -384,7 +387,7 @@ def test_many_connections_use_few_threads_and_block_no_request():
         most = before + _page._MOST_CONNECTIONS + 1
         # Some are about to end; silent connections would be closed after 10 s only.
         wait_until(lambda: threading.active_count() <= most, limit=5)
-        session.exchange(1, ONES, anchor_version=0)
+        session.exchange(Submission(1, ONES, anchor_version=0))
         server.stop()
         wait_until(lambda: threading.active_count() < before)
 

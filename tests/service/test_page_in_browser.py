@@ -12,6 +12,7 @@ import pytest
 from helpers import shared, talking
 
 from agn_optax import errors, service
+from agn_optax.center import Answer, Submission
 from agn_optax.service import Access
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,9 @@ def training(address, name):
             while not ended.wait(0.05):
                 number += 1
                 said = {"steps": 5, "reported": {"loss": 2.0 / number, EVIL: number}}
-                answer = session.exchange(number, ONES, anchor_version=version, **said)
+                answer = session.exchange(
+                    Submission(number, ONES, anchor_version=version, **said)
+                )
                 version = answer.version
 
     ended = threading.Event()
@@ -288,8 +291,8 @@ def test_staleness_histogram_has_several_bars_for_any_workers(browser):
         staleness[:20] = np.linspace(0, mean, 20)  # at the beginning
         with service.serve(RULE, START, page="127.0.0.1:0") as server:
             for number, value in enumerate(map(int, staleness)):
-                told = ("a", "life", number + 1, 1, value, True, "")
-                server._servicer.tell("exchange", *told)
+                answer = Answer(None, number + 1, number + 1, staleness=value)
+                server._servicer.tell("exchange", "a", "life", 1, answer)
             server._listeners["page"].monitor.look()
             browser.get(server.page_address)
             until(lambda: shown.find("#shown").is_displayed())

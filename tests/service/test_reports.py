@@ -7,7 +7,7 @@ import pytest
 import agn_optax
 from agn_optax import errors, service
 from agn_optax.service import center_pb2 as pb
-from agn_optax.service.server import _servicer
+from agn_optax.service.wire._submission import submission_of
 
 RULE = agn_optax.rules.downpour()
 PARAMS = {"w": jnp.ones(3)}
@@ -55,6 +55,6 @@ def test_report_of_other_than_numbers_is_rejected_by_name():
 
 def test_center_keeps_at_most_64_reported_numbers():
     said = pb.Message(reported={f"{i:03}" + "x" * 100: float(i) for i in range(100)})
-    kept = _servicer._reported(said)
+    kept = submission_of(said, None).reported
     assert len(kept) == 64
     assert {len(name) for name in kept} == {64}

@@ -25,7 +25,13 @@ from helpers.waiting import BUSY, LIMIT, wait_until
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Refuse, ShardedCenter, Synchronous
+from agn_optax.center import (
+    BoundedStaleness,
+    Refuse,
+    ShardedCenter,
+    Submission,
+    Synchronous,
+)
 from agn_optax.service import _address
 from agn_optax.service import center_pb2 as pb
 from agn_optax.service.client import _client, _session
@@ -147,7 +153,7 @@ def test_ended_connection_is_read_for_the_reason_before_a_retry(serve, connect, 
     server = serve(refuse=Refuse(norm=1.0, in_a_row=1), direct=direct)
     center = connect(server.address)
     session = center.join("anna", ONES)
-    session.submit(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0)
+    session.submit(Submission(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0))
     wait_until(lambda: center.status()["refused"])
     if not direct:  # gRPC notices the end by itself
         wait_until(lambda: session._link.done())

@@ -14,7 +14,7 @@ from helpers.support import shares
 from helpers.waiting import BUSY, wait_until
 
 from agn_optax import errors, service
-from agn_optax.center import BoundedStaleness, Synchronous
+from agn_optax.center import BoundedStaleness, Submission, Synchronous
 
 PROGRAM = pathlib.Path(__file__).with_name("counting_worker.py")
 RULE = shared.downpour()
@@ -85,7 +85,7 @@ def test_worker_that_does_not_read_its_answer_blocks_no_others(unread, transport
         connect(server, transport) as center,
     ):
         anna = silent.join("anna")
-        anna.submit(1, ones, anchor_version=0)
+        anna.submit(Submission(1, ones, anchor_version=0))
         end = time.monotonic() + LIMIT
         while server.center.version < 1:  # its answer is in flight from now on
             assert time.monotonic() < end
@@ -109,7 +109,7 @@ def test_stop_ends_within_a_second_after_the_grace(process, transport):
         join = {"address": server.address, "worker": "bert", "transports": [transport]}
         process.ask(do="join", **join)
         with stopped(process):
-            silent.join("anna").submit(1, ones, anchor_version=0)
+            silent.join("anna").submit(Submission(1, ones, anchor_version=0))
             wait_until(lambda: server.center.version == 1)
             began = time.monotonic()
             server.stop(grace=0.5)

@@ -26,8 +26,8 @@ from agn_optax import errors
 from agn_optax import round as rounds
 from agn_optax._internal import check, description, keep_running, trees
 from agn_optax.center._ledger import Ledger
-from agn_optax.center._refusals import Claim
 from agn_optax.center._store import CenterState, Store
+from agn_optax.center._submission import Submission, plain
 from agn_optax.center.durability._directory import Directory, Room
 from agn_optax.center.durability._found import Found, Kind, explained, settled
 from agn_optax.center.durability._records import Record
@@ -68,8 +68,8 @@ class Snapshots:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Snapshots(folder, seconds=30.0)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -131,8 +131,8 @@ class Journal:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     session = center.join("worker-0")
-      ...     _ = session.exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("worker-0").exchange(sent)
       ...     center.close()
       ...     center = agn_optax.LocalCenter(rule, durability=kept)
       ...     print(center.pull().params, center.version)
@@ -283,21 +283,19 @@ class Keeper:
     def record(
         self,
         ledger: dict[str, Any],
-        contributions: Sequence[PyTree] = (),
+        submissions: Sequence[Submission] = (),
         staleness: Sequence[int] = (),
         weights: Sequence[float] | None = None,
-        claims: Sequence[Claim] = (),
         workers: int = 1,
     ) -> int:
         """Record a change of the center.
 
         Args:
           ledger: the ledger's memory of the workers that are concerned.
-          contributions: contributions that were applied together; empty if only the
-            ledger changed.
-          staleness: staleness of each contribution.
+          submissions: messages that were applied together; empty if only the ledger
+            changed.
+          staleness: staleness of each message.
           weights: weights of the messages of a round; None if this is no round.
-          claims: claims of the workers.
           workers: number of registered workers.
 
         Returns:
@@ -306,13 +304,16 @@ class Keeper:
         if self._saver is None or self._closed or self.failure:
             return self.recorded
         self._number += 1
-        self._exchanges += bool(contributions)
+        self._exchanges += bool(submissions)
         if self._writer is not None and not self._lost_journal:
-            about: dict[str, Any] = {"ledger": ledger, "staleness": staleness}
-            about["weights"] = weights
-            if contributions:
-                about |= {"claims": claims, "workers": workers}
-            self._writer.append(about, contributions)
+            about = {
+                "ledger": ledger,
+                "messages": [plain(each) for each in submissions],
+                "staleness": staleness,
+                "weights": weights,
+                "workers": workers,
+            }
+            self._writer.append(about, [each.contribution for each in submissions])
         return self.recorded
 
     @property
@@ -554,16 +555,16 @@ class Keeper:
 
 
 def _repeat(record: Record, store: Store) -> None:
-    """Apply the contributions of a record as they were applied before."""
-    if staleness := record.about["staleness"]:
-        like = [store.contribution_like] * len(staleness)
+    """Apply the messages of a record as they were applied before."""
+    about = record.about
+    if messages := about["messages"]:
+        like = [store.contribution_like] * len(messages)
         contributions = jax.tree.unflatten(jax.tree.structure(like), record.arrays)
-        placed = [store.place(contribution) for contribution in contributions]
-        # Records without claims use the defaults.
-        claims = [Claim(*claim) for claim in record.about.get("claims", [])]
-        workers = record.about.get("workers", 1)
-        weights = record.about["weights"]
-        store.apply(placed, staleness, weights, claims=claims, workers=workers)
+        submissions = [
+            Submission(contribution=store.place(contribution), **fields)
+            for contribution, fields in zip(contributions, messages, strict=True)
+        ]
+        store.apply(submissions, about["staleness"], about["weights"], about["workers"])
 
 
 def _state(
@@ -631,7 +632,8 @@ def read(directory: str | os.PathLike[str], rule: Rule | None = None) -> CenterS
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     kept = agn_optax.center.Journal(folder)
       ...     center = agn_optax.LocalCenter(rule, jnp.ones(2), durability=kept)
-      ...     _ = center.join("w").exchange(1, jnp.ones(2), anchor_version=0)
+      ...     sent = agn_optax.center.Submission(1, jnp.ones(2), anchor_version=0)
+      ...     _ = center.join("w").exchange(sent)
       ...     print(agn_optax.center.read(folder, rule).params)
       ...     center.close()
       [0. 0.]
@@ -652,7 +654,7 @@ def _read(directory: str | os.PathLike[str], rule: Rule | None) -> CenterState:
             )
         params = description.rebuild(described.structure, iter(snapshot.arrays))
         for record in found.replay_kept(snapshot.number):
-            if record.about["staleness"]:
+            if record.about["messages"]:
                 raise errors.InvalidArgumentError(
                     f"{where} has exchanges since its last snapshot, which its rule "
                     "makes again: give the rule, or have a snapshot written first "

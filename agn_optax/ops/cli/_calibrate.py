@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from agn_optax import errors, rules, service
-from agn_optax.center import Center, Store
+from agn_optax.center import Center, Store, Submission
 from agn_optax.ops.planning import Cluster, Cost, Machine, abstract, plan
 from agn_optax.rules import codecs
 
@@ -167,11 +167,12 @@ def _arithmetic(size: int) -> Callable[[], float]:
     # allocates each one. A served center overwrites the last one, as this store does.
     store = Store(rules.downpour(), jnp.zeros(size), None, None)
     message = jnp.zeros(size)
+    submission = Submission(1, message, anchor_version=0)
 
     def run() -> object:
         norm = store.norm(message, store.current.params)
         np.asarray(norm)  # a center waits for it, to check that it is finite
-        store.apply([message], [0])
+        store.apply([submission], [0])
         return store.current.params
 
     return _timed(run)
@@ -186,7 +187,7 @@ def _exchange(center: Center, size: int) -> Callable[[], float]:
 
     def run() -> object:
         nonlocal version
-        answer = session.exchange(next(sequences), params, anchor_version=version)
+        answer = session.exchange(Submission(next(sequences), params, version))
         version = answer.version
         return answer.params
 

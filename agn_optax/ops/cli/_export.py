@@ -131,7 +131,7 @@ def _pulled(
     addresses = source.split(",")
     if len(addresses) == 1:
         with _status.observer(source, reached, timeout) as observer:
-            return observer.pull()[:2]
+            return observer.pull()
     if rule is None:
         raise errors.InvalidArgumentError(
             "a center in shards is put together by its rule: give --rule, as for "
@@ -139,4 +139,4 @@ def _pulled(
         )
     how = _status.settings(reached)
     with service.connect(addresses, rule, timeout=timeout, **how) as whole:
-        return whole.pull()[:2]
+        return whole.pull()

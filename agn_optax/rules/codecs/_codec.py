@@ -259,17 +259,18 @@ def two_way(codec: Codec, answers: Codec | Any) -> Codec:
     Example:
       >>> import jax.numpy as jnp, agn_optax
       >>> from agn_optax import codecs
+      >>> from agn_optax.center import Submission
       >>> rule = agn_optax.rules.downpour(
       ...     codec=codecs.two_way(codecs.identity(), answers=codecs.quantize(2))
       ... )
       >>> center = agn_optax.LocalCenter(rule, jnp.zeros(2))
       >>> session = center.join("worker-0")
-      >>> answer = session.exchange(1, jnp.array([-1.0, -0.375]), anchor_version=0)
+      >>> answer = session.exchange(Submission(1, jnp.array([-1.0, -0.375]), 0))
       >>> print(answer.params, center.pull().params, center.pull(public=True).params)
       [1. 0.] [1.    0.375] [1. 0.]
-      >>> print(session.exchange(2, jnp.zeros(2), anchor_version=1).params)
+      >>> print(session.exchange(Submission(2, jnp.zeros(2), 1)).params)
       [1.  0.5]
-      >>> print(session.exchange(3, jnp.zeros(2), anchor_version=2).params)
+      >>> print(session.exchange(Submission(3, jnp.zeros(2), 2)).params)
       [1.    0.375]
 
     References:
