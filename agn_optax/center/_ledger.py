@@ -31,7 +31,7 @@ from agn_optax import errors
 from agn_optax._internal import check
 from agn_optax.center._modes import Asynchronous, Entry, Mode
 from agn_optax.center._recent import Recent
-from agn_optax.center._refusals import FADES, Refusal, Refusals, Refuse, Size
+from agn_optax.center._refusals import Refusal, Refusals, Refuse, Size
 from agn_optax.center._submission import Submission
 
 
@@ -93,7 +93,6 @@ class Member:
     why: str = ""  # reason if its last message was rejected
     refused: int = 0
     in_a_row: int = 0  # number of its last messages that were rejected in a row
-    moved: float = 0.0  # decayed sum of the norms of its applied messages
     began: float | None = None  # time at which its round began; None if unknown
     speeds: Sequence[float] = ()  # local steps per second, in its last rounds
     speed: float = 0.0  # median of `speeds`; 0 if empty
@@ -296,8 +295,6 @@ class Ledger:
                 member.before = old.incarnation, old.sequence
                 if old.sequence == 0 and old.before is not None:
                     member.before = old.before
-            moved = [self._moved(m) for n, m in self._present.items() if n != worker]
-            member.moved = sum(moved) / max(len(moved), 1)  # starts with an equal share
         member.state = NEXT[member.state, "join"]
         self._gone.pop(worker, None)
         self._departed.pop(worker, None)
@@ -450,19 +447,8 @@ class Ledger:
         if not batch.applies:
             return batch
         refused = {}
-        own, everybody, exchanges = {}, 0.0, 0
-        share = self.refusals.refuse.share
-        # At most 1 / share equal workers could not stay below the limit.
-        if share is not None and share * len(self._present) > 1:
-            own = {name: self._moved(m) for name, m in self._present.items()}
-            everybody = sum(own.values())
-            exchanges = sum(member.exchanges for member in self._present.values())
         for entry, size in zip(batch.entries, sizes, strict=True):
-            moved = own.get(entry.worker, 0.0)
-            others = everybody - moved
-            refusal = self.refusals.judge(
-                entry.submission, size, self.missed(entry), moved, others, exchanges
-            )
+            refusal = self.refusals.judge(entry.submission, size, self.missed(entry))
             if refusal is not None:
                 refused[entry.worker] = refusal
         norms = tuple(size.norm for size in sizes if size is not None)
@@ -511,15 +497,13 @@ class Ledger:
             member.state = NEXT[member.state, "settle"]
             member.sequence = entry.submission.sequence
             member.staleness = batch.staleness[i]
-            member.moved, member.turn = self._moved(member), self.version
+            member.turn = self.version
             member.applied = i in taken
             member.why = "" if refusal is None else refusal.why
             member.clock += batch.applies  # a rejected message counts as a round
             if member.applied:
                 member.exchanges += 1
                 member.in_a_row = 0
-                if batch.norms and math.isfinite(batch.norms[i]):
-                    member.moved += batch.norms[i]
             elif refusal is None:
                 member.dropped += 1
         self.refusals.took([batch.norms[i] for i in taken if batch.norms])
@@ -611,10 +595,6 @@ class Ledger:
         member.speed = sorted(speeds)[len(speeds) // 2] if speeds else 0.0
         if self._fastest is not None and max(before, member.speed) >= self._fastest:
             self._fastest = None
-
-    def _moved(self, member: Member) -> float:
-        """Return a worker's recent movement, decayed to the current version."""
-        return member.moved * FADES ** (self.version - member.turn)
 
     def _hear(self, member: Member, now: float) -> None:
         member.seen = now

@@ -177,26 +177,6 @@ def in_turns(center, workers, rounds):
     return applied
 
 
-def test_share_limit_is_not_enforced_for_too_few_workers():
-    """The limit was meant for many workers, and most of them have left."""
-    refuse = Refuse(share=0.45)
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
-    assert in_turns(center, 2, 20) == [20, 20]
-    # Three workers can keep it; one that moves as much as the others is rejected.
-    sessions = [center.join(name) for name in "abc"]
-    anchor = center.version
-    for sequence in range(1, 11):
-        for session in sessions:
-            made = session.exchange(
-                Submission(sequence, -jnp.ones(2), anchor_version=anchor)
-            )
-            assert not made.refused
-    large = sessions[0].exchange(
-        Submission(11, -50 * jnp.ones(2), anchor_version=anchor)
-    )
-    assert "of all movement would be its worker's" in large.refused
-
-
 def test_version_bound_must_grow_with_the_number_of_workers():
     """With a bound of 1, two of four workers are always dropped."""
     mode = BoundedStaleness(versions=1)

@@ -150,33 +150,6 @@ def test_message_that_is_too_stale_is_rejected():
     assert send(center, 1.0, "slow").applied
 
 
-def test_share_limits_the_movement_by_one_worker():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(share=0.75))
-    for _ in range(20):
-        assert send(center, 5.0, "anna").applied  # anna is alone
-    for _ in range(20):
-        assert send(center, 5.0, "bert").applied
-        assert send(center, 5.0, "anna").applied
-    answers = [send(center, 50.0, "bert") for _ in range(9)]
-    assert [bool(answer.refused) for answer in answers] == [False] * 5 + [True] * 4
-    assert "of all movement would be its worker's" in answers[-1].refused
-    for _ in range(40):
-        assert send(center, 5.0, "anna").applied
-    assert send(center, 50.0, "bert").applied
-
-
-def test_new_worker_does_not_reduce_the_share_of_others():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(share=0.6))
-    for _ in range(50):
-        send(center, 1.0, "anna")
-    sessions.join(center, "bert")
-    for worker in ("anna", "bert", "anna", "bert"):
-        assert send(center, 1.0, worker).applied
-    sessions.leave(center, "bert")
-    for _ in range(50):
-        assert send(center, 1.0, "anna").applied  # alone again
-
-
 def test_too_many_rejections_in_a_row_raise():
     refuse = Refuse(norm=1.0, in_a_row=3)
     center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
@@ -348,7 +321,7 @@ def test_repeated_message_is_rejected_once(acknowledges):
 
 def test_journal_restores_the_data_of_limits(tmp_path):
     settings = {
-        "refuse": Refuse(times_median=3, share=0.7, in_a_row=3),
+        "refuse": Refuse(times_median=3, in_a_row=3),
         "durability": Journal(tmp_path),
     }
 
@@ -363,7 +336,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     def decisions(center):
         known = center.core.ledger
         members = {
-            name: (m.moved, m.turn, m.in_a_row, m.refused, m.why)
+            name: (m.turn, m.in_a_row, m.refused, m.why)
             for name, m in known.present().items()
         }
         return members, list(known.refusals._norms)
@@ -375,7 +348,7 @@ def test_journal_restores_the_data_of_limits(tmp_path):
     talk(center, sequences, even)
     talk(center, sequences, [("anna", 50.0), ("anna", np.nan), ("bert", 1.5)])
     before = decisions(center)
-    assert before[0]["anna"][2:4] == (2, 2)
+    assert before[0]["anna"][1:3] == (2, 2)
     center.core._keeper._directory.close()  # as if the process was killed
     center.core._keeper.close = lambda: None
     again = LocalCenter(shared.downpour(), **settings)

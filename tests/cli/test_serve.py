@@ -297,7 +297,6 @@ def test_serve_combines_a_round_with_krum(address):
         (["--address=nowhere"], 'an address must be "host:port"'),
         (["--address=0.0.0.0:0"], "insecure=True"),
         (["--lease=-1"], "lease must be"),
-        (["--refuse-share=2"], "share must be a number in (0, 1]"),
         (["--max-workers=0"], "max_workers must be"),
         (["--dtype=int32"], "dtype must be a floating dtype"),
         (["--device=abacus"], "device must be"),
