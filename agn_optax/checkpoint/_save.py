@@ -111,7 +111,7 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     ocp, folder = orbax(), pathlib.Path(path).resolve()
     if folder.exists():
         raise errors.InvalidArgumentError(
-            f"{folder} is there already: a checkpoint takes a directory of its own"
+            f"{folder} exists already: a checkpoint needs a directory of its own"
         )
     try:
         ocp.save_checkpointables(folder, checkpointables(**parts))

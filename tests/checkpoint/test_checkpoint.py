@@ -189,7 +189,7 @@ def test_who_is_missing_is_named(saved, tmp_path):
         checkpoint.load(path, like=support.tree(), worker=again, center=center)
     with pytest.raises(errors.DurabilityError, match="no checkpoint of agn_optax"):
         checkpoint.load(tmp_path / "elsewhere", center=other)
-    with pytest.raises(errors.InvalidArgumentError, match="there already"):
+    with pytest.raises(errors.InvalidArgumentError, match="exists already"):
         checkpoint.save(path, center=center)
     second = a_worker(center, "second")
     both = tmp_path / "both"

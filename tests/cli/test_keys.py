@@ -113,7 +113,7 @@ def test_nothing_is_overwritten(made):
     before = (made / "bert.key").read_bytes()
     said = fails("keys", made, "--worker=bert", code=2)
     assert "bert.pem" in said
-    assert "there already" in said
+    assert "exist already" in said
     assert (made / "bert.key").read_bytes() == before
 
 

@@ -295,7 +295,7 @@ def test_what_a_codec_takes_is_measured(monkeypatch):
 
 def test_times_that_are_no_line(machine):
     machine.noise = lambda: 0.1 * (machine.measured % 2)  # small ones take longer
-    with pytest.raises(errors.CenterError, match=r"no line.*too busy"):
+    with pytest.raises(errors.CenterError, match=r"must grow.*too busy"):
         _calibrate.calibrate(sizes=(1, 2), repeats=3)
     assert machine.measured == _calibrate._ROUNDS * 4 * 3
 
