@@ -77,7 +77,7 @@ def test_shards_a_tree_and_a_journal():
     assert said["rules"][0]["kept"]["restart"] == cost.kept.restart
     said = succeeds(*PLAN, *options, *upwards, *kept)
     assert "at each of the center's 2 shards" in said
-    assert "Centers, from those that have workers to the root" in said
+    assert "Levels of centers, from the one with the workers up" in said
     assert said.count("\u2502 downpour ") == 1 + 1 + 3 + 1 + 1  # three levels
     assert "The journal of the root" in said
 
