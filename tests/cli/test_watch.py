@@ -140,7 +140,7 @@ def test_a_table_keeps_its_names_and_what_matters_most(width):
         line for line in said.splitlines() if "worker" in line and "┃" in line
     )
     titles = [title.strip() for title in header.strip("┃").split("┃")]
-    assert titles[:2] == ["worker", "there"]
+    assert titles[:2] == ["worker", "connected"]
     assert ("loss" in titles) == (width >= 60)
     assert ("transport" in titles) == (width >= 120)
     assert ("sent" in titles) == (width >= 240)

@@ -98,7 +98,7 @@ def printed(text):
     """The files of a run, by their names, and what is run."""
     pathlib.Path("run.toml").write_text(text)
     said = succeeds("launch", "run.toml", "--on", "kubernetes", "--dry-run")
-    files, _, commands = said.partition("# What is run\n")
+    files, _, commands = said.partition("# Commands\n")
     parts = re.split(r"^# (\w+\.\w+)\n", files, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True)), commands.splitlines()
 

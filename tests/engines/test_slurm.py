@@ -61,12 +61,12 @@ def planned(*arguments):
     said = succeeds("launch", "run.toml", "--on", "slurm", "--dry-run", *arguments)
     files, name = {}, ""
     for line in said.splitlines(keepends=True):
-        if line.startswith("# ") and line.strip().endswith((".sh", "What is run")):
+        if line.startswith("# ") and line.strip().endswith((".sh", "Commands")):
             name = line[2:].strip()
             files[name] = ""
         else:
             files[name] += line
-    return files, files.pop("What is run").split("\n")[:-1]
+    return files, files.pop("Commands").split("\n")[:-1]
 
 
 def test_scripts_are_shells_and_have_no_secret(here):
