@@ -317,7 +317,7 @@ def test_full_disk_of_logs_is_said_and_the_run_goes_on(here):
     assert result.exit_code == 0, result.output
     said = [line.partition("| ")[2] for line in result.stdout.splitlines()]
     assert said[0] == "a"
-    assert said[1].startswith("agn-optax: its lines are not written down: ")
+    assert said[1].startswith("agn-optax: its output is no longer logged: ")
     assert said[2:] == ["b"]
 
 

@@ -170,7 +170,11 @@ def test_a_center_that_is_there_needs_an_array_only(here):
     [
         ('storage = "kept"\n', "", "jobs of SLURM need storage"),
         ("insecure = true", "", "workers and center need TLS"),
-        ("insecure = true", 'insecure = true\njournal = "j"', "journal is in the"),
+        (
+            "insecure = true",
+            'insecure = true\njournal = "j"',
+            "journal of a run on SLURM",
+        ),
         ('partition = "main"', "at-once = 0", "at-once in [slurm] must be positive"),
         ('partition = "main"', "patience = 0", "patience in [slurm] must be positive"),
         ('partition = "main"', 'queue = "main"', "unknown key 'queue'"),
@@ -406,7 +410,7 @@ def test_a_run_goes_through_all_of_it_and_counts_every_step_once(here, cluster):
     cluster("scontrol", "requeue", f"{jobs['workers']}_1")
     grown = launched("--workers=4")
     assert list(grown) == ["workers"]
-    assert "more --workers" in fails(
+    assert "a larger --workers" in fails(
         "launch", "run.toml", "--on=slurm", "--workers=4", code=2
     )
     assert len({token for _, _, token in lines_of(kept / "keys/tokens")}) == 5
