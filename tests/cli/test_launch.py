@@ -637,8 +637,11 @@ def test_programs_are_killed_with_their_launcher(witness):
 @pytest.mark.parametrize(
     ("programs", "message"),
     [
-        ([], "at least must be waited for"),
-        ([python("a", "", waited_for=False)], "at least must be waited for"),
+        ([], "at least one program must be waited for"),
+        (
+            [python("a", "", waited_for=False)],
+            "at least one program must be waited for",
+        ),
         ([python("a", ""), python("b", ""), python("a", "")], "must differ.*'b'"),
     ],
 )

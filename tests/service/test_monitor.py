@@ -187,7 +187,7 @@ def test_a_life_that_took_another_ones_place_is_told():
         monitor.look()
         texts = told(monitor, "joined")
         assert [text.split(", by")[0] for text in texts] == [
-            *("joined", "joined again, in another life")
+            *("joined", "joined again, with a new session")
         ]
         assert worker(monitor, "anna")["exchanges"] == 2
 
@@ -215,7 +215,7 @@ def test_who_is_refused_hears_why_and_so_do_those_who_watch():
         (refused,) = [e for e in monitor.view()["events"] if e["kind"] == "refused"]
         assert refused["worker"] == "bert"
         assert refused["count"] == 2
-        assert "was refused: no room for worker 'bert'" in refused["text"]
+        assert "was rejected: no room for worker 'bert'" in refused["text"]
         assert "not finite" in told(monitor, "message")[0]
         assert worker(monitor, "anna")["refused"] == 1
         json.dumps(monitor.view(), allow_nan=False)
@@ -229,7 +229,7 @@ def test_what_is_on_disk_is_told(tmp_path):
         monitor.look()
         assert told(monitor, "snapshot") == ["a snapshot of version 0 was written"]
         assert told(monitor, "initialized") == [
-            "the first parameters are there, 3 numbers"
+            "the center has its first parameters, 3 numbers"
         ]
         center.join("anna").exchange(1, {"w": ONES}, anchor_version=0)
         server.center.write_snapshot()
@@ -284,7 +284,7 @@ def test_a_stranger_cannot_drive_out_what_others_did():
         assert {"started", "joined"} < {event["kind"] for event in found}
         (who,) = [e for e in found if e["kind"] == "refused" and not e["worker"]]
         assert who["count"] == 1000
-        assert who["text"] == "somebody at 192.0.2.1 was refused: who?"
+        assert who["text"] == "a caller at 192.0.2.1 was rejected: who?"
         numbers = [event["number"] for event in found]
         assert numbers == sorted(set(numbers))
         assert monitor.view()["event_counts"]["refused"] == 2000

@@ -168,7 +168,7 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
         # They join, and their names are nothing but text.
         stack.enter_context(training(server.address, EVIL))
         process.answer()
-        until(lambda: "there" in shown.row("worker-1").get("state", ""))
+        until(lambda: "connected" in shown.row("worker-1").get("state", ""))
         until(lambda: shown.row(EVIL).get("loss", NOTHING) not in ("", NOTHING))
         row = shown.row(EVIL)
         assert (row["transport"], row["period"]) == ("socket", "5")
@@ -309,7 +309,7 @@ def test_a_worker_that_has_stalled_is_not_green(browser):
     with service.serve(RULE, START, page="127.0.0.1:0") as server:
         with training(server.address, "anna"):
             browser.get(server.page_address)
-            until(lambda: "there" in shown.row("anna").get("state", ""))
+            until(lambda: "connected" in shown.row("anna").get("state", ""))
             shown.run("clearTimeout(timer); paused = true")
             shown.run("newest.workers[0].stalled = arguments[0]; show(newest)", 23.4)
             assert shown.row("anna")["state"] == "stalled for 23 s"
