@@ -357,7 +357,7 @@ def test_a_server_that_is_done_stops_all_as_well(witness, restarts):
         living(witness, "a"),
         on_failure="go on",
     )
-    said = "agn-optax: has ended, and so the others are ended"
+    said = "agn-optax: has ended, so the other programs are ended"
     assert lines.of("server") == ["enough", said]
     assert [e.returncode for e in ended] == [0, -signal.SIGTERM]
     assert [e.stopped for e in ended] == [False, True]
@@ -400,7 +400,7 @@ def test_who_does_not_go_is_killed_after_the_grace(witness):
     )
     assert lines.of("stubborn") == [
         "up",
-        "agn-optax: killed what had not ended within 0.3 s",
+        "agn-optax: killed processes that had not ended within 0.3 s",
         "agn-optax: killed by SIGKILL",
     ]
     assert ended[0].returncode == -signal.SIGKILL
@@ -449,7 +449,7 @@ def test_one_that_has_left_the_group_does_not_hold_up_the_end(witness):
     lines, (ended,) = launch(living(witness, "a", then), grace=0.1)
     assert (ended.returncode, ended.stopped) == (0, False)
     assert lines.of("a") == [
-        "agn-optax: killed what had not ended within 0.1 s",
+        "agn-optax: killed processes that had not ended within 0.1 s",
         "part",
     ]
     witness.release("escaped")

@@ -110,7 +110,7 @@ def test_a_center_that_is_drained_ends_its_workers(here):
     assert "worker-0 | draining 127.0.0.1:" in result.stdout
     said = [line for line in result.stdout.splitlines() if line.startswith("center")]
     assert sum("draining" in line for line in said) == 1
-    assert "agn-optax: has ended, and so the others are ended" in said[-2]
+    assert "agn-optax: has ended, so the other programs are ended" in said[-2]
     assert said[-1].endswith("while worker-0 still worked with it")
 
 
