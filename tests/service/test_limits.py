@@ -707,7 +707,7 @@ def test_center_that_is_busy_is_not_said_to_be_gone(little, caplog):
     ):
         with too_many():
             again_and_again(anna.describe)
-        with pytest.raises(errors.CenterBusyError, match="answers, and has not taken"):
+        with pytest.raises(errors.CenterBusyError, match="answers, but has not"):
             anna.retry(anna.describe, within=0.0)
         assert anna.unreachable_since is None
     assert "is busy (too many calls" in caplog.text
