@@ -191,8 +191,8 @@ def all_reduce(
         if way.has_state:
             check.axis_bound(
                 axis_name,
-                f"{codec} keeps something else on every tower, so its state is made "
-                "inside the mesh: towers.create(tx.init, params)",
+                f"{codec} has another state on every tower, which must be made inside "
+                "the mesh: towers.create(tx.init, params)",
             )
             codec_state = first_states(params)
         in_flight = optax.tree.zeros_like(params) if delay else None
@@ -221,7 +221,7 @@ def all_reduce(
         old = iter(())
         if way.has_state:
             expected = jax.eval_shape(first_states, updates)
-            what = "state.codec_state", "what is kept of these gradients"
+            what = "state.codec_state", "the codec state of these gradients"
             check.same_tree(state.codec_state, expected, *what)
             old = iter(state.codec_state.states)
         states: list[PyTree] = []
@@ -330,8 +330,9 @@ def _check_gradients(updates: PyTree, axes: collectives.Axes, way: Way) -> None:
             if way.codec is not None and not way.codec.is_cast:
                 raise errors.TreeMismatchError(
                     f"updates{keystr(path)} is row-sparse, and {way.codec} encodes "
-                    "whole gradients: rows travel as they are, or by codecs.cast. Put "
-                    "densify() first, or give such gradients an all_reduce of their own"
+                    "whole gradients: rows are sent as they are, or by codecs.cast. "
+                    "Put densify() first, or give such gradients an all_reduce of "
+                    "their own"
                 )
             leaf = leaf.data
         check.float_leaves(leaf, f"updates{keystr(path)}")

@@ -48,16 +48,16 @@ def check_way(
             codec = None
     if sum_dtype is not None and codec is None:
         raise errors.InvalidArgumentError(
-            f"sum_dtype={sum_dtype} says how what travels by a codec is summed: give "
-            "both"
+            f"sum_dtype={sum_dtype} is the dtype in which encoded gradients are "
+            "summed, and needs a codec: give both"
         )
     if codec is not None and _bits(codec, (512, 512)) < 32 <= _bits(
         codec, (512 * 512,)
     ):
         raise errors.InvalidArgumentError(
-            f"{codec} makes matrices smaller and vectors not; gradients are reduced by "
-            "pieces, which are vectors. Take a codec that works by blocks, such as "
-            "codecs.quantize(8)"
+            f"{codec} makes matrices smaller, but not vectors, and gradients are "
+            "reduced in pieces, which are vectors: take a codec that works by blocks, "
+            "such as codecs.quantize(8)"
         )
     return Way(axes, algorithm, codec, sum_dtype)
 
