@@ -141,8 +141,8 @@ class Rule:
         if self.codec.of_differences and self.message is not None:
             raise errors.InvalidArgumentError(
                 f"codec {of_rule} must send all elements, as its contributions are not "
-                f"differences: got {self.codec}, which leaves most out. Such as "
-                "quantize(8) or cast('bfloat16') will do"
+                f"differences: got {self.codec}, which leaves most out. Take one such "
+                "as quantize(8) or cast('bfloat16')"
             )
         # Wrapped once, so that an exchange may pass its extra arguments to every part.
         for field in ("center", "record", "penalty", "discount"):

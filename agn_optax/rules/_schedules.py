@@ -118,10 +118,9 @@ def check_outside(optimizer: optax.GradientTransformation) -> None:
 
 def _outside() -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        "a center outside the program cannot count local steps, for its workers "
-        "are not at the same one, got a center optimizer by_local_steps(...): its "
-        "schedules count the messages that it has applied; give it the optimizer "
-        "as it is, with a schedule of as many"
+        "a center outside the program cannot count local steps, because its workers "
+        "are at different steps, got a center optimizer by_local_steps(...): give it "
+        "the optimizer itself, with schedules over the number of applied messages"
     )
 
 

@@ -45,13 +45,13 @@ def chain_codecs(*codecs: Codec) -> Codec:
       bfloat16 [ 0. -3.  0.  2.]
     """
     if not codecs:
-        raise errors.InvalidArgumentError("chain_codecs needs one codec at least")
+        raise errors.InvalidArgumentError("chain_codecs needs at least one codec")
     for i, codec in enumerate(codecs):
         check_codec(codec, f"codec {i} of chain_codecs")
         if codec.returned is not None:
             raise errors.InvalidArgumentError(
-                f"{codec} keeps what it loses, but not what the others of a chain do: "
-                "put error_feedback around chain_codecs"
+                f"{codec} keeps its own error, but not that of the other codecs of a "
+                "chain: put error_feedback around chain_codecs"
             )
     first, *others = codecs
     made = first

@@ -128,16 +128,16 @@ def _check_answers(codec: Codec, argument: str) -> None:
     why = ""
     if codec.returned is not None:
         why = (
-            "a difference is taken from the exact center every time, and so has all "
-            "that was lost before: give the codec without error_feedback"
+            "each difference is taken from the exact center, and so contains all "
+            "earlier errors: give the codec without error_feedback"
         )
     elif not codec.is_exact:
         why = (
-            "programs decode it alike only to the last place, and the public center "
-            "must be the same bits at every worker: take another codec"
+            "programs may decode it differently in the last place, and the broadcast "
+            "parameters must have the same bits at every worker: take another codec"
         )
     elif codec.answer_codec is not None:
-        why = "nothing comes back for an answer: give a codec that has no answers"
+        why = "an answer is not answered: give a codec that has no answers"
     if why:
         raise errors.InvalidArgumentError(f"{argument} cannot be {codec}: {why}")
 
