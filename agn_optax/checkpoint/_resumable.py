@@ -126,8 +126,8 @@ class Resumable:
         for name in beside:
             if name in _TAKEN or name.startswith("center-"):
                 raise errors.InvalidArgumentError(
-                    f"what is saved beside the worker cannot be named {name!r}: names "
-                    f"that are taken are {', '.join(sorted(_TAKEN))} and center-NUMBER"
+                    f"a part beside the worker cannot be named {name!r}: the names "
+                    f"{', '.join(sorted(_TAKEN))} and center-NUMBER are taken"
                 )
         self.worker = worker
         self.resumed = False
@@ -327,8 +327,8 @@ class Resumable:
         present = {name for center in self._ending for name in center.workers}
         if others := present - {worker.name}:
             raise errors.InvalidArgumentError(
-                f"a center in memory is saved with its only worker, and beside "
-                f"{worker.name!r} this one has {sorted(others)}: give it "
+                "a center in memory is saved with its only worker, and this one has "
+                f"{sorted(others)} beside {worker.name!r}: give it "
                 "durability=agn_optax.center.Journal(...)"
             )
         parts["worker"] = _Sending(worker, params, state, **about)

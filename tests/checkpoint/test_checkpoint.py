@@ -183,7 +183,9 @@ def test_who_is_missing_is_named(saved, tmp_path):
     again = a_worker(other)
     with pytest.raises(errors.TreeMismatchError, match=r"1 centers.*\['center'\]"):
         checkpoint.load(path, like=support.tree(), worker=again)
-    with pytest.raises(errors.InvalidArgumentError, match=r"'first' is to be a worker"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"must have a worker 'first'"
+    ):
         checkpoint.load(path, like=support.tree(), first=again, center=other)
     with pytest.raises(errors.AlreadyInitializedError, match="at version 1"):
         checkpoint.load(path, like=support.tree(), worker=again, center=center)
