@@ -236,7 +236,7 @@ class TowersPart(Part):
         if not (is_alike or self._elastic):
             raise errors.TreeMismatchError(
                 f"{where} has {there} workers, on a mesh {mesh}, and these towers have "
-                f"{towers.workers}, on {here}: each worker's own state needs the same "
+                f"{towers.workers}, on {here}: the workers' own states need the same "
                 "number of workers. With elastic=True all go on from the center, and "
                 "from the first worker's parameters and state"
             )

@@ -34,7 +34,9 @@ def keys(
     ] = None,
     operator: Annotated[
         _Names | None,
-        typer.Option(metavar="NAME", help="Name of one who watches and drains."),
+        typer.Option(
+            metavar="NAME", help="Name of an operator, who may watch and drain."
+        ),
     ] = None,
     days: Annotated[
         int, typer.Option(min=1, help="Days that the certificates are valid.")

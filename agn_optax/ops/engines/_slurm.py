@@ -97,8 +97,8 @@ trap 'setup_failed $? ${{#BASH_SOURCE[@]}}' ERR
 trap - ERR
 set +eu"""
 _RUNS = """\
-# scancel and SLURM signal script and task; a time limit signals the script alone, which
-# then signals the task.
+# The end of a job (scancel, preemption) signals script and task. A time limit signals
+# the script alone, which then signals the task.
 told= limit=
 trap 'told=1; became 143 "told to end on $SLURMD_NODENAME"' TERM
 trap 'limit=1; {tell}' USR1
