@@ -125,8 +125,8 @@ class Kubernetes(Engine):
         """Write the files and submit them; the cluster does the rest."""
         if shutil.which("kubectl") is None:
             raise errors.InvalidArgumentError(
-                "kubectl cannot be found, with which runs are submitted: install it, "
-                "or submit the output of --dry-run elsewhere"
+                "kubectl cannot be found: install it, or submit the output of "
+                "--dry-run elsewhere"
             )
         self.folder.mkdir(exist_ok=True)
         for name, text in self.files().items():
