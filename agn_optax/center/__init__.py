@@ -14,7 +14,9 @@ from agn_optax.center._core import LocalSession as LocalSession
 from agn_optax.center._ledger import Asynchronous, BoundedStaleness, Synchronous
 from agn_optax.center._ledger import Member as Member
 from agn_optax.center._ledger import Mode as Mode
+from agn_optax.center._limits import Limits
 from agn_optax.center._local import LocalCenter
+from agn_optax.center._local import PackedCenter as PackedCenter
 from agn_optax.center._packing import Packed as Packed
 from agn_optax.center._packing import let_go as let_go
 from agn_optax.center._protocol import MOST_REPORTED as MOST_REPORTED
@@ -35,6 +37,7 @@ __all__ = [
     "Center",
     "CenterState",
     "Journal",
+    "Limits",
     "LocalCenter",
     "Refuse",
     "Session",
