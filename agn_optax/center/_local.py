@@ -44,8 +44,8 @@ class LocalCenter:
       dtype: floating dtype of the center and its optimizer; None keeps that of the
         parameters. float32 for workers with bfloat16 parameters is a master copy.
       device: the device that holds the center and runs its optimizer: a `jax.Device`,
-        or the name of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is
-        used. None leaves the center where its first parameters are.
+        or the name of a platform, such as ``"gpu"``, for its first device. None leaves
+        the center where its first parameters are.
       limits: `agn_optax.center.Limits` on workers and their messages; None for
         ``Limits()``, which rejects messages that are not finite. To measure a message,
         the center waits for the device at every exchange. With

@@ -51,9 +51,10 @@ class Snapshots:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
-      seconds: time between two snapshots; none is written if nothing has changed. None
-        for no limit.
+      directory: directory in which snapshots are written, of this center alone. It is
+        created if necessary; a center that is found there continues.
+      seconds: seconds between two snapshots; none is written if nothing has changed.
+        None for no limit.
       exchanges: number of exchanges between two snapshots; None for no limit.
       keep: number of snapshots to keep.
       keep_seconds: younger snapshots are also kept, whatever their number.
@@ -111,7 +112,9 @@ class Journal:
     against it.
 
     Args:
-      directory: directory of this center alone, created if necessary.
+      directory: directory in which every exchange is written before it is answered, of
+        this center alone. It is created if necessary; a center that is found there
+        continues.
       size: bytes of the journal after which a snapshot replaces it. None for 1 GiB, or
         for the size of four snapshots if that is larger. A snapshot is also written
         after 100,000 exchanges, joins and leaves, so that a start takes seconds.

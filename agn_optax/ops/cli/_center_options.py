@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from agn_optax import errors, service
@@ -15,210 +17,157 @@ from agn_optax.center import (
     Journal,
     Mode,
     Refuse,
-    ShardedCenter,
     Snapshots,
     Synchronous,
 )
 from agn_optax.ops.cli import _options
+from agn_optax.ops.cli._options import Group
 from agn_optax.rules import Rule
 
-# Options that `agn_optax.service.serve` has under the same name.
-_AS_THEY_ARE = (
-    *("address", "barrier", "max_workers", "lease", "memory", "calls", "dtype"),
-    *("device", "direct", "direct_address", "health_address", "insecure"),
-    *("parent_period", "reflection"),
-)
 _PAGE = "127.0.0.1:0"
-# Options that `agn_optax.center.Refuse` has without their prefix.
-_REFUSALS = [
-    *("refuse_nonfinite", "refuse_norm", "refuse_times_median", "refuse_element"),
-    *("refuse_staleness", "refuse_share", "refuse_in_a_row"),
-    *("refuse_steps", "refuse_weight"),
-]
-# Modes and durabilities, and the names that they have for options of theirs alone.
-_MODES: dict[str, tuple[Any, dict[str, str]]] = {
-    "asynchronous": (Asynchronous, {}),
-    "bounded": (
+_SERVED = {
+    "address": Group(
+        service.serve, "address", names={"address": "address HOST:PORT|unix:PATH"}
+    ),
+    "center": Group(service.serve, "barrier", "dtype", "device"),
+    "ports": Group(
+        service.serve,
+        *("direct_address", "health_address"),
+        names={
+            "direct_address": "direct_address HOST:PORT",
+            "health_address": "health_address HOST:PORT",
+        },
+    ),
+}
+_MODES = {
+    "asynchronous": Group(Asynchronous),
+    "bounded": Group(
         BoundedStaleness,
-        {"max_versions_behind": "versions", "max_rounds_ahead": "rounds"},
+        names={"versions": "max_versions_behind", "rounds": "max_rounds_ahead"},
+        needs="--mode bounded",
     ),
-    "synchronous": (
-        Synchronous,
-        {"quorum": "quorum", "grace": "grace", "late": "late"},
-    ),
+    "synchronous": Group(Synchronous, needs="--mode synchronous"),
 }
-_DURABILITIES: dict[str, tuple[Any, dict[str, str]]] = {
-    "journal": (
+_DURABILITIES = {
+    "journal": Group(
         Journal,
-        {
-            "journal_size": "size",
-            "journal_interval": "interval",
-            "journal_on_failure": "on_failure",
-        },
+        prefix="journal_",
+        names={"directory": "journal DIRECTORY"},
+        needs="--journal",
     ),
-    "snapshots": (
+    "snapshots": Group(
         Snapshots,
-        {
-            "snapshot_seconds": "seconds",
-            "snapshot_exchanges": "exchanges",
-            "snapshots_kept": "keep",
-            "snapshots_kept_seconds": "keep_seconds",
+        names={
+            "directory": "snapshots DIRECTORY",
+            "seconds": "snapshot_seconds [60, without --snapshot-exchanges]",
+            "exchanges": "snapshot_exchanges",
+            "keep": "snapshots_kept",
+            "keep_seconds": "snapshots_kept_seconds",
         },
+        needs="--snapshots",
     ),
 }
+_TLS = Group(
+    service.Tls,
+    names={
+        "certificate": "tls_certificate FILE.pem",
+        "key": "tls_key FILE.pem",
+        "ca": "tls_client_ca FILE.pem",
+    },
+)
+_SECURITY = Group(service.Security)
+_LIMITS = Group(service.Limits)
+_MESSAGES = Group(Refuse, prefix="refuse_")
+_PARENT = Group(service.Parent, "period", "name", prefix="parent_", needs="--parent")
 
 
-@_options.record(modes=", ".join(_MODES))
+@_options.record(
+    groups={
+        **_SERVED,
+        **_MODES,
+        **_DURABILITIES,
+        "tls": _TLS,
+        "security": _SECURITY,
+        "limits": _LIMITS,
+        "messages": _MESSAGES,
+        "parent": _PARENT,
+    },
+    modes=", ".join(_MODES),
+)
 class CenterOptions:
     """How a center is served; its rule is apart.
 
     Center:
-      address HOST:PORT|unix:PATH [127.0.0.1:0]: Where to listen; port 0 takes one that
-        is free.
-      address_file FILE: Where the address is left, on a disk that workers share: they
-        reach a center that may come back elsewhere as file:FILE.
-      barrier: Workers that must have joined before any of them starts.
-      max_workers [64]: Workers that may be there at a time.
-      lease [10]: Seconds after which a worker that lost its connection is given up.
-      memory [no bound]: Bytes that the center, its optimizer's state and all messages
-        may take together; workers for whom there is no room are refused.
-      calls [20]: Calls a second that one caller may make beside its exchanges, such as
-        pulls; one that makes more has to wait.
-      dtype: Floating dtype of the center, whatever its workers have.
-      device [cpu]: Platform the center lives on.
-      direct [direct]: Exchanges beside gRPC too, on another port and in shared memory.
-      direct_address HOST:PORT [a port that is free]: Where that other port is; workers
-        reach it at the host of --address.
-      page [no-page]: A page in the browser that shows what goes on, and /metrics for
-        Prometheus, at --page-address.
-      page_address HOST:PORT [of --page: 127.0.0.1:0]: Where the page is, which this
-        asks for as well; port 0 takes one that is free.
-      health_address HOST:PORT: Where gRPC's health checking is answered in plain text
-        and to anybody as well, as the probes of Kubernetes need it.
-      signal_exit_code [0]: Exit code of a center that a signal has drained. One that is
-        not 0 is for engines that start only those again that have failed.
+      *address
+      address_file FILE: File that the address is written to, on a disk that workers
+        share. They reach a center that may come back elsewhere as file:FILE.
 
-    Access:
-      tokens FILE: Who may call, in lines of roles, a worker's name (* for any) and a
-        token; it is read again when it changes. Without it a token is made and printed,
-        and programs of the same user on this machine find it by themselves.
-      open: Let in whoever reaches it; beyond this machine, with --insecure only.
-      reflection [on this machine only]: Serve gRPC's reflection and channelz.
+    Durability:
+      *journal
+      *snapshots
+      save DIRECTORY: Directory that the parameters are written to at the end, as a
+        checkpoint that Orbax reads; needs the extra flax.
 
     Mode:
       mode MODE [asynchronous]: When messages are applied: {modes}.
-      max_versions_behind: Of bounded: a message with an older anchor is dropped.
-      max_rounds_ahead: Of bounded: a worker further ahead of the slowest waits.
-      quorum: Of synchronous: messages that are enough once the grace is over.
-      grace: Of synchronous: seconds from a round's first message.
-      late next|weighted|drop [next]: Of synchronous: what becomes of a message that
-        missed its round.
+      *bounded
+      *synchronous
 
-    Refusal:
-      refuse_nonfinite [refuse-nonfinite]: Refuse messages that are not finite, or after
-        which the center would not be.
-      refuse_norm: Refuse messages of a larger global norm.
-      refuse_times_median: Refuse messages whose norm is more than so many times the
-        median of the last ones.
-      refuse_element: Refuse messages with an element of a larger absolute value.
-      refuse_staleness: Refuse messages made of a center more versions old.
-      refuse_share: Refuse messages by which a worker would have made more than this
-        share of all recent movement.
-      refuse_steps: Refuse messages that claim to be made of more local steps.
-      refuse_weight: Refuse messages that claim a larger weight.
-      refuse_in_a_row [10]: Messages of a worker that are refused in a row before it
-        gets an error.
-
-    Durability:
-      journal DIRECTORY: Where every exchange is on disk before it is answered; a center
-        that is found there goes on.
-      journal_size [1 GiB, or 4 snapshots]: Of --journal: bytes after which a snapshot
-        takes its place.
-      journal_interval [none]: Of --journal: seconds within which exchanges are synced
-        to disk; they do not wait for that then, and no more are lost with the power.
-      journal_on_failure WHAT [stop]: Of --journal: whether to stop if the disk fails,
-        or to "go on" in memory, and to say so.
-      snapshots DIRECTORY: Where the center is written from time to time; one that is
-        found there goes on.
-      snapshot_seconds [60, without --snapshot-exchanges]: Of --snapshots: between two
-        of them.
-      snapshot_exchanges: Of --snapshots: exchanges between two of them.
-      snapshots_kept [2]: Of --snapshots: how many stay there.
-      snapshots_kept_seconds [0]: Of --snapshots: those that are younger stay, too.
-      save DIRECTORY: Where its parameters are written at its end, as a checkpoint that
-        Orbax reads; needs the extra flax.
-
-    Parent:
-      parent HOST:PORT|unix:PATH: A center that this one is a worker of.
-      parent_period: Exchanges here between two with the parent.
-      parent_name: Of this center among the parent's workers, where a token says it.
-      parent_token_file FILE: With the token by which the parent knows this center.
-      parent_tls_ca FILE.pem: Who vouches for the parent.
+    Access:
+      tokens FILE [a new token, which is printed]: File of the callers, in lines of
+        roles, a worker's name (* for any) and a token; it is read again when it
+        changes. Programs of the same user on this machine find a new token by
+        themselves.
+      open: Admit everybody; beyond this machine, only with --insecure.
+      *security
 
     TLS:
-      tls_certificate FILE.pem: This end's certificate, with those that vouch for it.
-      tls_key FILE.pem: The certificate's private key.
-      tls_client_ca FILE.pem: Who vouches for workers, which must then have
-        certificates.
-      insecure: Allow plain text beyond this machine, in a network that you trust.
+      *tls
+
+    Further settings of the center:
+      *center
+      direct [direct]: Serve exchanges without gRPC too, at another port and in shared
+        memory.
+      *ports
+      page [no-page]: Serve a web page that shows the center's activity, and /metrics
+        for Prometheus, at --page-address.
+      page_address HOST:PORT [of --page: 127.0.0.1:0]: Where to serve the page, which
+        this asks for as well; port 0 takes a free one.
+      signal_exit_code [0]: Exit code of a center that a signal has drained. A code
+        other than 0 is for engines that start only failed programs again.
+
+    Limits:
+      *limits
+
+    Message limits:
+      *messages
+
+    Parent:
+      parent HOST:PORT|unix:PATH: Address of a center that this one is a worker of.
+      *parent
+      parent_token_file FILE: File with the token by which the parent knows this center.
+      parent_tls_ca FILE.pem: Certificate authorities that the parent's certificate is
+        checked against.
     """
 
-    address: str | None = None
     address_file: pathlib.Path | None = None
-    barrier: int | None = None
-    max_workers: int | None = None
-    lease: float | None = None
-    memory: int | None = None
-    calls: float | None = None
-    dtype: str | None = None
-    device: str | None = None
-    direct: bool | None = None
-    direct_address: str | None = None
-    page: bool | None = None
-    page_address: str | None = None
-    health_address: str | None = None
-    signal_exit_code: int | None = None
+    save: pathlib.Path | None = None
+    mode: str | None = None
     tokens: pathlib.Path | None = None
     open: bool | None = _options.switch()
-    reflection: bool | None = None
-    mode: str | None = None
-    max_versions_behind: int | None = None
-    max_rounds_ahead: int | None = None
-    quorum: int | None = None
-    grace: float | None = None
-    late: str | None = None
-    refuse_nonfinite: bool | None = None
-    refuse_norm: float | None = None
-    refuse_times_median: float | None = None
-    refuse_element: float | None = None
-    refuse_staleness: int | None = None
-    refuse_share: float | None = None
-    refuse_steps: int | None = None
-    refuse_weight: float | None = None
-    refuse_in_a_row: int | None = None
-    journal: pathlib.Path | None = None
-    journal_size: int | None = None
-    journal_interval: float | None = None
-    journal_on_failure: str | None = None
-    snapshots: pathlib.Path | None = None
-    snapshot_seconds: float | None = None
-    snapshot_exchanges: int | None = None
-    snapshots_kept: int | None = None
-    snapshots_kept_seconds: float | None = None
-    save: pathlib.Path | None = None
+    direct: bool | None = None
+    page: bool | None = None
+    page_address: str | None = None
+    signal_exit_code: int | None = None
     parent: str | None = None
-    parent_period: int | None = None
-    parent_name: str | None = None
     parent_token_file: pathlib.Path | None = None
     parent_tls_ca: pathlib.Path | None = None
-    tls_certificate: pathlib.Path | None = None
-    tls_key: pathlib.Path | None = None
-    tls_client_ca: pathlib.Path | None = None
-    insecure: bool | None = _options.switch()
 
 
 def settings(options: CenterOptions) -> dict[str, Any]:
     """The arguments of `agn_optax.service.serve`, but for its rule and its parent.
+
+    Its ``security`` does not know who may call, see `access`.
 
     Raises:
       InvalidArgumentError: options do not go together.
@@ -228,22 +177,26 @@ def settings(options: CenterOptions) -> dict[str, Any]:
             "--signal-exit-code must be a whole number from 0 to 255, got "
             f"{options.signal_exit_code}"
         )
-    return {
-        **_named(options, {name: name for name in _AS_THEY_ARE}),
-        **_named(options, {"parent_name": "name"}),
+    made: dict[str, Any] = {
         "page": page_address(options),
         "mode": _mode_of(options),
-        "refuse": Refuse(
-            **_named(options, {o: o.removeprefix("refuse_") for o in _REFUSALS})
-        ),
-        "tls": _tls_of(options),
         "durability": _durability_of(options),
+        "limits": _LIMITS.made(options, messages=_MESSAGES.made(options)),
+        "security": _SECURITY.made(options, tls=_tls_of(options)),
     }
+    for group in _SERVED.values():
+        made |= group.given(options)
+    if options.direct is False:
+        if "direct_address" in made:
+            raise errors.InvalidArgumentError(
+                "--direct-address and --no-direct exclude each other"
+            )
+        made["direct_address"] = False
+    return made
 
 
-def parent(
-    options: CenterOptions, rule: Rule
-) -> service.RemoteCenter | ShardedCenter | None:
+@contextlib.contextmanager
+def parent(options: CenterOptions, rule: Rule) -> Iterator[service.Parent | None]:
     """The center that this one is a worker of, connected; None without one.
 
     Raises:
@@ -251,18 +204,22 @@ def parent(
       CenterError: the parent does not answer, or runs another rule.
     """
     if options.parent is None:
-        only = ("parent_period", "parent_name", "parent_token_file", "parent_tls_ca")
+        _PARENT.refuse(options)
+        only = ("parent_token_file", "parent_tls_ca")
         _options.refuse(options, "needs --parent", only=only)
-        return None
+        yield None
+        return
     # A center that has a certificate shows it to its parent.
-    ca, own = options.parent_tls_ca, (options.tls_certificate, options.tls_key)
-    return service.connect(
+    tls, ca = _TLS.given(options), options.parent_tls_ca
+    security = _SECURITY.given(options)
+    with service.connect(
         options.parent,
         rule,
-        tls=None if ca is None else service.Tls(ca, *own),
-        insecure=bool(options.insecure),
+        tls=None if ca is None else service.Tls(**{**tls, "ca": ca}),
+        insecure=security.get("insecure", False),
         token=options.parent_token_file,
-    )
+    ) as center:
+        yield _PARENT.made(options, center=center)
 
 
 def page_address(options: CenterOptions) -> str | None:
@@ -311,7 +268,7 @@ def makes_token(options: CenterOptions) -> bool:
     return not (options.open or options.tokens is not None or lines)
 
 
-def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> None:
+def check_pair(certificate: object, key: object) -> None:
     """Both are there, or none is.
 
     Raises:
@@ -323,52 +280,42 @@ def check_pair(certificate: pathlib.Path | None, key: pathlib.Path | None) -> No
         )
 
 
-def _named(options: CenterOptions, names: dict[str, str]) -> dict[str, Any]:
-    """Those of some options that were given, under other names."""
-    given = _options.given(options)
-    return {other: given[name] for name, other in names.items() if name in given}
-
-
 def _mode_of(options: CenterOptions) -> Mode:
     name = options.mode or "asynchronous"
-    kind, own_names = check.choose(name, _MODES, "--mode")
-    for other, (_, names) in _MODES.items():
+    chosen = check.choose(name, _MODES, "--mode")
+    for other, group in _MODES.items():
         if other != name:
             why = f"applies to --mode {other}, and the mode is {name}"
-            _options.refuse(options, why, only=names)
-    own = _named(options, own_names)
-    if name == "bounded" and not own:
+            group.refuse(options, why)
+    if name == "bounded" and not chosen.given(options):
         raise errors.InvalidArgumentError(
             "--mode bounded needs --max-versions-behind, --max-rounds-ahead or both"
         )
-    return kind(**own)
+    return chosen.made(options)
 
 
 def _tls_of(options: CenterOptions) -> service.Tls | None:
-    certificate, key = options.tls_certificate, options.tls_key
-    check_pair(certificate, key)
-    if certificate is None:
-        why = "needs --tls-certificate and --tls-key"
-        _options.refuse(options, why, only=("tls_client_ca",))
+    tls: service.Tls = _TLS.made(options)
+    check_pair(tls.certificate, tls.key)
+    if tls.certificate is None:
+        _TLS.refuse(options, "needs --tls-certificate and --tls-key")
         return None
-    tls = service.Tls(options.tls_client_ca, certificate, key)
     tls.server_credentials()  # what is wrong is said before anything is started
     return tls
 
 
 def _durability_of(options: CenterOptions) -> Durability | None:
-    if options.journal is not None and options.snapshots is not None:
+    if {"journal", "snapshots"} <= _options.given(options).keys():
         raise errors.InvalidArgumentError(
             "--journal and --snapshots exclude each other: a journal has snapshots"
         )
     made = None
-    for name, (kind, names) in _DURABILITIES.items():
-        directory = getattr(options, name)
-        if directory is None:
-            _options.refuse(options, f"needs --{name}", only=names)
+    for name, group in _DURABILITIES.items():
+        own = group.given(options)
+        if "directory" not in own:
+            group.refuse(options)
+        elif name == "snapshots" and "exchanges" in own and "seconds" not in own:
+            made = group.made(options, seconds=None)  # time was not asked for
         else:
-            own = _named(options, names)
-            if "exchanges" in own:  # then time is no rule, unless it was asked for
-                own.setdefault("seconds", None)
-            made = kind(directory, **own)
+            made = group.made(options)
     return made

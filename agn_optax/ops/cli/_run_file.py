@@ -10,61 +10,57 @@ from agn_optax import errors
 from agn_optax.ops import units
 from agn_optax.ops.cli import _center_options, _export, _options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
+from agn_optax.ops.cli._options import Group
 from agn_optax.ops.cli._rules import RuleOptions
-from agn_optax.ops.engines import ENGINES, Engine, Resources, Run
+from agn_optax.ops.engines import ENGINES, Engine, Local, Resources, Run, Slurm
 from agn_optax.service import tokens
 
+_RUN = Group(
+    Run,
+    *("workers", "token_file", "tls_ca", "restarts", "center_restarts"),
+    *("stop_grace", "storage"),
+    names={
+        "token_file": "token_file FILE",
+        "tls_ca": "tls_ca FILE.pem",
+        "storage": "storage DIRECTORY",
+    },
+)
+# Options for one engine, which stand in a table of its own in a file.
+_OF_ENGINES = {
+    "local": Group(
+        Local.Settings,
+        names={"on_failure": "on_failure WHAT", "logs": "logs DIRECTORY"},
+    ),
+    "slurm": Group(Slurm.Settings, "wait"),
+}
+_OWN = {
+    option: engine
+    for engine, group in _OF_ENGINES.items()
+    for option in group.names.values()
+}
 
-@_options.record(engines=", ".join(ENGINES))
+
+@_options.record(groups={"run": _RUN, **_OF_ENGINES})
 class RunOptions:
     """Which workers, and how they are started and ended.
 
     Options:
-      workers: How many workers to start.
-      center embedded|HOST:PORT [embedded]: A center of our own, or where one is.
-      token_file FILE: Of --center HOST:PORT: with the workers' token.
-      tls_ca FILE.pem: Who vouches for the center, to the workers.
-      restarts [0]: How often a worker that failed is started again.
-      center_restarts [0]: How often a center of our own is; needs --storage.
-      stop_grace [10]: Seconds that workers have to end when told to, and the center
-        after them.
-      name [that of the program]: Of the run.
-      storage DIRECTORY: That all tasks reach and that outlives them: the center's
-        journal is there.
+      center embedded|HOST:PORT [embedded]: A center of the run's own, or the address of
+        one that is there.
+      *run
+      name [that of the program]: Name of the run.
 
     Local:
-      restart_delay [1]: Seconds before a program that failed is started again.
-      start_delay [0]: Seconds between the starts of two workers.
-      on_failure WHAT [stop]: Whether a worker that has failed for good is to "stop" the
-        others, or these "go on".
-      logs DIRECTORY: In which each program has a file of its lines, as worker-0.log.
+      *local
 
     SLURM:
-      wait: Return only when the run is over, with the exit code of the first task that
-        failed; without it, as soon as the jobs are submitted.
+      *slurm
     """
 
-    workers: int | None = _options.at_least(1, None)
     center: str | None = None
-    token_file: pathlib.Path | None = None
-    tls_ca: pathlib.Path | None = None
-    restarts: int | None = _options.at_least(0, None)
-    center_restarts: int | None = _options.at_least(0, None)
-    stop_grace: float | None = _options.at_least(0.0, None)
     name: str | None = None
-    storage: pathlib.Path | None = None
-    restart_delay: float | None = _options.at_least(0.0, None)
-    start_delay: float | None = _options.at_least(0.0, None)
-    on_failure: str | None = None
-    logs: pathlib.Path | None = None
-    wait: bool | None = _options.switch()
 
 
-# Of `RunOptions`, what is the engine's own, in a table of its own.
-_OWN = {
-    **dict.fromkeys(("restart_delay", "start_delay", "on_failure", "logs"), "local"),
-    "wait": "slurm",
-}
 _TABLES = ("rule", "center", "resources", *ENGINES)
 
 
@@ -191,11 +187,11 @@ def _engine(
     settings: dict[str, Any],
     **more: Any,
 ) -> Engine:
-    if options.workers is None:
+    given = _options.given(options)
+    if "workers" not in given:
         raise errors.InvalidArgumentError("how many --workers there are must be said")
     address = None if options.center in (None, "embedded") else options.center
     _check(rule, center, options, address)
-    given = _options.given(options)
     own = {name: given.pop(name) for name in _OWN if name in given}
     for name in own:
         if on != _OWN[name]:
@@ -203,8 +199,6 @@ def _engine(
                 f"{_options.option(name)} is for --on {_OWN[name]}"
             )
     given["name"] = options.name or _name(program)
-    if "stop_grace" in given:
-        given["grace"] = given.pop("stop_grace")
     given["center"] = address
     run = Run(
         program=program,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agn_optax import errors
+from agn_optax._internal import check
 from agn_optax.ops import launch
 from agn_optax.ops.engines._engine import Engine, Output
 from agn_optax.ops.engines._run import Run
@@ -30,18 +31,26 @@ class LocalSettings:
     """How processes are started and ended.
 
     Attributes:
-      restart_delay: seconds before one that failed is started again.
+      restart_delay: seconds before a program that failed is started again.
       start_delay: seconds between the starts of two workers.
-      on_failure: whether a worker that has failed for good is to ``"stop"`` the others,
-        or these ``"go on"``.
-      logs: a folder in which each program has a file of its lines, as ``worker-0.log``,
-        beside what is printed; None for no files. Files that are there go on.
+      on_failure: what follows when a worker has failed for good: ``"stop"`` ends the
+        others, ``"go on"`` lets them continue.
+      logs: directory in which each program has a file of its lines, as
+        ``worker-0.log``, beside what is printed; None for no files. Files that are
+        there go on.
+
+    Raises:
+      InvalidArgumentError: a value is out of range.
     """
 
     restart_delay: float = 1.0
     start_delay: float = 0.0
     on_failure: str = "stop"
     logs: pathlib.Path | None = None
+
+    def __post_init__(self) -> None:
+        check.seconds(self.restart_delay, "restart_delay")
+        check.seconds(self.start_delay, "start_delay")
 
 
 class Local(Engine):
@@ -129,7 +138,7 @@ class Local(Engine):
             ended = launch.run(
                 programs,
                 output=output,
-                grace=run.grace,
+                grace=run.stop_grace,
                 restart_delay=settings.restart_delay,
                 on_failure=cast(Any, settings.on_failure),  # it is checked
             )

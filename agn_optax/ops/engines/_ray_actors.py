@@ -230,7 +230,7 @@ class Center(Supervisor):
         )
         lines = {tokens.TOKENS: self._access()} if self._key else {}
         program = Program(CENTER, command, lines, restarts=run.center_restarts)
-        self._begin(program, run.grace)
+        self._begin(program, run.stop_grace)
 
     def _access(self) -> str:
         """Who may call: each worker by its name, and whoever has the key."""
@@ -315,7 +315,7 @@ class Process(Supervisor):
             run.worker_command(sys.executable),
             run.worker_environment(self._rank, **told),
         )
-        return self._begin(program, run.grace)
+        return self._begin(program, run.stop_grace)
 
 
 def reserved(host: str) -> socket.socket:

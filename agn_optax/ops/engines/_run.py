@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agn_optax import errors
-from agn_optax.service import INSECURE, RULE, TLS_CA, check_reachable, tokens
-
-_ROOM = 64  # workers that `serve` has room for, unless it is told otherwise
+from agn_optax._internal import check
+from agn_optax.service import INSECURE, RULE, TLS_CA, Limits, check_reachable, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,18 +41,21 @@ class Run:
     Attributes:
       name: of the run, for engines and people: letters, digits and dashes.
       program: what each worker runs, as after ``python``.
-      workers: how many.
+      workers: number of workers to start.
       rule: its settings, as ``serve`` takes them.
       serve: options of ``agn-optax serve`` beside the rule's, as ``{"barrier": 2}``.
       center: the address of a center that is there; None for one of the run's own.
-      token_file: of that one: a file with the workers' token.
-      tls_ca: a file of PEM with who vouches for the center; None without TLS.
-      storage: a folder that all tasks reach and that outlives them, where the center's
-        journal is; None without one.
+      token_file: file with the workers' token, for a center that is there.
+      tls_ca: certificate authorities that workers check the center's certificate
+        against, a PEM file; None for those of the operating system.
+      storage: directory that all tasks reach and that outlives them, for the center's
+        journal; None for a center in memory.
       transports: how exchanges may travel, as of `connect`; None for any way.
       restarts: how often a worker that failed is started again.
-      center_restarts: how often the center is.
-      grace: seconds that a task has to end when told to.
+      center_restarts: how often a center of the run's own that failed is started again,
+        which needs ``storage``.
+      stop_grace: seconds that workers have to end when told to, and the center after
+        them.
       environment: variables for every worker.
       worker_resources, center_resources: what one of them needs.
       settings: of the engine, from its own table.
@@ -88,7 +90,7 @@ class Run:
     transports: Sequence[str] | None = None
     restarts: int = 0
     center_restarts: int = 0
-    grace: float = 10.0
+    stop_grace: float = 10.0
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     worker_resources: Resources = dataclasses.field(default_factory=Resources)
     center_resources: Resources = dataclasses.field(default_factory=Resources)
@@ -108,6 +110,11 @@ class Run:
             raise errors.InvalidArgumentError(
                 f"workers must be positive, got {self.workers}"
             )
+        check.whole_number(self.restarts, "restarts", least=0, optional=False)
+        check.whole_number(
+            self.center_restarts, "center_restarts", least=0, optional=False
+        )
+        check.seconds(self.stop_grace, "stop_grace")
         room = self.serve.get("max_workers")
         if room is not None and room < self.workers:
             raise errors.InvalidArgumentError(
@@ -152,7 +159,7 @@ class Run:
           **options: of ``serve``, which the engine says; they win.
         """
         given = {**self.rule, **self.serve, **options}
-        if self.workers > _ROOM:
+        if self.workers > (Limits().max_workers or self.workers):
             given.setdefault("max_workers", self.workers)
         return [python, "-m", "agn_optax.ops.cli", "serve", *arguments(given)]
 

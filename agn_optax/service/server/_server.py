@@ -160,9 +160,9 @@ def serve(
     Args:
       rule: a record of `agn_optax.rules`; workers must use the same rule.
       params: the first parameters; None leaves it to a chief to give them.
-      address: ``"host:port"`` to listen at, with port 0 for any free port, or
+      address: where to listen: ``"host:port"``, with port 0 for any free port, or
         ``"unix:path"``.
-      direct_address: ``"host:port"`` of another port for exchanges without gRPC, which
+      direct_address: ``"host:port"`` of another port, for exchanges without gRPC, which
         are faster; None for a free port of the same host. Workers connect to it at the
         host by which they reach ``address``. It is encrypted as gRPC is. Processes of
         the same user on this machine also exchange in shared memory. False serves gRPC
@@ -182,13 +182,14 @@ def serve(
         the center in memory.
       dtype: floating dtype of the center and its optimizer; None keeps that of the
         first parameters.
-      device: the device that holds the center and runs its optimizer: a `jax.Device`,
-        or the name of a platform such as ``"cpu"`` or ``"gpu"``, whose first device is
-        used.
-      limits: `Limits` on workers, messages, memory and calls; None for ``Limits()``.
-      security: `Security`: certificates, and who may call; None for ``Security()``,
-        plain text and everybody within this machine.
-      parent: the `Parent` that this center is a worker of; None for no parent.
+      device: platform whose first device holds the center and runs its optimizer, such
+        as ``"cpu"`` or ``"gpu"``. It may also be a `jax.Device`.
+      limits: limits on workers, messages, memory and calls, an
+        `agn_optax.service.Limits`; None for ``Limits()``.
+      security: certificates, and who may call, an `agn_optax.service.Security`; None
+        for ``Security()``, which serves everybody on this machine, and nobody else.
+      parent: the center that this one is a worker of, an `agn_optax.service.Parent`;
+        None for no parent.
 
     Returns:
       The running server: ``server.address``, ``server.stop()``.
