@@ -41,8 +41,9 @@ class Center:
                     RULE,
                     address=f"{ray.util.get_node_ip_address()}:0",
                     durability=Journal(folder / "journal"),
-                    access=access,
-                    insecure=True,  # in a network that you trust
+                    security=service.Security(
+                        access=access, insecure=True
+                    ),  # in a network that you trust
                 )
                 break
             except errors.DurabilityError as error:

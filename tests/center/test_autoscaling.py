@@ -15,6 +15,7 @@ from agn_optax._internal import in_background
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     LocalCenter,
     Refuse,
     Synchronous,
@@ -63,7 +64,7 @@ def train(center, name, exchanges, *, period=1, leave="leaves", begin=None, also
 )
 @pytest.mark.parametrize("leave", ["leaves", "vanishes"])
 def test_from_two_to_four_to_two(mode, leave):
-    center = LocalCenter(shared.average(), ZEROS, mode=mode, lease=0.1)
+    center = LocalCenter(shared.average(), ZEROS, mode=mode, limits=Limits(lease=0.1))
     two, are_there = threading.Barrier(2), threading.Event()
     others = []
 
@@ -102,7 +103,7 @@ def test_from_two_to_four_to_two(mode, leave):
     [
         {"mode": BoundedStaleness(versions=0)},
         {"mode": Synchronous(late="drop")},
-        {"refuse": Refuse(staleness=0)},
+        {"limits": Limits(messages=Refuse(staleness=0))},
     ],
 )
 def test_a_newcomer_begins_with_the_center_as_it_is(settings):
@@ -135,7 +136,9 @@ def test_each_has_a_period_of_its_own():
 
 
 def test_so_many_workers_at_a_time():
-    center = LocalCenter(shared.downpour(), ZEROS, max_workers=2, lease=0.1)
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(max_workers=2, lease=0.1)
+    )
     sessions = [center.join(name) for name in "ab"]
     with pytest.raises(errors.CenterFullError, match="takes 2 workers, and 2 are"):
         train(center, "c", 1)
@@ -177,7 +180,7 @@ def in_turns(center, workers, rounds):
 def test_a_share_that_so_few_cannot_keep_is_not_asked():
     """It was meant for many, and most of them have left."""
     refuse = Refuse(share=0.45)
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
+    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
     assert in_turns(center, 2, 20) == [20, 20]
     # Of three each can, and one that does as much as the others together is refused.
     sessions = [center.join(name) for name in "abc"]

@@ -39,6 +39,7 @@ from agn_optax.center import (
     BoundedStaleness,
     Core,
     Journal,
+    Limits,
     Synchronous,
     _core,
 )
@@ -124,7 +125,11 @@ class Exchanges(RuleBasedStateMachine):
         self.directory = directory
         durability = Journal(directory) if self.journals else None
         self.core = Core(
-            DOWNPOUR, params, mode=self.mode, lease=self.lease, durability=durability
+            DOWNPOUR,
+            params,
+            mode=self.mode,
+            limits=Limits(lease=self.lease),
+            durability=durability,
         )
         self.core.observer = self.observe
 
@@ -423,7 +428,7 @@ def collecting(session, monkeypatch, sequence=1):
 
 @pytest.mark.parametrize("goes", ["leave", "disconnect", "replace"])
 def test_who_waits_is_woken_when_another_goes(goes, monkeypatch):
-    core = core_of(Synchronous(), lease=0.0)
+    core = core_of(Synchronous(), limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -445,7 +450,7 @@ def test_who_waits_is_woken_when_the_others_have_sent(monkeypatch):
 
 
 def test_who_waits_is_woken_when_a_lease_is_over(monkeypatch):
-    core = core_of(Synchronous(), lease=0.2)
+    core = core_of(Synchronous(), limits=Limits(lease=0.2))
     anna, bert = core.join("anna"), core.join("bert")
     submit(anna)
     with collecting(anna, monkeypatch) as got:
@@ -489,7 +494,7 @@ def test_a_worker_that_hangs_does_not_hold_the_others_up(mode):
 
 
 def test_a_connection_is_cut_when_its_life_is_over_or_over_another_one():
-    core = core_of(lease=0.0)
+    core = core_of(limits=Limits(lease=0.0))
     cut = []
 
     def join(name, *args, **kwargs):
@@ -661,7 +666,7 @@ def a_held_look(core, *submits):
 
 
 def test_leases_end_while_the_device_looks_at_a_message():
-    core = core_of(lease=0.0)
+    core = core_of(limits=Limits(lease=0.0))
     anna, bert = core.join("anna"), core.join("bert")
     with a_held_look(core, lambda: submit(anna)):
         bert.disconnect()

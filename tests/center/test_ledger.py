@@ -20,6 +20,7 @@ from agn_optax import errors
 from agn_optax.center import (
     Asynchronous,
     BoundedStaleness,
+    Limits,
     Refuse,
     Synchronous,
     _ledger,
@@ -103,10 +104,12 @@ class Commands(RuleBasedStateMachine):
     def new(self):
         return Ledger(
             self.mode,
-            lease=self.lease,
-            max_workers=self.room,
+            limits=Limits(
+                lease=self.lease,
+                max_workers=self.room,
+                messages=Refuse(in_a_row=IN_A_ROW),
+            ),
             barrier=self.barrier,
-            refuse=Refuse(in_a_row=IN_A_ROW),
             version=self.version,
         )
 
@@ -629,7 +632,7 @@ def test_a_message_is_as_old_as_it_is_when_its_turn_comes(mode):
     if mode == "late":
         made = ledger(Synchronous(quorum=1, late="drop"), "ab")
     elif mode == "refuse":
-        made = ledger(None, "ab", refuse=Refuse(staleness=0))
+        made = ledger(None, "ab", limits=Limits(messages=Refuse(staleness=0)))
     else:
         made = ledger(mode, "ab")
     send(made, "a")
@@ -661,7 +664,7 @@ def test_bounded_rounds_wait_for_the_slowest():
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "is replaced"])
 def test_bounded_rounds_do_not_wait_for_whom_has_gone(how):
-    made = ledger(BoundedStaleness(rounds=0), "ab", lease=5.0)
+    made = ledger(BoundedStaleness(rounds=0), "ab", limits=Limits(lease=5.0))
     assert exchange(made, "a") == "a"
     assert exchange(made, "a") == ""
     if how == "leaves":
@@ -691,7 +694,7 @@ def test_a_newcomer_is_as_far_as_the_slowest():
 
 @pytest.mark.parametrize("rounds", [0, 7])
 def test_a_worker_that_comes_back_is_as_far_as_the_slowest(rounds):
-    made = ledger(BoundedStaleness(rounds=0), "a", lease=1.0)
+    made = ledger(BoundedStaleness(rounds=0), "a", limits=Limits(lease=1.0))
     for _ in range(rounds):
         assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
@@ -827,7 +830,7 @@ def test_a_life_that_was_replaced_stays_so_in_another_process(how):
 
 
 def test_a_round_does_not_wait_for_the_dead():
-    made = ledger(Synchronous(), "abc", lease=10.0)
+    made = ledger(Synchronous(), "abc", limits=Limits(lease=10.0))
     assert exchange(made, "a") == exchange(made, "b") == ""
     made.disconnect("c", "1", 1, 1.0)
     assert made.deadline() == 11.0
@@ -836,7 +839,7 @@ def test_a_round_does_not_wait_for_the_dead():
 
 
 def test_a_round_waits_for_whom_is_back_in_time():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "a") == ""
     made.disconnect("b", "1", 1, 1.0)
     made.join("b", "1", 9.0)
@@ -846,7 +849,7 @@ def test_a_round_waits_for_whom_is_back_in_time():
 
 
 def test_the_message_of_a_dead_worker_is_not_used():
-    made = ledger(Synchronous(), "ab", lease=10.0)
+    made = ledger(Synchronous(), "ab", limits=Limits(lease=10.0))
     assert exchange(made, "b") == ""
     made.disconnect("b", "1", 1, 1.0)
     assert exchange(made, "a", now=11.0) == "a"
@@ -872,7 +875,7 @@ def test_a_newcomer_that_has_gone_again_blocks_nobody():
 
 @pytest.mark.parametrize("how", ["back in time", "given up before"])
 def test_what_was_settled_is_not_taken_again(how):
-    made = ledger(workers="a", lease=10.0)
+    made = ledger(workers="a", limits=Limits(lease=10.0))
     assert exchange(made, "a") == "a"
     made.disconnect("a", "1", 1, 0.0)
     later = 5.0 if how == "back in time" else 50.0
@@ -1110,7 +1113,9 @@ def test_who_shifts_the_center_makes_nobody_late():
 
 @pytest.mark.parametrize("how", ["never joined", "left", "given up"])
 def test_a_worker_that_is_not_there(how):
-    made = ledger(workers="" if how == "never joined" else "a", lease=1.0)
+    made = ledger(
+        workers="" if how == "never joined" else "a", limits=Limits(lease=1.0)
+    )
     if how == "left":
         made.leave("a", "1")
     elif how == "given up":
@@ -1120,7 +1125,7 @@ def test_a_worker_that_is_not_there(how):
 
 
 def test_a_full_center():
-    made = ledger(workers="ab", max_workers=2, lease=10.0)
+    made = ledger(workers="ab", limits=Limits(max_workers=2, lease=10.0))
     message = "no room for worker 'c': this center takes 2 workers, and 2 are there"
     with pytest.raises(errors.CenterFullError, match=message):
         made.join("c", "1", 0.0)
@@ -1165,12 +1170,18 @@ def test_a_ledger_goes_on_from_a_version():
         (lambda: Synchronous(grace=-0.1), "grace must be .* seconds >= 0, got -0.1"),
         (lambda: Synchronous(grace=math.nan), "grace must be .* got nan"),
         (lambda: Synchronous(late="never"), "late must be 'next', .* got 'never'"),
-        (lambda: Ledger(lease=math.inf), "lease must be .* got inf"),
-        (lambda: Ledger(lease="10"), "lease must be .* got '10'"),
-        (lambda: Ledger(max_workers=0), "max_workers must be .* >= 1, got 0"),
+        (lambda: Ledger(limits=Limits(lease=math.inf)), "lease must be .* got inf"),
+        (lambda: Ledger(limits=Limits(lease="10")), "lease must be .* got '10'"),
+        (
+            lambda: Ledger(limits=Limits(max_workers=0)),
+            "max_workers must be .* >= 1, got 0",
+        ),
         (lambda: Ledger(barrier=-1), "barrier must be .* >= 0, got -1"),
         (lambda: Ledger(barrier=None), "barrier must be .* >= 0, got None"),
-        (lambda: Ledger(barrier=3, max_workers=2), "at most max_workers, 2,.* got 3"),
+        (
+            lambda: Ledger(barrier=3, limits=Limits(max_workers=2)),
+            "at most max_workers, 2,.* got 3",
+        ),
     ],
 )
 def test_bad_settings(make, message):

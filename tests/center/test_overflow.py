@@ -16,6 +16,7 @@ from helpers.support import assert_identical
 import agn_optax
 from agn_optax import errors, rules, service
 from agn_optax._internal import in_background
+from agn_optax.center import LocalCenter, PackedCenter
 from agn_optax.center._reach import Reach, extremes, reach_of
 from agn_optax.center._store import Store
 
@@ -65,7 +66,7 @@ def takes(center, number, worker="a", dtype="float32"):
 @pytest.mark.parametrize("harm", HARMFUL)
 def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
     rule, (*good, bad) = HARMFUL[harm]
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs, mode=mode)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0), mode=mode)
     for number in good:
         takes(center, number)
     refuses(center, bad)
@@ -78,8 +79,8 @@ def test_a_message_that_would_break_the_center_is_refused(harm, packs, mode):
 def test_round_whose_norms_exceed_float32_is_refused(packs):
     """Without a warning of NumPy's, which as an error would fail the round."""
     mode = agn_optax.center.Synchronous()
-    center = agn_optax.LocalCenter(
-        shared.downpour(), times(0.0), packs=packs, mode=mode
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(), times(0.0), mode=mode
     )
     sessions = [center.join(name) for name in "abc"]
     for session in sessions:
@@ -274,7 +275,7 @@ def test_message_that_is_made_of_the_center_has_no_bound():
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 def test_center_is_looked_at_once_and_not_at_every_message(name, packs, monkeypatch):
     rule = shared.agn(BOUNDED[name])
-    center = agn_optax.LocalCenter(rule, times(0.0), packs=packs)
+    center = (PackedCenter if packs else LocalCenter)(rule, times(0.0))
     takes(center, 1.0)
 
     def looks(*args):

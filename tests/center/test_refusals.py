@@ -16,7 +16,9 @@ from agn_optax import codecs, errors, service
 from agn_optax.center import (
     BoundedStaleness,
     Journal,
+    Limits,
     LocalCenter,
+    PackedCenter,
     Refuse,
     ShardedCenter,
     Synchronous,
@@ -61,8 +63,8 @@ def test_settings_are_checked(setting, value, expected):
 
 
 def test_only_a_refuse_says_what_is_refused():
-    with pytest.raises(errors.InvalidTypeError, match=r"refuse must be Refuse"):
-        LocalCenter(shared.downpour(), ZEROS, refuse=True)
+    with pytest.raises(errors.InvalidTypeError, match=r"messages must be Refuse"):
+        Limits(messages=True)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -84,8 +86,11 @@ def test_only_a_refuse_says_what_is_refused():
     ],
 )
 def test_a_message_beyond_a_bound(settings, good, bad, why, mode, packs):
-    center = LocalCenter(
-        shared.downpour(), ZEROS, refuse=Refuse(**settings), mode=mode, packs=packs
+    center = (PackedCenter if packs else LocalCenter)(
+        shared.downpour(),
+        ZEROS,
+        mode=mode,
+        limits=Limits(messages=Refuse(**settings)),
     )
     for _ in range(10):
         assert send(center, good).refused == ""
@@ -102,20 +107,26 @@ def test_a_message_beyond_a_bound(settings, good, bad, why, mode, packs):
 
 
 def test_an_element_may_be_small_where_a_norm_is_large():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(element=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(element=1.0))
+    )
     ones = jax.tree.map(np.ones_like, ZEROS)
     assert sessions.exchange(center, ones, anchor_version=0, worker="anna").applied
 
 
 def test_what_is_not_refused_is_applied():
     """Also what is not finite, where that is the choice."""
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(nonfinite=False))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(nonfinite=False))
+    )
     assert send(center, np.inf).applied
     assert np.isinf(center.pull().params["b"]).any()
 
 
 def test_the_median_is_that_of_the_last_messages():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(times_median=4))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=4))
+    )
     for norm in (1.0, 100.0, 1e4, 3.0, 1e-3, 1.0, 1.0, 1.0, 1.0):
         assert send(center, norm).applied  # these are too few to compare with
     assert send(center, 1.0).applied
@@ -127,14 +138,18 @@ def test_the_median_is_that_of_the_last_messages():
 
 
 def test_messages_that_do_not_move_bound_nothing():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(times_median=2))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(times_median=2))
+    )
     for _ in range(20):
         send(center, 0.0)
     assert send(center, 5.0).applied
 
 
 def test_a_message_that_is_too_stale():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(staleness=2))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(staleness=2))
+    )
     send(center, 1.0, "slow")
     for _ in range(2):
         send(center, 1.0, "fast")
@@ -147,7 +162,9 @@ def test_a_message_that_is_too_stale():
 
 
 def test_a_worker_has_no_more_than_its_share():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(share=0.75))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(share=0.75))
+    )
     for _ in range(20):
         assert send(center, 5.0, "anna").applied  # who is alone
     for _ in range(20):
@@ -162,7 +179,9 @@ def test_a_worker_has_no_more_than_its_share():
 
 
 def test_a_newcomer_takes_no_share_from_those_who_were_there():
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(share=0.6))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(share=0.6))
+    )
     for _ in range(50):
         send(center, 1.0, "anna")
     sessions.join(center, "bert")
@@ -175,7 +194,7 @@ def test_a_newcomer_takes_no_share_from_those_who_were_there():
 
 def test_many_in_a_row_are_an_error():
     refuse = Refuse(norm=1.0, in_a_row=3)
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=refuse)
+    center = LocalCenter(shared.downpour(), ZEROS, limits=Limits(messages=refuse))
     for _ in range(2):
         assert send(center, 2.0).refused
     assert send(center, 1.0).applied  # so they are not in a row
@@ -193,7 +212,9 @@ def test_many_in_a_row_are_an_error():
 
 
 def test_a_worker_ends_with_an_error_and_may_start_again():
-    center = LocalCenter(shared.downpour(), jnp.zeros(2), refuse=Refuse(in_a_row=3))
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(in_a_row=3))
+    )
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
     loop = worker.start()
     for _ in range(2):
@@ -239,7 +260,9 @@ def test_a_worker_goes_on_from_the_center_with_nothing_of_its_own(rule, overlap)
 
 
 def test_an_inner_optimizer_that_is_finite_is_kept():
-    center = LocalCenter(shared.downpour(), jnp.zeros(2), refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), jnp.zeros(2), limits=Limits(messages=Refuse(norm=1.0))
+    )
     worker = agn_optax.Worker(center, shared.adam(10.0), period=1)
     params, state = worker.start()
     params, state = local(worker)(params, state, 1.0)
@@ -279,7 +302,10 @@ def test_what_a_mode_drops_is_no_refusal():
 def test_a_round_goes_on_without_what_it_refuses():
     """Who was refused starts from what the others made, as if it had taken part."""
     center = LocalCenter(
-        shared.average(), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
+        shared.average(),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
     )
     members = {name: center.join(name) for name in ("anna", "bert", "carl")}
     values = {"anna": 2.0, "bert": 100.0, "carl": 4.0}
@@ -302,7 +328,10 @@ def test_a_round_goes_on_without_what_it_refuses():
 
 def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before():
     center = LocalCenter(
-        shared.easgd(0.5), jnp.zeros(2), mode=Synchronous(), refuse=Refuse(norm=10.0)
+        shared.easgd(0.5),
+        jnp.zeros(2),
+        mode=Synchronous(),
+        limits=Limits(messages=Refuse(norm=10.0)),
     )
     anna, bert = center.join("anna"), center.join("bert")
     anna.submit(1, jnp.full(2, 2.0), anchor_version=0)
@@ -315,7 +344,9 @@ def test_who_is_refused_adopts_the_round_also_where_others_adopt_what_was_before
 
 def test_nobody_waits_longer_for_a_worker_that_was_refused():
     mode = BoundedStaleness(rounds=0)
-    center = LocalCenter(shared.downpour(), ZEROS, mode=mode, refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, mode=mode, limits=Limits(messages=Refuse(norm=1.0))
+    )
     for name in ("anna", "bert"):
         sessions.join(center, name)
     assert send(center, 2.0, "anna").refused
@@ -331,7 +362,9 @@ def test_nobody_waits_longer_for_a_worker_that_was_refused():
 
 @pytest.mark.parametrize("acknowledges", [False, True])
 def test_a_repeated_message_is_refused_once(acknowledges):
-    center = LocalCenter(shared.downpour(), ZEROS, refuse=Refuse(norm=1.0))
+    center = LocalCenter(
+        shared.downpour(), ZEROS, limits=Limits(messages=Refuse(norm=1.0))
+    )
     session = center.join("anna")
     for _ in range(3):
         session.submit(1, of(2.0), anchor_version=0)
@@ -344,7 +377,7 @@ def test_a_repeated_message_is_refused_once(acknowledges):
 
 def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
     settings = {
-        "refuse": Refuse(times_median=3, share=0.7, in_a_row=3),
+        "limits": Limits(messages=Refuse(times_median=3, share=0.7, in_a_row=3)),
         "durability": Journal(tmp_path),
     }
 
@@ -385,7 +418,9 @@ def test_a_journal_remembers_what_decisions_are_made_of(tmp_path):
 def test_shards_refuse_each_for_itself():
     """What is not finite anywhere is refused by all of them."""
     refuse = Refuse(norm=1.0)
-    kept = [LocalCenter(shared.downpour(), refuse=refuse) for _ in "ab"]
+    kept = [
+        LocalCenter(shared.downpour(), limits=Limits(messages=refuse)) for _ in "ab"
+    ]
     center = ShardedCenter(kept)
     center.initialize({"a": jnp.zeros(8), "b": jnp.zeros(8)}, worker="")
     worker = agn_optax.Worker(center, shared.sgd(1.0), period=1, name="anna")
@@ -404,8 +439,10 @@ def test_shards_refuse_each_for_itself():
 
 def test_a_site_goes_on_from_a_parent_that_refuses():
     rule = shared.downpour()
-    parent = LocalCenter(rule, {"w": jnp.zeros(2)}, refuse=Refuse(norm=10.0))
-    with service.serve(rule, parent=parent, parent_period=1) as site:
+    parent = LocalCenter(
+        rule, {"w": jnp.zeros(2)}, limits=Limits(messages=Refuse(norm=10.0))
+    )
+    with service.serve(rule, parent=service.Parent(parent, period=1)) as site:
         assert site.uplink.ready.wait(60)
         session = site.center.join("anna")
 
@@ -437,7 +474,9 @@ def test_a_loss_scale_recovers_and_exchanges_go_on(rule, where, overlap):
     And once the parameters are broken, from which no scale could save anybody.
     """
     start = {"w": jnp.zeros(4)}
-    center = LocalCenter(RULES[rule](), start, refuse=Refuse(times_median=100))
+    center = LocalCenter(
+        RULES[rule](), start, limits=Limits(messages=Refuse(times_median=100))
+    )
     scaling = functools.partial(
         agn_optax.loss_scaling, initial_scale=2.0**24, growth_interval=6
     )

@@ -449,8 +449,8 @@ class Unchecked:
 
 @pytest.mark.parametrize("kind", ["local", "server"])
 def test_a_center_bounds_what_workers_claim(kind):
-    refuse = Refuse(steps=10, weight=100.0)
-    with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), refuse=refuse) as c:
+    limits = Refuse(steps=10, weight=100.0)
+    with center_kinds.made(kind, shared.downpour(), jnp.zeros(3), messages=limits) as c:
         session = c.join("w")
         one = jnp.ones(3)
         answer = session.exchange(1, one, anchor_version=0, steps=10, weight=100.0)

@@ -27,6 +27,7 @@ from helpers.support import (
 import agn_optax
 from agn_optax import errors
 from agn_optax import round as rounds
+from agn_optax.center import Limits
 
 
 def test_the_chief_initializes_and_the_others_wait_and_adopt():
@@ -127,7 +128,9 @@ def test_between_exchanges_nothing_is_touched():
 def test_no_call_waits_for_the_device(rule, donate):
     """All of a round is handed over while its first step still computes."""
     refuse = agn_optax.center.Refuse(nonfinite=False)  # or it waits for norms
-    center = agn_optax.LocalCenter(RULES[rule](), jnp.ones(3), refuse=refuse)
+    center = agn_optax.LocalCenter(
+        RULES[rule](), jnp.ones(3), limits=Limits(messages=refuse)
+    )
     worker = agn_optax.Worker(center, shared.adam(0.1), period=2)
     local = jax.jit(functools.partial(step, worker.tx), donate_argnums=donate)
     params, state = worker.start()

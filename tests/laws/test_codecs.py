@@ -20,7 +20,7 @@ from helpers.support import assert_identical, tree
 
 import agn_optax
 from agn_optax import codecs, errors, rules
-from agn_optax.center import Journal, Synchronous
+from agn_optax.center import Journal, Limits, PackedCenter, Synchronous
 
 PERIOD = 2
 WORKERS = 2
@@ -630,7 +630,7 @@ def test_13_a_refused_message_gives_back_what_it_had(overlap):
     """Of one that came late, say, of which nothing is wrong; and it is sent later."""
     rule = observed_rule("error_feedback")
     refuse = agn_optax.center.Refuse(staleness=0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop = worker.start()
     for i in range(3):
@@ -655,7 +655,7 @@ def first(count, begin=0):
 def test_what_is_refused_twice_is_forgotten(overlap):
     rule = shared.downpour(codec=CODECS["error_feedback"]())
     refuse = agn_optax.center.Refuse(norm=1000.0)
-    center = agn_optax.LocalCenter(rule, PARAMS, refuse=refuse)
+    center = agn_optax.LocalCenter(rule, PARAMS, limits=Limits(messages=refuse))
     worker = a_worker(center, overlap)
     loop, norms = worker.start(), []
     for i in range(4):
@@ -689,7 +689,7 @@ def test_a_packed_center_gives_the_same_numbers(codec):
     rule = shared.agn(shared.adam(0.5), codec=CODECS[codec]())
     params = {"b": jnp.ones(4), "w": jnp.ones((3, 2))}  # no scalars, which are not
     plain = agn_optax.LocalCenter(rule, params)
-    packed = agn_optax.LocalCenter(rule, params, packs=True)
+    packed = PackedCenter(rule, params)
     assert (packed.core.store.packing is not None) == ("cast" in codec)
     for center in (plain, packed):
         worker = agn_optax.Worker(center, INNER, period=PERIOD, name="worker")

@@ -317,5 +317,7 @@ def test_a_failed_server_lets_its_directory_go(tmp_path):
 def test_a_center_with_a_parent_is_not_kept(tmp_path):
     parent = agn_optax.LocalCenter(RULE)
     with pytest.raises(errors.InvalidArgumentError, match="with a parent cannot"):
-        service.serve(RULE, parent=parent, durability=Journal(tmp_path / "a"))
+        service.serve(
+            RULE, parent=service.Parent(parent), durability=Journal(tmp_path / "a")
+        )
     assert not list(tmp_path.iterdir())

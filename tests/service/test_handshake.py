@@ -32,7 +32,9 @@ def other(tmp_path_factory):
 
 @contextlib.contextmanager
 def center(tls):
-    with service.serve(RULE, jnp.zeros(3), tls=tls) as server:
+    with service.serve(
+        RULE, jnp.zeros(3), security=service.Security(tls=tls)
+    ) as server:
         yield server.address
 
 
@@ -99,7 +101,7 @@ def test_over_a_unix_socket(authority, tmp_path):
     tls = authority.issue("/CN=center")._replace(ca=None)
     address = f"unix:{tmp_path}/center"
     with (
-        service.serve(RULE, address=address, tls=tls),
+        service.serve(RULE, address=address, security=service.Security(tls=tls)),
         pytest.raises(errors.EncryptionError, match="speaks TLS"),
     ):
         service.connect(address, RULE, timeout=LIMIT)
@@ -133,7 +135,7 @@ def test_own_certificates_that_do_not_work(authority, tmp_path):
         with pytest.raises(errors.InvalidArgumentError, match=message):
             service.tls(**made._asdict())
         with pytest.raises(errors.InvalidArgumentError, match=message):
-            service.serve(RULE, tls=made)
+            service.serve(RULE, security=service.Security(tls=made))
         with pytest.raises(errors.InvalidArgumentError, match=message):
             service.connect("127.0.0.1:1", RULE, tls=made)
     assert service.tls(**mine._asdict()) == mine

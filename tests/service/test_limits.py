@@ -1,6 +1,7 @@
 """What a peer can do to a center: hold little, not for long, and keep nobody out."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
@@ -41,7 +42,7 @@ transports = pytest.mark.parametrize("transport", ["grpc", "socket"])
 
 @pytest.fixture
 def server():
-    with service.serve(RULE, START, max_workers=4) as made:
+    with service.serve(RULE, START, limits=service.Limits(max_workers=4)) as made:
         yield made
 
 
@@ -272,7 +273,7 @@ def test_newcomers_are_refused_where_there_is_no_memory_for_them():
     size = START.nbytes
     memory = (2 + 4 + 2) * size + 3 * _servicer._OVERHEAD
     with (
-        service.serve(RULE, START, memory=memory) as server,
+        service.serve(RULE, START, limits=service.Limits(memory=memory)) as server,
         service.connect(server.address, RULE) as center,
     ):
         ones = np.ones(SIZE, np.float32)
@@ -287,7 +288,7 @@ def test_newcomers_are_refused_where_there_is_no_memory_for_them():
 
 def test_parameters_that_have_no_room_are_refused_before_they_are_sent():
     with (
-        service.serve(RULE, memory=SIZE) as server,
+        service.serve(RULE, limits=service.Limits(memory=SIZE)) as server,
         service.connect(server.address, RULE) as center,
     ):
         with pytest.raises(errors.CenterFullError, match=f"{4 * SIZE} bytes"):
@@ -400,6 +401,8 @@ def test_one_caller_leaves_a_pull_for_others(server, center):
 
 SMALL = np.zeros(10, np.float32)
 TOKENS = b"worker anna 0123456789abcdef\nobserver * fedcba9876543210"
+GUARDED = service.Security(access=service.Access(TOKENS))
+FEW = service.Limits(max_workers=1, calls=1e-3)
 READERS = TOKENS.replace(b"observer", b"reader")
 ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 
@@ -408,7 +411,7 @@ ANNA, EVE = "0123456789abcdef", "fedcba9876543210"
 def little(monkeypatch):
     """Who makes more than 50 calls at once is ahead for hours."""
     monkeypatch.setattr(_servicer, "SPARE", 45.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 @contextlib.contextmanager
@@ -427,7 +430,9 @@ def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch)
     monkeypatch.setattr(_servicer, "SPARE", 0.0)
     calls, free = 10.0, 3 + _rate_limits.JOIN
     with (
-        service.serve(RULE, SMALL, max_workers=1, calls=calls) as server,
+        service.serve(
+            RULE, SMALL, limits=service.Limits(max_workers=1, calls=calls)
+        ) as server,
         service.Observer(server.address) as eve,
     ):
         begin, made = time.monotonic(), 0
@@ -440,7 +445,7 @@ def test_caller_who_calls_all_the_time_makes_so_many_calls_a_second(monkeypatch)
 
 def test_who_calls_too_often_waits_alone(little):
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         service.Observer(server.address, token=EVE) as eve,
         service.connect(server.address, RULE, token=ANNA) as center,
     ):
@@ -455,7 +460,7 @@ def test_who_calls_too_often_waits_alone(little):
 def test_a_host_that_calls_too_often_loses_no_worker(little):
     """Where all that is known of a caller is its host."""
     with (
-        little(lease=1.5) as server,
+        little(limits=dataclasses.replace(FEW, lease=1.5)) as server,
         service.Observer(server.address) as eve,
         service.connect(server.address, RULE) as center,
     ):
@@ -473,7 +478,7 @@ def test_a_host_that_calls_too_often_loses_no_worker(little):
 
 
 def test_who_guesses_tokens_waits(little):
-    with little(access=service.Access(TOKENS)) as server:
+    with little(security=GUARDED) as server:
         with service.Observer(server.address, token="0" * 16) as eve, too_many():
             again_and_again(eve.status, [errors.NotAllowedError])
         with service.Observer(server.address, token=EVE) as known:
@@ -517,7 +522,7 @@ def open_call(address, path, token="", messages=()):
 def test_silent_call_of_a_stranger_is_refused_at_once(path):
     access = service.Access(TOKENS)
     with (
-        service.serve(RULE, SMALL, access=access) as server,
+        service.serve(RULE, SMALL, security=service.Security(access=access)) as server,
         open_call(server.address, path) as call,
     ):
         assert call.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -548,7 +553,11 @@ def test_reflection_streams_of_a_caller_are_few_at_a_time():
     observers = "".join(f"observer * {token}\n" for token in (EVE, "f" * 20))
     with (
         contextlib.ExitStack() as stack,
-        service.serve(RULE, SMALL, access=service.Access(observers.encode())) as server,
+        service.serve(
+            RULE,
+            SMALL,
+            security=service.Security(access=service.Access(observers.encode())),
+        ) as server,
     ):
 
         def asks(token=EVE):
@@ -586,7 +595,7 @@ def test_a_center_with_as_many_calls_as_it_takes_answers_later(monkeypatch):
     monkeypatch.setattr(_grpc, "_MOST_CALLS", 3 - 16)
     monkeypatch.setattr(_servicer, "_UNKNOWN", LIMIT)
     with (
-        service.serve(RULE, SMALL, max_workers=1) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server,
         service.connect(server.address, RULE, transports=["grpc"]) as center,
         service.Observer(server.address) as observer,
     ):
@@ -612,7 +621,9 @@ def test_as_many_calls_as_a_start_makes_are_free(caplog, monkeypatch):
     """Of all workers at once, and of a model however large."""
     workers = 100
     monkeypatch.setattr(_servicer.Servicer, "_size", MODEL)
-    with service.serve(RULE, SMALL, max_workers=workers, calls=1e-9) as server:
+    with service.serve(
+        RULE, SMALL, limits=service.Limits(max_workers=workers, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(workers):
             for call, tokens in STARTS:
@@ -624,7 +635,9 @@ def test_start_is_free_where_others_called_before_the_center_had_its_model(
     caplog, monkeypatch
 ):
     """What a caller may make at once grows with the model, whatever came before."""
-    with service.serve(RULE, max_workers=8, calls=1e-9) as server:
+    with service.serve(
+        RULE, limits=service.Limits(max_workers=8, calls=1e-9)
+    ) as server:
         servicer, caller = server._servicer, _access.EVERYBODY
         for _ in range(8):
             servicer.admit(caller, "Describe")
@@ -658,13 +671,14 @@ def dear(monkeypatch):
     """Returns how to serve where every pull and snapshot takes all that one may."""
     for name in ("MOVED", "SAVED"):
         monkeypatch.setattr(_servicer, name, 1e-3)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 def test_who_pulls_and_saves_still_sees_and_ends_the_center(dear, tmp_path):
     access = service.Access(b"operator * " + EVE.encode())
+    security = service.Security(access=access)
     with (
-        dear(access=access, durability=Journal(tmp_path)) as server,
+        dear(security=security, durability=Journal(tmp_path)) as server,
         service.connect(server.address, RULE, token=EVE) as center,
         service.Observer(server.address, token=EVE) as eve,
     ):
@@ -770,7 +784,7 @@ def junk(center):
 def test_what_is_refused_is_paid_for_too(little, what):
     refused = errors.NotAllowedError, errors.ProtocolError
     with (
-        little(access=service.Access(TOKENS)) as server,
+        little(security=GUARDED) as server,
         asking(server, what) as call,
         too_many(),
     ):
@@ -781,7 +795,11 @@ def test_pulls_that_wait_are_counted(monkeypatch):
     """Each has a thread; and one caller cannot have all of them."""
     monkeypatch.setattr(_servicer, "WAITING_INTERVAL", 0.1)
     with (
-        service.serve(RULE, max_workers=1, access=service.Access(READERS)) as server,
+        service.serve(
+            RULE,
+            limits=service.Limits(max_workers=1),
+            security=service.Security(access=service.Access(READERS)),
+        ) as server,
         contextlib.ExitStack() as stack,
     ):
         places = server._servicer._pulling
@@ -854,13 +872,13 @@ def test_what_is_known_of_workers_that_have_gone_is_forgotten(server, center):
 @pytest.mark.parametrize("calls", [0.0, -1.0, float("inf"), float("nan")])
 def test_number_of_calls_is_positive(calls):
     with pytest.raises(errors.InvalidArgumentError, match=r"in \(0, inf\), got"):
-        service.serve(RULE, SMALL, calls=calls)
+        service.Limits(calls=calls)
 
 
 def test_no_number_of_calls_is_no_limit(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", -1.0)
     with (
-        service.serve(RULE, SMALL, calls=None) as server,
+        service.serve(RULE, SMALL, limits=service.Limits(calls=None)) as server,
         service.Observer(server.address) as eve,
     ):
         for _ in range(20):
@@ -871,7 +889,7 @@ def test_no_number_of_calls_is_no_limit(monkeypatch):
 def full(monkeypatch):
     """Returns how to serve where two newcomers of a host are the most, for hours."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    return functools.partial(service.serve, RULE, SMALL, max_workers=1, calls=1e-3)
+    return functools.partial(service.serve, RULE, SMALL, limits=FEW)
 
 
 def is_refused(end):
@@ -908,10 +926,10 @@ def test_connections_of_a_host_beyond_its_tokens_cost_no_thread(full, monkeypatc
 
 
 @pytest.mark.parametrize("transport", ["grpc", "socket", "memory"])
-@pytest.mark.parametrize("access", [None, service.Access(TOKENS)])
-def test_worker_joins_whatever_its_host_does_at_the_door(full, transport, access):
+@pytest.mark.parametrize("security", [None, GUARDED])
+def test_worker_joins_whatever_its_host_does_at_the_door(full, transport, security):
     """Its key is seen before its connection is refused; and established ones go on."""
-    with full(access=access) as server:
+    with full(security=security) as server:
         options = {"token": ANNA, "transports": [transport], "timeout": LIMIT}
         port = int(server.direct_address.rpartition(":")[2])
         with service.connect(server.address, RULE, **options) as center:
@@ -940,7 +958,7 @@ def test_silent_calls_beyond_their_tokens_end_sooner(full, monkeypatch):
 def test_connections_wait_in_the_system_where_too_many_come(monkeypatch):
     """Whoever they are of."""
     monkeypatch.setattr(_servicer, "NEWCOMERS", 2.0)
-    with service.serve(RULE, SMALL, max_workers=1) as server:
+    with service.serve(RULE, SMALL, limits=service.Limits(max_workers=1)) as server:
         begin, port = time.monotonic(), server.direct_address
         for _ in range(40):
             server._servicer.pace(port)
@@ -966,9 +984,11 @@ def test_tokens_come_back_and_no_more_than_there_were():
 
 def test_probes_of_a_host_are_limited(monkeypatch):
     monkeypatch.setattr(_servicer, "SPARE", 5.0)
-    settings = {"health_address": "127.0.0.1:0", "calls": 1e-3}
+    limits = service.Limits(calls=1e-3)
     with (
-        service.serve(RULE, SMALL, **settings) as server,
+        service.serve(
+            RULE, SMALL, health_address="127.0.0.1:0", limits=limits
+        ) as server,
         service.Observer(server.health_address) as eve,
         service.Observer(server.address) as friend,
     ):
@@ -999,7 +1019,7 @@ def test_request_for_the_page_counts_as_a_call_and_not_as_a_connection(
 ):
     """Whether it is answered or not: a page may have a token of before."""
     access = service.Access(TOKENS.replace(b"0123456789abcdef", b"0" * 16))
-    with full(page="127.0.0.1:0", access=access) as server:
+    with full(page="127.0.0.1:0", security=service.Security(access=access)) as server:
         port = int(server.page_address.rstrip("/").rpartition(":")[2])
         text = b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (path, said)
         assert all(asked(port, text) for _ in range(20))

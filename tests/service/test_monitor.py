@@ -143,7 +143,7 @@ def test_everything_is_counted_once():
 
 
 def test_those_who_come_and_go_are_told():
-    with watched(lease=LIMIT) as (server, monitor, center):
+    with watched(limits=service.Limits(lease=LIMIT)) as (server, monitor, center):
         monitor.look()
         session = center.join("anna")
         center.join("carl").leave()
@@ -205,7 +205,7 @@ def test_workers_of_this_process_are_seen():
 
 
 def test_who_is_refused_hears_why_and_so_do_those_who_watch():
-    with watched(max_workers=1) as (_, monitor, center):
+    with watched(limits=service.Limits(max_workers=1)) as (_, monitor, center):
         session = center.join("anna")
         for _ in range(2):
             with pytest.raises(errors.CenterFullError):
@@ -291,7 +291,7 @@ def test_a_stranger_cannot_drive_out_what_others_did():
 
 
 def test_of_workers_that_are_gone_the_last_ones_are_shown():
-    with watched(max_workers=None) as (server, monitor, _):
+    with watched(limits=service.Limits(max_workers=None)) as (server, monitor, _):
         for n in range(50):
             server.center.join(f"worker-{n:02}").leave()
             server._servicer.tell("joined", f"worker-{n:02}", "life", False, "grpc")

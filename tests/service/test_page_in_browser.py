@@ -144,7 +144,10 @@ def test_workers_join_one_is_killed_and_the_page_says_so(browser, monkeypatch):
     monkeypatch.setenv("AGN_OPTAX_TOKEN", WORKS)  # of the process
     program = pathlib.Path(__file__).with_name("durable_worker.py")
     # What is lost is seen only by looks, a second apart.
-    settings = {"access": Access(TOKENS), "lease": 3.0}
+    settings = {
+        "security": service.Security(access=Access(TOKENS)),
+        "limits": service.Limits(lease=3.0),
+    }
     shown = Shown(browser)
     with talking.processes(program, 1) as (process,), contextlib.ExitStack() as stack:
         server = service.serve(RULE, START, page="127.0.0.1:0", **settings)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("patient_dials")
 
 @pytest.fixture(scope="module")
 def server():
-    with service.serve(RULE, jnp.zeros(3), calls=None) as server:
+    with service.serve(RULE, jnp.zeros(3), limits=service.Limits(calls=None)) as server:
         yield server
 
 
@@ -126,7 +126,7 @@ def test_only_so_many_measure_at_a_time(server, monkeypatch):
 
 def test_a_way_that_there_is_not():
     with (
-        service.serve(RULE, jnp.zeros(3), direct=False) as server,
+        service.serve(RULE, jnp.zeros(3), direct_address=False) as server,
         service.Observer(server.address) as observer,
         pytest.raises(errors.CenterUnreachableError, match="no way by socket"),
     ):

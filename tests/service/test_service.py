@@ -141,27 +141,28 @@ def test_status(serve, connect):
     assert center.status()["workers"] == []
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [None, False])
 def test_a_connection_that_ends_before_it_is_read_has_the_reason(
     serve, connect, direct
 ):
     """The message is not sent again, which would be refused a second time."""
-    server = serve(refuse=Refuse(norm=1.0, in_a_row=1), direct=direct)
+    limits = service.Limits(messages=Refuse(norm=1.0, in_a_row=1))
+    server = serve(limits=limits, direct_address=direct)
     center = connect(server.address)
     session = center.join("anna", ONES)
     session.submit(1, jax.tree.map(lambda x: x + 9, ONES), anchor_version=0)
     wait_until(lambda: center.status()["refused"])
-    if not direct:  # gRPC notices the end by itself
+    if direct is False:  # gRPC notices the end by itself
         wait_until(lambda: session._link.done())
     with pytest.raises(errors.MessageRefusedError, match="its norm is"):
         session.collect(1)
     assert center.status()["refused"] == {"norm": 1}
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [None, False])
 def test_a_worker_hears_why_its_message_was_refused(serve, connect, direct, caplog):
     refuse = Refuse(norm=10.0, in_a_row=2)
-    server = serve(refuse=refuse, direct=direct)
+    server = serve(limits=service.Limits(messages=refuse), direct_address=direct)
     center = connect(server.address)
     worker = a_worker(center)
     params, state = worker.start()
@@ -368,7 +369,7 @@ def test_two_workers_of_one_name(serve, connect):
 
 
 def test_a_full_center(serve, connect):
-    server = serve(max_workers=2)
+    server = serve(limits=service.Limits(max_workers=2))
     workers = [a_worker(connect(server.address), str(i)) for i in range(3)]
     for worker in workers[:2]:
         worker.start()
@@ -607,7 +608,7 @@ def test_rounds(serve, connect):
 
 @pytest.mark.parametrize("transport", network.TRANSPORTS)
 def test_a_round_does_not_wait_for_the_dead(serve, connect, transport):
-    server = serve(mode=Synchronous(), lease=0.3)
+    server = serve(mode=Synchronous(), limits=service.Limits(lease=0.3))
     net = network.Network(server, transport)
     with net:
         anna = a_worker(connect(server.address), "anna")
@@ -657,9 +658,7 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
     sites = [
         serve(
             params=None,
-            parent=connect(parent.address),
-            parent_period=2,
-            name=f"site-{i}",
+            parent=service.Parent(connect(parent.address), period=2, name=f"site-{i}"),
         )
         for i in range(2)
     ]
@@ -682,7 +681,9 @@ def test_sites_of_a_tree_share_a_parent(serve, connect):
 def test_a_tree_of_gradient_sums(serve, connect):
     rule = shared.agn(shared.sgd(1.0))
     parent = serve(rule)
-    site = serve(rule, None, parent=connect(parent.address, rule), parent_period=1000)
+    site = serve(
+        rule, None, parent=service.Parent(connect(parent.address, rule), period=1000)
+    )
     assert site.uplink.ready.wait(20)
     worker = a_worker(connect(site.address, rule), period=2)
     params, state = worker.start()
@@ -693,7 +694,7 @@ def test_a_tree_of_gradient_sums(serve, connect):
     # The mean of the site's messages, each a mean gradient of 1.
     assert_close(parent.center.pull().params, {"w": ONES["w"] * 0, "v": ONES["v"] * 0})
     with pytest.raises(errors.InvalidArgumentError, match="does not send any"):
-        serve(shared.easgd(0.5), parent=connect(parent.address, rule))
+        serve(shared.easgd(0.5), parent=service.Parent(connect(parent.address, rule)))
 
 
 def test_who_waits_for_a_chief_says_what_is_missing(

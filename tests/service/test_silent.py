@@ -55,7 +55,9 @@ def test_a_worker_that_is_stopped_is_given_up(process, transport, mode):
     """The others wait for it until its lease is over, and not for good."""
     start = np.zeros(8, np.float32)
     with (
-        service.serve(RULE, start, mode=mode, lease=1.0) as server,
+        service.serve(
+            RULE, start, mode=mode, limits=service.Limits(lease=1.0)
+        ) as server,
         connect(server) as center,
     ):
         join = {"address": server.address, "worker": "anna", "transports": [transport]}
@@ -104,7 +106,7 @@ def test_the_end_comes_a_second_after_the_grace(process, transport):
     """Whoever is stopped, or does not read its answer."""
     start = {"a": jnp.zeros(LARGE), "b": jnp.zeros(LARGE)}
     ones = {name: np.ones(LARGE, np.float32) for name in start}
-    server = service.serve(RULE, start, lease=LIMIT)
+    server = service.serve(RULE, start, limits=service.Limits(lease=LIMIT))
     with connect(server, transport) as silent:
         join = {"address": server.address, "worker": "bert", "transports": [transport]}
         process.ask(do="join", **join)
