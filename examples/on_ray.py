@@ -34,16 +34,17 @@ class Center:
     """Serves the center; the next one, wherever Ray puts it, goes on with it."""
 
     def __init__(self, folder: pathlib.Path, token: str) -> None:
-        access = service.Access(f"chief,operator * {token}".encode())
+        security = service.Security(
+            access=service.Access(f"chief,operator * {token}".encode()),
+            insecure=True,  # in a network that you trust
+        )
         while True:
             try:
                 self._server = service.serve(
                     RULE,
                     address=f"{ray.util.get_node_ip_address()}:0",
                     durability=Journal(folder / "journal"),
-                    security=service.Security(
-                        access=access, insecure=True
-                    ),  # in a network that you trust
+                    security=security,
                 )
                 break
             except errors.DurabilityError as error:

@@ -18,7 +18,14 @@ from helpers.commands import PATIENCE, command, fails, python, serve
 
 import agn_optax
 from agn_optax import codecs, errors, rules, service
-from agn_optax.center import BoundedStaleness, Journal, Refuse, Snapshots, Synchronous
+from agn_optax.center import (
+    Asynchronous,
+    BoundedStaleness,
+    Journal,
+    Refuse,
+    Snapshots,
+    Synchronous,
+)
 from agn_optax.center.durability import _writer
 from agn_optax.ops.cli import _center_options, _rules
 from agn_optax.ops.cli._center_options import CenterOptions
@@ -189,8 +196,47 @@ def test_refusals():
     own |= {"staleness": 4, "share": 0.5, "in_a_row": 7, "steps": 9, "weight": 5.0}
     assert set(own) == {field.name for field in dataclasses.fields(Refuse)}
     options = CenterOptions(**{f"refuse_{name}": own[name] for name in own})
-    assert _center_options.settings(options)["refuse"] == Refuse(**own)
-    assert _center_options.settings(CenterOptions())["refuse"] == Refuse()
+    assert _center_options.settings(options)["limits"].messages == Refuse(**own)
+
+
+def test_what_is_not_given_is_as_in_the_library():
+    assert _center_options.settings(CenterOptions()) == {
+        "page": None,
+        "mode": Asynchronous(),
+        "durability": None,
+        "limits": service.Limits(messages=Refuse()),
+        "security": service.Security(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"max_workers": 3, "lease": 2.0}, service.Limits(max_workers=3, lease=2.0)),
+        ({"memory": 10, "calls": 0.5}, service.Limits(memory=10, calls=0.5)),
+    ],
+)
+def test_limits(options, limits):
+    made = _center_options.settings(CenterOptions(**options))["limits"]
+    assert dataclasses.replace(made, messages=None) == limits
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"address": "a:1", "barrier": 2}, {"address": "a:1", "barrier": 2}),
+        ({"dtype": "float32", "device": "gpu"}, {"dtype": "float32", "device": "gpu"}),
+        ({"direct_address": "a:1"}, {"direct_address": "a:1"}),
+        ({"direct_address": "a:1", "direct": True}, {"direct_address": "a:1"}),
+        ({"direct": False}, {"direct_address": False}),
+        ({"health_address": "a:1"}, {"health_address": "a:1"}),
+        ({"insecure": True}, {"security": service.Security(insecure=True)}),
+        ({"reflection": False}, {"security": service.Security(reflection=False)}),
+    ],
+)
+def test_options_of_serve(options, settings):
+    made = _center_options.settings(CenterOptions(**options))
+    assert made == _center_options.settings(CenterOptions()) | settings
 
 
 def test_serves_with_refusals(address):
@@ -302,6 +348,7 @@ def test_a_robust_round(address):
         (["--journal=a", "--journal-interval=0"], "interval must be a positive number"),
         (["--journal=a", "--journal-on-failure=x"], "on_failure must be one of"),
         (["--snapshots=a", "--snapshot-seconds=0"], "seconds must be a positive"),
+        (["--no-direct", "--direct-address=a:1"], "--no-direct exclude each other"),
         (["--parent-period=3"], "--parent-period needs --parent"),
         (["--parent-name=a"], "--parent-name needs --parent"),
         (["--open", "--tokens=t"], "--tokens and --open exclude each other"),
@@ -379,8 +426,8 @@ def test_its_parent_is_connected(monkeypatch, address):
     given = {}
     real = service.serve
 
-    def serve_without_parent(rule, *, parent, parent_period, **settings):
-        given.update(status=parent.status(), period=parent_period)
+    def serve_without_parent(rule, *, parent, **settings):
+        given.update(status=parent.center.status(), period=parent.period)
         return real(rule, **settings)
 
     monkeypatch.setattr(service, "serve", serve_without_parent)
