@@ -25,7 +25,7 @@ KEY = "AGN_OPTAX_TLS_KEY"
 
 
 class Tls(NamedTuple):
-    """The TLS settings of one end: `serve(tls=...)`, `connect(tls=...)`.
+    """The TLS settings of one end: `Security(tls=...)`, `connect(tls=...)`.
 
     Each field is the path of a PEM file, or the bytes of one. With all three at both
     ends, workers must have certificates, too (mutual TLS). Files are read again when
@@ -173,7 +173,8 @@ def tls(
       key: the certificate's private key.
 
     Returns:
-      The settings, for `serve(tls=...)` and `connect(tls=...)`, which check them again.
+      The settings, for `Security(tls=...)` and `connect(tls=...)`. They are checked
+      again when they are used.
 
     Raises:
       InvalidArgumentError: a file cannot be read, is not a PEM file, or has expired;
