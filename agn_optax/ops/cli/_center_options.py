@@ -69,6 +69,7 @@ _DURABILITIES = {
 }
 _TLS = Group(
     service.Tls,
+    *("certificate", "key", "ca"),
     names={
         "certificate": "tls_certificate FILE.pem",
         "key": "tls_key FILE.pem",

@@ -33,7 +33,7 @@ class LocalSettings:
     Attributes:
       restart_delay: seconds before a program that failed is started again.
       start_delay: seconds between the starts of two workers.
-      on_failure: what follows when a worker has failed for good: ``"stop"`` ends the
+      on_failure: consequence of a worker that has failed for good: ``"stop"`` ends the
         others, ``"go on"`` lets them continue.
       logs: directory in which each program has a file of its lines, as
         ``worker-0.log``, beside what is printed; None for no files. Files that are

@@ -32,9 +32,9 @@ class Tls(NamedTuple):
     they change. `tls` makes such a record and checks it.
 
     Args:
-      ca: certificate authorities that the other end's certificate is checked against. A
-        worker without it uses those of its operating system; a center without it does
-        not ask workers for certificates.
+      ca: certificate authorities that the other end's certificate is checked against; a
+        center that has them asks its workers for certificates. A worker without them
+        uses those of its operating system.
       certificate: this end's certificate, with any intermediate certificates. A center
         needs one.
       key: the certificate's private key.

@@ -162,17 +162,17 @@ def serve(
       params: the first parameters; None leaves it to a chief to give them.
       address: where to listen: ``"host:port"``, with port 0 for any free port, or
         ``"unix:path"``.
-      direct_address: ``"host:port"`` of another port, for exchanges without gRPC, which
-        are faster; None for a free port of the same host. Workers connect to it at the
-        host by which they reach ``address``. It is encrypted as gRPC is. Processes of
-        the same user on this machine also exchange in shared memory. False serves gRPC
-        alone.
+      direct_address: where to listen for exchanges without gRPC, which are faster:
+        ``"host:port"``; None for a free port of the same host. Workers connect to this
+        port at the host by which they reach ``address``. It is encrypted as gRPC is.
+        Processes of the same user on this machine also exchange in shared memory. False
+        serves gRPC alone.
       page: ``"host:port"`` of a web page that shows the center's activity, with
         ``/metrics`` for Prometheus, protected by the same tokens and certificates. Port
         0 uses a free one, see ``server.page_address``. None for no page.
-      health_address: ``"host:port"`` of a separate gRPC health service, in plain text
-        and open to anybody, for clients that have neither TLS nor a token, such as the
-        probes of Kubernetes; None for no such service. It serves nothing else.
+      health_address: where to serve gRPC's health checks in plain text to anybody, for
+        clients that have neither TLS nor a token, such as the probes of Kubernetes:
+        ``"host:port"``; None for no such port. It serves nothing else.
       mode: when messages are applied: `agn_optax.center.Asynchronous` (the default),
         `BoundedStaleness` or `Synchronous`.
       barrier: number of workers that must have joined before any of them starts.

@@ -63,7 +63,7 @@ class Limits(CenterLimits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Security:
-    """Who may call a served center, and how calls are encrypted.
+    """Access to a served center, and the encryption of its calls.
 
     Args:
       tls: the center's certificate and key, and the certificate authorities that
