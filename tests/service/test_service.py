@@ -299,6 +299,43 @@ def test_what_is_no_address(address):
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"limits": agn_optax.center.Limits()},
+            r"limits must be agn_optax.service.Limits",
+        ),
+        ({"security": Refuse()}, r"security must be agn_optax.service.Security"),
+        ({"parent": service}, r"parent must be agn_optax.service.Parent"),
+    ],
+)
+def test_settings_of_another_type_are_rejected(settings, message):
+    with pytest.raises(errors.InvalidTypeError, match=message):
+        service.serve(shared.downpour(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda own: service.Limits(memory=0), "memory must be .* >= 1, got 0"),
+        (lambda own: service.Limits(lease=-1.0), "lease must be .* got -1.0"),
+        (lambda own: service.Limits(messages=1.0), r"messages must be Refuse\(...\)"),
+        (lambda own: service.Parent("10.1.2.3:1"), "center must be a center, such as"),
+        (lambda own: service.Parent(own, period=0), "period must be a positive int"),
+    ],
+)
+def test_bad_groups_of_settings(call, message):
+    own = agn_optax.LocalCenter(shared.downpour(), ONES)
+    with pytest.raises(errors.InvalidArgumentError, match=message):
+        call(own)
+
+
+def test_limits_of_calls_are_not_for_a_center_in_this_process():
+    with pytest.raises(errors.InvalidTypeError, match=r"must be agn_optax.center.Lim"):
+        agn_optax.LocalCenter(shared.downpour(), limits=service.Limits(memory=1))
+
+
+@pytest.mark.parametrize(
     "call",
     [
         lambda: service.connect("10.1.2.3:50051", shared.downpour()),
